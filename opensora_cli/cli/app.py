@@ -1,0 +1,51 @@
+"""The `osora` command: its subcommands, and the one place where they start and end.
+
+A command module imports nothing heavy at its top (no torch, no numpy): `osora --help` and shell
+completion load all of them.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import opensora_cli
+from opensora_cli.cli import errors, generate
+
+app = typer.Typer(
+    name="osora",
+    rich_markup_mode="rich",
+    # Errors are told by errors.py; what is not ours keeps Python's own traceback.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("generate")(generate.generate)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"osora {opensora_cli.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _osora(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run, train, measure and convert Open-Sora 2.0."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        args: what follows the program's name; None takes it from `sys.argv`.
+    """
+    command = typer.main.get_command(app)
+    return errors.run(lambda: command.main(args=args, prog_name="osora", standalone_mode=False))

@@ -1,0 +1,153 @@
+"""`osora generate`: from a prompt to a video."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opensora_cli.cli import errors, options, output
+from opensora_cli.core.exceptions import RequestError
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.load import GenerateRequest
+
+PRESETS_SCHEMA = "osora.presets/1"
+
+
+def generate(
+    prompt: options.Prompt = None,
+    negative_prompt: options.NegativePrompt = None,
+    res: options.Resolution = None,
+    aspect_ratio: options.Aspect = None,
+    num_frames: options.NumFrames = None,
+    fps: options.Fps = None,
+    motion_score: options.MotionScore = None,
+    steps: options.Steps = None,
+    guidance_scale: options.GuidanceScale = None,
+    image_guidance_scale: options.ImageGuidanceScale = None,
+    seed: options.Seed = None,
+    num_samples: options.NumSamples = None,
+    cond: options.Condition = None,
+    ref: options.References = None,
+    fit: options.FitOption = None,
+    out: options.Out = None,
+    format_: options.Format = None,
+    overwrite: options.Overwrite = False,
+    no_metadata: options.NoMetadata = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    dry_run: options.DryRun = False,
+    config: options.Config = None,
+    set_: options.Assignments = None,
+    from_: options.FromSidecar = None,
+    from_latents: options.FromLatents = None,
+    list_presets: options.ListPresets = False,
+) -> None:
+    """Make a video from a prompt, and from pictures or videos if given.
+
+    Examples:
+
+      osora generate "raining, sea"
+
+      osora generate "the boat turns around" --ref boat.png --out boat.mp4
+
+      osora generate --from samples/raining-sea.json --seed 7
+    """
+    if list_presets:
+        _print_presets(as_json=json_)
+        return
+    flags = {
+        "prompt": ("PROMPT", prompt),
+        "negative_prompt": ("--negative-prompt", negative_prompt),
+        "from_latents": ("--from-latents", from_latents),
+        "video.resolution": ("--res", res),
+        "video.aspect_ratio": ("--aspect-ratio", aspect_ratio),
+        "video.num_frames": ("--num-frames", num_frames),
+        "video.fps": ("--fps", fps),
+        "prompt_suffix.motion_score": ("--motion-score", motion_score),
+        "sampling.num_inference_steps": ("--steps", steps),
+        "sampling.guidance_scale": ("--guidance-scale", guidance_scale),
+        "sampling.image_guidance_scale": ("--image-guidance-scale", image_guidance_scale),
+        "sampling.seed": ("--seed", seed),
+        "sampling.num_samples": ("--num-samples", num_samples),
+        "condition.mode": ("--cond", cond),
+        "condition.references": ("--ref", _joined(ref)),
+        "condition.fit": ("--fit", fit),
+        "output.path": ("--out", out),
+        "output.format": ("--format", format_),
+        "output.overwrite": ("--overwrite", True if overwrite else None),
+        "output.metadata": ("--no-metadata", False if no_metadata else None),
+        "runtime.model_choice": ("--model", model),
+        "runtime.weights": ("--weights", weights),
+        "runtime.device": ("--device", device),
+        "runtime.dtype": ("--dtype", dtype),
+    }
+    with errors.interruptible():
+        request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)
+        _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
+
+
+def _joined(references: list[str] | None) -> str | None:
+    """Return the references as one text; several may already be in one, separated by `;`."""
+    if not references:
+        return None
+    if not all(reference.strip(" ;") for reference in references):
+        # Most often an unset variable of a script: without a word it would become a video from text alone.
+        raise RequestError("--ref is empty: name a picture or a video, or drop --ref")
+    return ";".join(references)
+
+
+def _request(
+    flags: Mapping[str, tuple[str, object]], *, assignments: Sequence[str], sidecar: Path | None, config: Path | None
+) -> "GenerateRequest":
+    """Return what was asked for, from dotted keys to each flag and its value (None: not given)."""
+    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.generate import GenerateSettings
+    from opensora_cli.settings.layers import collect_overrides
+    from opensora_cli.settings.load import GenerateRequest, read_sidecar
+
+    given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
+    return GenerateRequest(
+        overrides=collect_overrides(GenerateSettings, given, assignments),
+        saved=read_sidecar(sidecar) if sidecar else None,
+        config=config,
+        environment=os.environ,
+    )
+
+
+def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    from opensora_cli.engine import generate as engine
+
+    reporter = output.make_reporter(quiet=quiet)
+    if dry_run:
+        plan = engine.plan_from_request(request, reporter=reporter)
+        output.print_result(plan, as_json=as_json)
+        plan.require_fit()
+    else:
+        output.print_result(engine.generate_from_request(request, reporter=reporter), as_json=as_json)
+
+
+def _print_presets(*, as_json: bool) -> None:
+    from opensora_cli.settings.load import load_preset
+    from opensora_cli.settings.presets import list_presets
+
+    presets = {name: load_preset(name, prompt="any") for name in list_presets("generate")}
+    if as_json:
+        documents = [
+            {"name": name, "settings": preset.model_dump(mode="json", exclude={"prompt"})}
+            for name, preset in presets.items()
+        ]
+        output.print_json({"schema": PRESETS_SCHEMA, "presets": documents})
+        return
+    output.print_lines(
+        [
+            f"{name:8} {preset.model.name} at {preset.video.resolution} {preset.video.aspect_ratio}, "
+            f"{preset.video.num_frames} frames at {preset.video.fps} fps, "
+            f"{preset.sampling.num_inference_steps} steps"
+            for name, preset in presets.items()
+        ]
+    )

@@ -1,0 +1,181 @@
+"""The options of commands, once each: name, type and help.
+
+An option that is not given is None (or False, or empty), so that presets and files decide.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opensora_cli.settings.enums import AspectRatio, ConditionMode, DType, Fit, ModelChoice, OutputFormat
+
+_VIDEO = "Video"
+_SAMPLING = "Sampling"
+_REFERENCE = "Reference"
+_OUTPUT = "Output"
+_MACHINE = "Model and machine"
+_SETTINGS = "Settings"
+
+# What is made.
+Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="What the video shows.", show_default=False)]
+NegativePrompt = Annotated[
+    str | None, typer.Option("--negative-prompt", metavar="TEXT", help="What it should not show.")
+]
+Resolution = Annotated[
+    str | None,
+    typer.Option("--res", metavar="SIZE", help="Pixel count, such as 256px or 768px.", rich_help_panel=_VIDEO),
+]
+Aspect = Annotated[
+    AspectRatio | None,
+    typer.Option(
+        "--aspect-ratio", metavar="W:H", help=f"Width to height: {', '.join(AspectRatio)}.", rich_help_panel=_VIDEO
+    ),
+]
+NumFrames = Annotated[
+    int | None,
+    typer.Option(
+        "--num-frames", metavar="N", help="Frames: a multiple of 4, plus 1. 1 makes a picture.", rich_help_panel=_VIDEO
+    ),
+]
+Fps = Annotated[int | None, typer.Option("--fps", metavar="N", help="Frames per second.", rich_help_panel=_VIDEO)]
+MotionScore = Annotated[
+    str | None,
+    typer.Option(
+        "--motion-score",
+        metavar="N",
+        help="How much should move, as in 4; none says nothing of it.",
+        rich_help_panel=_VIDEO,
+    ),
+]
+
+# How.
+Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Sampling steps.", rich_help_panel=_SAMPLING)]
+GuidanceScale = Annotated[
+    float | None, typer.Option("--guidance-scale", metavar="X", help="Weight of the prompt.", rich_help_panel=_SAMPLING)
+]
+ImageGuidanceScale = Annotated[
+    float | None,
+    typer.Option("--image-guidance-scale", metavar="X", help="Weight of the reference.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the noise.", rich_help_panel=_SAMPLING)]
+NumSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--num-samples", metavar="N", help="Videos to make, with seeds that follow.", rich_help_panel=_SAMPLING
+    ),
+]
+
+# From what.
+Condition = Annotated[
+    ConditionMode | None,
+    typer.Option(
+        "--cond",
+        metavar="MODE",
+        help=f"Which part of the video is given: {', '.join(ConditionMode)}. Without it, what suits the references.",
+        rich_help_panel=_REFERENCE,
+    ),
+]
+References = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ref",
+        metavar="FILE",
+        help="Reference picture or video; repeat it, or join with ;",
+        rich_help_panel=_REFERENCE,
+    ),
+]
+FitOption = Annotated[
+    Fit | None,
+    typer.Option("--fit", help="How a reference of another shape is fitted in.", rich_help_panel=_REFERENCE),
+]
+
+# Where to.
+Out = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="PATH",
+        help="A folder, or a file name that ends in .mp4, .gif, .webp or .png. Default: samples/",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Format = Annotated[
+    OutputFormat | None,
+    typer.Option("--format", help="Kind of file. Default: from the file name, else mp4.", rich_help_panel=_OUTPUT),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=_OUTPUT)]
+NoMetadata = Annotated[
+    bool,
+    typer.Option(
+        "--no-metadata",
+        help="Keep prompt, seed and settings out of the file, and write no sidecar.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.", rich_help_panel=_OUTPUT)]
+
+# On what.
+Model = Annotated[
+    ModelChoice | None,
+    typer.Option(
+        "--model",
+        help="auto (the default) takes open-sora-v2 where its weights and a CUDA device are there, else demo.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        help="Folder with the weights. Default: OSORA_WEIGHTS, ./ckpts or the Hugging Face cache.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MACHINE)
+]
+Dtype = Annotated[
+    DType | None,
+    typer.Option("--dtype", help="auto is bfloat16 on CUDA, float32 on a CPU.", rich_help_panel=_MACHINE),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be done, and whether it fits.", rich_help_panel=_MACHINE)
+]
+
+# With which settings.
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="YAML file of settings; flags win over it.", rich_help_panel=_SETTINGS
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Any setting, as in sampling.flow_shift=3. Repeatable.",
+        rich_help_panel=_SETTINGS,
+    ),
+]
+FromSidecar = Annotated[
+    Path | None,
+    typer.Option(
+        "--from", metavar="SIDECAR", help="Settings of an earlier run, from its .json file.", rich_help_panel=_SETTINGS
+    ),
+]
+FromLatents = Annotated[
+    str | None,
+    typer.Option(
+        "--from-latents",
+        metavar="FILE",
+        help="Decode saved latents: go on after a run that failed while decoding or saving.",
+        rich_help_panel=_SETTINGS,
+    ),
+]
+ListPresets = Annotated[
+    bool, typer.Option("--list-presets", help="List the presets and exit.", rich_help_panel=_SETTINGS)
+]

@@ -1,0 +1,69 @@
+"""What commands print: data on stdout, everything else on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from opensora_cli.core.progress import Reporter, SilentReporter
+
+
+class Printable(Protocol):
+    """What a command has to tell: a plan, or a result."""
+
+    def to_json(self) -> Mapping[str, object]:
+        """Return a document that names its schema."""
+
+    def lines(self) -> Sequence[str]:
+        """Return it for people, and for scripts that read lines."""
+
+
+def make_reporter(*, quiet: bool) -> Reporter:
+    """Return what shows progress: bars on a terminal, a few plain lines elsewhere, and nothing when `quiet`."""
+    if quiet:
+        return SilentReporter()
+    from opensora_cli.cli.progress import BarReporter, LineReporter
+
+    return BarReporter() if sys.stderr.isatty() else LineReporter()
+
+
+def print_result(result: Printable, *, as_json: bool) -> None:
+    """Print a result to stdout, as JSON or as lines."""
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_lines(result.lines())
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """Print one JSON document to stdout, in plain ASCII so that no terminal or pipe can spoil it."""
+    _print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines of data to stdout."""
+    for line in lines:
+        _print(line)
+
+
+def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
+    """Print what went wrong to stderr, and below it how to mend it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(Text.assemble(("error: ", "bold red"), line))
+    for line in (hint or "").splitlines():
+        console.print(Text(f"       {line}"))
+
+
+def _print(line: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        # A console that cannot show a file's name must not turn a finished run into a crash.
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough. Python flushes stdout again while it exits, which must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,200 @@
+"""Progress of stages on stderr, with the time left."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from opensora_cli.core.progress import StageProgress
+
+Clock = Callable[[], float]
+
+
+class Pace:
+    """How far a stage is, how fast it goes, and what is left of it.
+
+    Args:
+        total: units to do; None when that is unknown.
+        clock: seconds, for tests to replace.
+    """
+
+    def __init__(self, total: int | None, *, clock: Clock = time.monotonic) -> None:
+        self.total = total
+        self.done = 0
+        self._clock = clock
+        self._start = clock()
+        self._first: tuple[float, int] | None = None
+        self._last = self._start
+
+    def advance(self, amount: int) -> None:
+        """Count `amount` more units."""
+        self.done += amount
+        self._last = self._clock()
+        if self._first is None:
+            self._first = (self._last, self.done)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left, or None while that cannot be said.
+
+        The first advance is left out of the pace: it has warming up in it.
+        """
+        if self.total is None or self._first is None or self.done >= self.total:
+            return None
+        first_time, first_done = self._first
+        if self.done == first_done:
+            return None
+        seconds_per_unit = (self._last - first_time) / (self.done - first_done)
+        since = self._clock() - self._last
+        return max(0.0, (self.total - self.done) * seconds_per_unit - since)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as people say it: `2.4 s`, `4 min 05 s`, `1 h 02 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class LineReporter:
+    """Plain lines for logs: one when a stage ends, and one every few seconds while it runs.
+
+    Args:
+        every: seconds between two lines of a running stage.
+        clock: seconds, for tests to replace.
+    """
+
+    def __init__(self, *, every: float = 10.0, clock: Clock = time.monotonic) -> None:
+        self._every = every
+        self._clock = clock
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        print(text, file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print one line, marked as a warning."""
+        self.note(f"warning: {text}")
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        """Run a stage; one that fails ends without a line, since the error will follow."""
+        running = _LineStage(self, name, unit, Pace(total, clock=self._clock), every=self._every)
+        yield running
+        self.note(_summary(name, unit, running.pace))
+
+
+class _LineStage:
+    def __init__(self, reporter: LineReporter, name: str, unit: str, pace: Pace, *, every: float) -> None:
+        self.pace = pace
+        self._reporter = reporter
+        self._name = name
+        self._unit = unit
+        self._every = every
+        self._next = every
+
+    def advance(self, amount: int = 1) -> None:
+        self.pace.advance(amount)
+        if self.pace.elapsed < self._next or self.pace.done == self.pace.total:
+            return
+        self._next = self.pace.elapsed + self._every
+        self._reporter.note(f"{self._name}: {_count(self.pace, self._unit)}, {_times(self.pace)}")
+
+
+class BarReporter:
+    """Bars on a terminal, one per running stage; a finished stage leaves a line.
+
+    Args:
+        console: where to; None: stderr.
+        clock: seconds, for tests to replace.
+    """
+
+    def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._clock = clock
+        self._progress: Progress | None = None
+
+    def note(self, text: str) -> None:
+        """Print one line above the bars."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print one line above the bars, marked as a warning."""
+        self._console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        """Run a stage; one that fails ends without a line, since the error will follow."""
+        pace = Pace(total, clock=self._clock)
+        progress = self._started()
+        task = progress.add_task(name, total=total, pace=pace, unit=unit)
+        try:
+            yield _BarStage(progress, task, pace)
+        finally:
+            progress.remove_task(task)
+            if not progress.tasks:
+                progress.stop()
+                self._progress = None
+        self.note(_summary(name, unit, pace))
+
+    def _started(self) -> Progress:
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description:8}", markup=False),
+                BarColumn(),
+                _PaceColumn(),
+                console=self._console,
+                transient=True,
+                # Data may go to stdout at any time, and stays there.
+                redirect_stdout=False,
+            )
+            self._progress.start()
+        return self._progress
+
+
+class _BarStage:
+    def __init__(self, progress: Progress, task: TaskID, pace: Pace) -> None:
+        self._progress = progress
+        self._task = task
+        self._pace = pace
+
+    def advance(self, amount: int = 1) -> None:
+        self._pace.advance(amount)
+        self._progress.advance(self._task, amount)
+
+
+class _PaceColumn(ProgressColumn):
+    """Units done, time passed and time left."""
+
+    def render(self, task: Task) -> Text:
+        pace: Pace = task.fields["pace"]
+        count = _count(pace, task.fields["unit"])
+        return Text(", ".join(filter(None, (count, _times(pace)))))
+
+
+def _count(pace: Pace, unit: str) -> str:
+    if pace.total is not None:
+        return f"{pace.done}/{pace.total} {unit}"
+    return f"{pace.done} {unit}" if pace.done else ""
+
+
+def _times(pace: Pace) -> str:
+    left = pace.remaining
+    return duration(pace.elapsed) + (f", about {duration(left)} left" if left is not None else "")
+
+
+def _summary(name: str, unit: str, pace: Pace) -> str:
+    done = f"{pace.done} {unit}, " if pace.total is not None and pace.total > 1 else ""
+    return f"{name}: {done}{duration(pace.elapsed)}"

@@ -1,0 +1,26 @@
+"""Names of the floating point types that settings and files use."""
+
+import torch
+
+from opensora_cli.core.exceptions import RequestError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`.
+
+    Raises:
+        RequestError: no such dtype.
+    """
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise RequestError(f"dtype={name!r} is not one of {', '.join(_DTYPES)}") from None

@@ -1,0 +1,47 @@
+"""The one family of errors that osora raises on purpose, each with the exit code it ends a command with."""
+
+
+class OsoraError(Exception):
+    """A failure that a user can understand and act on.
+
+    Args:
+        message: what is wrong, in one line, naming the setting or file and its value.
+        hint: how to mend it, in one line.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class RequestError(OsoraError):
+    """What was asked for makes no sense or contradicts itself."""
+
+    exit_code = 2
+
+
+class FileProblem(OsoraError):
+    """A file is missing, broken, or cannot be written."""
+
+    exit_code = 3
+
+
+class CheckpointError(FileProblem):
+    """Weights are missing, truncated, or do not fit the model."""
+
+
+class MediaError(FileProblem):
+    """A picture or video cannot be read."""
+
+
+class OutputError(FileProblem):
+    """A result cannot be written."""
+
+
+class HardwareError(OsoraError):
+    """This machine cannot do it: no such device, too little memory, a missing library."""
+
+    exit_code = 4

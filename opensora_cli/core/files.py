@@ -1,0 +1,133 @@
+"""Writing files so that a crash leaves the old file or the new one, never half of one."""
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from opensora_cli.core.exceptions import OutputError
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on leaving, what was written there becomes `path`.
+
+    Missing parent folders are made. The temporary file is flushed to the disk before it is renamed, and removed when
+    the block fails or is interrupted, so `path` never holds half a result. The temporary name has no telling ending: a
+    writer that guesses its format from the name must be told the format.
+
+    Raises:
+        OutputError: an operating system error while making, writing (in the block, too), flushing or renaming, with
+            `path` and the cause.
+    """
+    target = Path(path)
+    with _temporary_beside(target) as temporary:
+        yield temporary
+        _flush_to_disk(temporary)
+        temporary.replace(target)
+        _flush_to_disk(target.parent)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with everything in it.
+
+    A folder that is already there is replaced as a whole. No system call swaps two folders on every platform, so the
+    old one is renamed first: a crash in that instant leaves both complete, the old one under a temporary name.
+
+    Raises:
+        OutputError: as `atomic_path`.
+    """
+    target = Path(path)
+    with _temporary_beside(target) as temporary:
+        temporary.mkdir()
+        yield temporary
+        for written in sorted(temporary.rglob("*")):
+            if written.is_file():
+                _flush_to_disk(written)
+        if target.is_dir():
+            retired = _temporary_name(target)
+            target.rename(retired)
+            try:
+                temporary.rename(target)
+            except BaseException:
+                retired.rename(target)
+                raise
+            shutil.rmtree(retired)
+        else:
+            temporary.rename(target)
+        _flush_to_disk(target.parent)
+
+
+def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+    """Make `content` the whole of `path`, through `atomic_path`.
+
+    Raises:
+        OutputError: as `atomic_path`.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
+    """Write `document` as indented UTF-8 JSON, through `atomic_path`.
+
+    NaN and infinity are refused, since no other JSON reader takes them.
+
+    Raises:
+        OutputError: as `atomic_path`.
+        ValueError, TypeError: `document` is not JSON.
+    """
+    text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
+    # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
+    write_bytes_atomic(path, (text + "\n").encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def _temporary_beside(target: Path) -> Iterator[Path]:
+    """Yield an unused name beside `target`, remove what is left there, and translate operating system errors."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_name(target)
+        try:
+            yield temporary
+        finally:
+            _remove(temporary)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}", hint=_hint(error)) from error
+
+
+def _temporary_name(target: Path) -> Path:
+    # Short and free of the target's own name: that may already be as long as the file system allows.
+    return target.parent / f".osora-{secrets.token_hex(6)}.tmp"
+
+
+def _remove(temporary: Path) -> None:
+    if temporary.is_dir():
+        shutil.rmtree(temporary)
+    else:
+        temporary.unlink(missing_ok=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return  # Windows gives no handle on a folder
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hint(error: OSError) -> str | None:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room there, or write to another disk"
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return "choose a folder that you may write to"
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return "a part of this path is a file, not a folder: choose another name"
+    return None

@@ -1,0 +1,43 @@
+"""How the engine tells what it is doing, without knowing who listens."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+
+class StageProgress(Protocol):
+    """The running stage."""
+
+    def advance(self, amount: int = 1) -> None:
+        """Say that `amount` more units are done."""
+
+
+class Reporter(Protocol):
+    """Receives what a person at a terminal wants to see."""
+
+    def note(self, text: str) -> None:
+        """Say one line of information."""
+
+    def warn(self, text: str) -> None:
+        """Say one line about something that may not be what was meant."""
+
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> AbstractContextManager[StageProgress]:
+        """Open a stage of `total` units (None: unknown)."""
+
+
+class SilentReporter:
+    """Says nothing: the default for library use."""
+
+    def note(self, text: str) -> None:
+        """Drop the line."""
+
+    def warn(self, text: str) -> None:
+        """Drop the line."""
+
+    def advance(self, amount: int = 1) -> None:
+        """Drop the progress."""
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        """Run the stage without a trace."""
+        yield self

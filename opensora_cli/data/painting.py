@@ -1,0 +1,261 @@
+"""How the procedural world looks: places, skies, moving things and weather, painted with numpy.
+
+All lengths are shares of the picture's width, so that the same scene can be filmed at any size. Details are kept large
+enough for an autoencoder that compresses space fourfold or eightfold: nothing that matters is smaller than two pixels at
+64 x 64. Colours are RGB in 0 to 1, pictures (T, H, W, 3) float32.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+_SKY = {  # top, horizon
+    "day": ((0.36, 0.62, 0.95), (0.78, 0.90, 1.00)),
+    "sunset": ((0.48, 0.28, 0.55), (1.00, 0.62, 0.30)),
+    "night": ((0.03, 0.04, 0.14), (0.10, 0.12, 0.30)),
+}
+_LIGHT = {"day": (1.0, 1.0, 1.0), "sunset": (0.95, 0.70, 0.58), "night": (0.34, 0.38, 0.58)}
+_GROUND = {
+    "sea": (0.10, 0.38, 0.62),
+    "city": (0.36, 0.36, 0.39),
+    "forest": (0.24, 0.42, 0.17),
+    "desert": (0.90, 0.74, 0.44),
+}
+_CLOUDED = {"day": (0.62, 0.66, 0.70), "sunset": (0.66, 0.50, 0.46), "night": (0.13, 0.14, 0.20)}
+_PAINT = {
+    "red": (0.90, 0.10, 0.10),
+    "yellow": (0.98, 0.86, 0.10),
+    "green": (0.10, 0.80, 0.22),
+    "blue": (0.12, 0.25, 0.95),
+}
+# Height of each thing's centre, and by how much it may differ: what rolls or floats is low, what flies is high.
+_ALTITUDE = {"ball": (0.72, 0.04), "boat": (0.68, 0.04), "bird": (0.30, 0.06), "car": (0.74, 0.03)}
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The grid that is painted on: `size` pixels a side, one frame at each of `seconds`."""
+
+    size: int
+    seconds: NDArray[np.float64]
+
+    @cached_property
+    def xs(self) -> Array:
+        """Pixel centres from left to right, (1, size), in widths."""
+        return ((np.arange(self.size, dtype=np.float32) + 0.5) / self.size)[None, :]
+
+    @cached_property
+    def ys(self) -> Array:
+        """Pixel centres from top to bottom, (size, 1), in widths."""
+        return self.xs.T
+
+    def inside(self, distance: Array) -> Array:
+        """Turn a signed distance (negative inside) into coverage 0 to 1 with an edge one pixel soft."""
+        return np.clip(0.5 - distance * self.size, 0.0, 1.0).astype(np.float32)
+
+
+def paint_place(canvas: Canvas, place: str, time: str, weather: str, rng: Generator) -> Array:
+    """Return the empty place, (T, H, W, 3)."""
+    clouded = weather != "clear"
+    horizon = float(rng.uniform(0.48, 0.54))
+    sky = _paint_sky(canvas, time, clouded, horizon, rng)
+    light = np.array(_LIGHT[time], np.float32) * (0.85 if clouded else 1.0)
+    ground = np.array(_GROUND[place], np.float32)
+    if weather == "snow" and place != "sea":
+        ground = 0.55 * ground + 0.45
+    frames = np.repeat(sky[None], len(canvas.seconds), axis=0)
+    painter = {"sea": _paint_sea, "city": _paint_city, "forest": _paint_forest, "desert": _paint_desert}[place]
+    painter(frames, canvas, horizon, ground * light, light, time == "night", rng)
+    return frames
+
+
+def paint_thing(
+    frames: Array, canvas: Canvas, *, shape: str, colour: str, heading: float, fast: bool, night: bool, rng: Generator
+) -> None:
+    """Paint the moving thing into `frames`; `heading` is 1 (right) or -1 (left)."""
+    altitude, spread = _ALTITUDE[shape]
+    y = altitude + float(rng.uniform(-spread, spread))
+    travel = 0.50 if fast else 0.25  # in 17 frames at 12 fps
+    start = float(rng.uniform(0.5 - 0.5 * travel - 0.12, 0.5 - 0.5 * travel + 0.12))
+    phase = float(rng.uniform(0, 2 * np.pi))
+    paint = np.array(_PAINT[colour], np.float32) * (0.88 if night else 1.0)
+    outline = np.array((0.97, 0.97, 0.97), np.float32) * (0.85 if night else 1.0)
+    wheels = np.array((0.08, 0.08, 0.10), np.float32)
+    for frame, second in zip(frames, canvas.seconds, strict=True):
+        x = start + travel * second * 12.0 / 16.0
+        # Seen in a mirror when heading left.
+        dx = (canvas.xs - x) if heading > 0 else ((1.0 - canvas.xs) - x)
+        body, dark = _thing_distance(shape, dx, canvas.ys - y, 2 * np.pi * 1.5 * second + phase)
+        _blend(frame, canvas.inside(body - 0.022), outline)
+        _blend(frame, canvas.inside(body), paint)
+        if dark is not None:
+            _blend(frame, canvas.inside(dark), wheels)
+
+
+def paint_weather(frames: Array, canvas: Canvas, weather: str, rng: Generator) -> None:
+    """Paint rain or snow over everything: drops on a torus that moves by whole pixels from frame to frame."""
+    steps = canvas.seconds * 12.0
+    if weather == "rain":
+        colour = np.array((0.80, 0.87, 0.97), np.float32)
+        drops = _streaks(canvas, rng, count=26, length=0.13, width=0.016, slant=0.25)
+        for frame, step in zip(frames, steps, strict=True):
+            down = round(0.08 * canvas.size * step)
+            moved = np.roll(drops, (down, -round(0.25 * down)), axis=(0, 1))
+            _blend(frame, 0.62 * moved, colour)
+    elif weather == "snow":
+        colour = np.array((1.0, 1.0, 1.0), np.float32)
+        near = _flakes(canvas, rng, count=14, radius=0.028)
+        far = _flakes(canvas, rng, count=14, radius=0.021)
+        for frame, step in zip(frames, steps, strict=True):
+            for flakes, speed, opacity in ((far, 0.016, 0.75), (near, 0.032, 0.95)):
+                moved = np.roll(flakes, (round(speed * canvas.size * step), 0), axis=(0, 1))
+                _blend(frame, opacity * moved, colour)
+
+
+def _blend(picture: Array, coverage: Array, colour: Array) -> None:
+    picture += coverage[..., None] * (colour - picture)
+
+
+def _paint_sky(canvas: Canvas, time: str, clouded: bool, horizon: float, rng: Generator) -> Array:
+    top, bottom = (np.array(colour, np.float32) for colour in _SKY[time])
+    down = np.clip(canvas.ys / horizon, 0.0, 1.0)[..., None]
+    sky = np.broadcast_to(top + (bottom - top) * down, (canvas.size, canvas.size, 3)).astype(np.float32)
+    x = float(rng.uniform(0.15, 0.85))
+    if clouded:
+        return sky + 0.7 * (np.array(_CLOUDED[time], np.float32) - sky)
+    disc = {"day": (0.13, 0.075, (1.0, 0.96, 0.62)), "sunset": (horizon - 0.05, 0.11, (1.0, 0.86, 0.42))}
+    y, radius, colour = disc.get(time, (0.13, 0.06, (0.93, 0.94, 0.98)))
+    _blend(sky, canvas.inside(np.hypot(canvas.xs - x, canvas.ys - y) - radius), np.array(colour, np.float32))
+    if time == "night":
+        stars = _flakes(canvas, rng, count=9, radius=0.014) * (canvas.ys < horizon - 0.05)
+        _blend(sky, 0.8 * stars.astype(np.float32), np.array((0.9, 0.9, 1.0), np.float32))
+    return sky
+
+
+def _paint_sea(
+    frames: Array, canvas: Canvas, horizon: float, ground: Array, light: Array, night: bool, rng: Generator
+) -> None:
+    below = canvas.inside(np.broadcast_to(horizon - canvas.ys, (canvas.size, canvas.size)))
+    depth = np.clip((canvas.ys - horizon) / (1.0 - horizon), 0.0, 1.0)
+    phases = rng.uniform(0, 2 * np.pi, 2)
+    for frame, second in zip(frames, canvas.seconds, strict=True):
+        # Two trains of waves, wider apart towards the viewer.
+        wave = np.sin(38.0 * np.sqrt(depth + 0.05) - 3.0 * second + 2.2 * np.sin(7.0 * canvas.xs + phases[0]))
+        swell = np.sin(11.0 * canvas.xs + 9.0 * depth + 2.0 * second + phases[1])
+        shade = 1.0 + 0.22 * wave + 0.10 * swell
+        colour = ground * shade[..., None].astype(np.float32)
+        frame += below[..., None] * (colour - frame)
+
+
+def _paint_city(
+    frames: Array, canvas: Canvas, horizon: float, ground: Array, light: Array, night: bool, rng: Generator
+) -> None:
+    picture = frames[0]
+    wall = np.array((0.52, 0.50, 0.56), np.float32)
+    pane = np.array((1.0, 0.86, 0.40) if night else (0.80, 0.88, 0.95), np.float32) * (1.0 if night else light)
+    street = horizon + 0.10
+    edges = np.linspace(0.0, 1.0, 6)
+    for left, right in zip(edges[:-1], edges[1:], strict=True):
+        top = horizon - float(rng.uniform(0.02, 0.34))
+        shade = float(rng.uniform(0.75, 1.1))
+        house = _box(canvas.xs - 0.5 * (left + right), canvas.ys - 0.5 * (top + street), 0.095, 0.5 * (street - top))
+        _blend(picture, canvas.inside(house), wall * shade * light)
+        # Windows stand in a grid of one pane each 0.094 widths (six pixels at 64).
+        u = np.abs((canvas.xs - left - 0.053) % 0.094 - 0.047) - 0.024
+        v = np.abs((canvas.ys - top - 0.03) % 0.094 - 0.047) - 0.024
+        _blend(picture, canvas.inside(np.maximum(np.maximum(u, v), house + 0.012)), pane * 0.95)
+    _blend(picture, canvas.inside(np.broadcast_to(street - canvas.ys, picture.shape[:2])), ground)
+    dash = np.maximum(np.abs((canvas.xs + float(rng.uniform())) % 0.25 - 0.125) - 0.07, np.abs(canvas.ys - 0.90) - 0.016)
+    _blend(picture, canvas.inside(dash), np.array((0.9, 0.9, 0.85), np.float32) * light)
+    frames[1:] = picture
+
+
+def _paint_forest(
+    frames: Array, canvas: Canvas, horizon: float, ground: Array, light: Array, night: bool, rng: Generator
+) -> None:
+    picture = frames[0]
+    leaves = np.array((0.07, 0.33, 0.13), np.float32)
+    trunk = np.array((0.34, 0.22, 0.12), np.float32) * light
+    _blend(picture, canvas.inside(np.broadcast_to(horizon + 0.04 - canvas.ys, picture.shape[:2])), ground)
+    for x in np.linspace(0.06, 0.94, 6) + rng.uniform(-0.03, 0.03, 6):
+        foot, height = horizon + 0.08, float(rng.uniform(0.30, 0.46))
+        _blend(picture, canvas.inside(_box(canvas.xs - x, canvas.ys - foot, 0.018, 0.05)), trunk)
+        up = (foot - 0.03 - canvas.ys) / height
+        crown = np.maximum(np.abs(canvas.xs - x) - 0.12 * (1.0 - up), np.abs(up - 0.5) * height - 0.5 * height)
+        _blend(picture, canvas.inside(crown), leaves * float(rng.uniform(0.8, 1.25)) * light)
+    frames[1:] = picture
+
+
+def _paint_desert(
+    frames: Array, canvas: Canvas, horizon: float, ground: Array, light: Array, night: bool, rng: Generator
+) -> None:
+    picture = frames[0]
+    for row, shade in enumerate((0.80, 0.92, 1.05)):
+        phase = float(rng.uniform(0, 2 * np.pi))
+        crest = horizon + 0.03 + 0.13 * row + (0.06 - 0.012 * row) * np.sin(5.5 * canvas.xs + phase)
+        _blend(picture, canvas.inside(crest - canvas.ys), np.clip(ground * shade, 0.0, 1.0))
+    x = float(rng.choice((0.10, 0.90))) + float(rng.uniform(-0.03, 0.03))
+    green = np.array((0.16, 0.45, 0.20), np.float32) * light
+    foot = horizon + 0.12
+    stem = _box(canvas.xs - x, canvas.ys - (foot - 0.11), 0.028, 0.13)
+    arms = _box(canvas.xs - x, canvas.ys - (foot - 0.12), 0.075, 0.020)
+    tips = _box(np.abs(canvas.xs - x) - 0.068, canvas.ys - (foot - 0.155), 0.018, 0.05)
+    _blend(picture, canvas.inside(np.minimum(np.minimum(stem, arms), tips)), green)
+    frames[1:] = picture
+
+
+def _thing_distance(shape: str, dx: Array, dy: Array, phase: float) -> tuple[Array, Array | None]:
+    """Return signed distances to the body and to its dark parts of a thing that heads right, centred at 0."""
+    if shape == "ball":
+        turning = np.hypot(dx - 0.055 * np.cos(phase), dy - 0.055 * np.sin(phase)) - 0.032
+        return np.hypot(dx, dy) - 0.125, turning
+    if shape == "boat":
+        hull = np.maximum(np.abs(dy - 0.07) - 0.05, np.abs(dx) - 0.19 + 0.9 * (dy - 0.02))
+        sail = np.maximum(np.maximum(-dx - 0.02, dy - 0.0), 0.75 * dx + 0.55 * (-dy) - 0.105)
+        mast = _box(dx + 0.03, dy + 0.08, 0.012, 0.12)
+        return np.minimum(hull, sail), mast
+    if shape == "bird":
+        flap = 0.75 * np.sin(phase)
+        body = np.hypot(dx / 1.9, dy) - 0.05
+        head = np.hypot(dx - 0.10, dy + 0.03) - 0.045
+        wings = np.maximum(np.abs(dy + flap * (np.abs(dx + 0.01) - 0.02)) - 0.035, np.abs(dx + 0.01) - 0.17)
+        eye = np.hypot(dx - 0.115, dy + 0.04) - 0.014
+        return np.minimum(np.minimum(body, head), wings), eye
+    lower = _box(dx, dy - 0.02, 0.19, 0.05)
+    cabin = np.maximum(np.abs(dy + 0.065) - 0.05, np.abs(dx + 0.02) - 0.10 - 0.6 * (dy + 0.065))
+    wheels = np.hypot(np.abs(dx) - 0.105, dy - 0.075) - 0.045
+    return np.minimum(lower, cabin), wheels
+
+
+def _box(dx: Array, dy: Array, half_width: float, half_height: float) -> Array:
+    return np.maximum(np.abs(dx) - half_width, np.abs(dy) - half_height)
+
+
+def _on_torus(difference: Array) -> Array:
+    return np.asarray((difference + 0.5) % 1.0 - 0.5, np.float32)
+
+
+def _streaks(canvas: Canvas, rng: Generator, *, count: int, length: float, width: float, slant: float) -> Array:
+    """Slanted strokes at random places of a torus, as coverage (H, W)."""
+    places = rng.uniform(0.0, 1.0, (count, 2)).astype(np.float32)
+    coverage = np.zeros((canvas.size, canvas.size), np.float32)
+    for x, y in places:
+        dx, dy = _on_torus(canvas.xs - x), _on_torus(canvas.ys - y)
+        stroke = np.maximum(np.abs(dx + slant * dy) - width, np.abs(dy) - 0.5 * length)
+        np.maximum(coverage, canvas.inside(stroke), out=coverage)
+    return coverage
+
+
+def _flakes(canvas: Canvas, rng: Generator, *, count: int, radius: float) -> Array:
+    """Discs at random places of a torus, as coverage (H, W)."""
+    places = rng.uniform(0.0, 1.0, (count, 2)).astype(np.float32)
+    coverage = np.zeros((canvas.size, canvas.size), np.float32)
+    for x, y in places:
+        disc = np.hypot(_on_torus(canvas.xs - x), _on_torus(canvas.ys - y)) - radius
+        np.maximum(coverage, canvas.inside(disc), out=coverage)
+    return coverage

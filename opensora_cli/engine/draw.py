@@ -1,0 +1,200 @@
+"""From prompts and references to finished latents: text, encode, denoise."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from opensora_cli.engine import build
+from opensora_cli.engine.configs import vae_tiling
+from opensora_cli.engine.latents import save_latents
+from opensora_cli.engine.outputs import SampleFiles
+from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.prompts import PromptEmbeds, encode_prompts, read_vocabulary, warn_about_prompts
+from opensora_cli.engine.references import Reference, encode_references
+from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.sampling.conditioning import prepare_inference_condition, restore_references
+from opensora_cli.engine.sampling.denoise import denoise, denoise_distilled
+from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.engine.sampling.schedule import noise_latents
+from opensora_cli.engine.sidecar import sample_settings
+from opensora_cli.engine.velocity import GuidedVelocity
+from opensora_cli.engine.weights import Component
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSample:
+    """The latents of one sample, and what drawing them took."""
+
+    latents_CTHW: torch.Tensor
+    """On the CPU."""
+    denoise_s: float
+    """Seconds; 0 where they come from a file."""
+
+
+def draw_samples(
+    plan: ExecutionPlan, files: Sequence[SampleFiles], references: Sequence[Reference], record: RunRecord
+) -> list[DrawnSample]:
+    """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
+
+    Args:
+        plan: what to make; its weights are there.
+        files: of every sample.
+        references: what is given.
+        record: told of stages and saved latents.
+
+    Raises:
+        CheckpointError: weights are broken or do not fit the settings.
+        OutputError: latents cannot be written.
+        HardwareError: out of memory.
+    """
+    embeds = _prompt_embeds(plan, record)
+    reference_latents = _reference_latents(plan, references, record)
+    transformer = load_transformer(plan, record)
+    drawn = []
+    with record.stage("denoise", total=plan.evaluations_per_sample * len(files), unit="evaluations") as progress:
+        for sample in files:
+            start = time.perf_counter()
+            latents_1CTHW = sample_latents(
+                plan,
+                transformer,
+                embeds,
+                reference_latents,
+                seed=sample.seed,
+                on_evaluation=progress.advance,
+            )
+            latents_CTHW = latents_1CTHW[0].cpu()
+            drawn.append(DrawnSample(latents_CTHW, time.perf_counter() - start))
+            if sample.latents is not None:
+                save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
+                record.kept_latents.append(sample.latents)
+    del transformer
+    build.release_memory(plan.hardware.device)
+    return drawn
+
+
+def sample_latents(
+    plan: ExecutionPlan,
+    transformer: MMDiT,
+    embeds: PromptEmbeds,
+    reference_latents: Sequence[torch.Tensor] | None,
+    *,
+    seed: int,
+    on_evaluation: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Return latents_1CTHW of one sample, given frames put back.
+
+    Args:
+        plan: sizes, timesteps and guidance.
+        transformer: on the plan's device.
+        embeds: the two prompts.
+        reference_latents: latents_CTHW of each reference; None without any.
+        seed: of the noise.
+        on_evaluation: called after each evaluation of the transformer.
+    """
+    device, settings = plan.hardware.device, plan.settings
+    channels, num_latent_frames, rows, columns = plan.latent_shape
+    patch_size = settings.model.patch_size
+    noise_1CTHW = noise_latents(
+        [seed],
+        num_latent_frames=num_latent_frames,
+        height=plan.height,
+        width=plan.width,
+        device=device,
+        dtype=plan.hardware.dtype,
+        latent_channels=channels,
+        spatial_compression=settings.vae.spatial_compression_ratio,
+        patch_size=patch_size,
+    )
+    mask_11THW, given_1CTHW = prepare_inference_condition(
+        noise_1CTHW, plan.mode, None if reference_latents is None else [reference_latents], lengths=plan.lengths
+    )
+    distilled = settings.model.guidance_embed
+    velocity = GuidedVelocity(
+        transformer,
+        embeds,
+        conditioning_1NK=pack_conditioning(mask_11THW, given_1CTHW, patch_size) if settings.model.cond_embed else None,
+        position_ids_1N3=position_ids(1, num_latent_frames, rows // patch_size, columns // patch_size, device=device),
+        embedded_guidance=settings.sampling.embedded_guidance if distilled else None,
+        on_evaluation=on_evaluation,
+    )
+    packed_1ND = pack_latents(noise_1CTHW, patch_size)
+    if distilled:
+        packed_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=plan.timesteps)
+    else:
+        packed_1ND = denoise(
+            velocity,
+            packed_1ND,
+            timesteps=plan.timesteps,
+            guidance=plan.guidance,
+            mode=plan.mode,
+            num_latent_frames=num_latent_frames,
+        )
+    latents_1CTHW = unpack_latents(
+        packed_1ND, num_latent_frames=num_latent_frames, height=rows, width=columns, patch_size=patch_size
+    )
+    if plan.mode.gives_pictures:
+        latents_1CTHW = restore_references(latents_1CTHW, mask_11THW, given_1CTHW)
+    return latents_1CTHW
+
+
+def load_transformer(plan: ExecutionPlan, record: RunRecord) -> MMDiT:
+    """Return the transformer, its loading shown as part of the stage `load`."""
+    with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
+        return build.load_transformer(plan, advance=advance)
+
+
+def load_vae(plan: ExecutionPlan, record: RunRecord) -> HunyuanVAE:
+    """Return the autoencoder, its loading shown as part of the stage `load`."""
+    with _loading(plan.weights.path(Component.VAE), record) as advance:
+        return build.load_vae(plan, advance=advance)
+
+
+@contextmanager
+def _loading(path: Path, record: RunRecord) -> Iterator[build.Advance]:
+    """Show the loading of a file of weights, in MiB; yields what is to be told of bytes."""
+    done = 0
+    with record.stage("load", total=-(-path.stat().st_size // _MIB), unit="MiB") as progress:
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            before, done = done, done + num_bytes
+            progress.advance(done // _MIB - before // _MIB)
+
+        yield advance
+
+
+def _prompt_embeds(plan: ExecutionPlan, record: RunRecord) -> PromptEmbeds:
+    with record.stage("load", total=2, unit="encoders") as progress:
+        t5 = build.load_t5(plan)
+        progress.advance()
+        clip = build.load_clip(plan)
+        progress.advance()
+    with record.stage("text"):
+        vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+        warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
+        embeds = encode_prompts(plan.settings, t5, clip)
+    del t5, clip
+    build.release_memory(plan.hardware.device)
+    return embeds
+
+
+def _reference_latents(
+    plan: ExecutionPlan, references: Sequence[Reference], record: RunRecord
+) -> list[torch.Tensor] | None:
+    if not references:
+        return None
+    vae = load_vae(plan, record)
+    with record.stage("encode", total=len(references), unit="references") as progress:
+        latents = encode_references(references, vae, tiling=vae_tiling(plan.settings.vae), on_encoded=progress.advance)
+    del vae
+    build.release_memory(plan.hardware.device)
+    return latents

@@ -1,0 +1,118 @@
+"""From latents to results on disk: decode, save."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from opensora_cli.engine import build
+from opensora_cli.engine.configs import vae_tiling
+from opensora_cli.engine.draw import DrawnSample, load_vae
+from opensora_cli.engine.hardware import peak_memory_gib
+from opensora_cli.engine.outputs import SampleFiles
+from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.references import Reference, given_frames_psnr, to_uint8
+from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.sidecar import media_tags, write_sidecar
+from opensora_cli.media.write import write_media
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedVideo:
+    """One finished result."""
+
+    path: Path
+    """A file, or the folder of a PNG sequence."""
+    sidecar: Path | None
+    seed: int
+    given_frames_psnr_db: float | None
+    """How well the given frames came back; None where none were given."""
+
+
+def finish_samples(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    drawn: Sequence[DrawnSample],
+    references: Sequence[Reference],
+    record: RunRecord,
+) -> tuple[GeneratedVideo, ...]:
+    """Decode and save every sample; the latents that this run saved are removed once their result is complete.
+
+    Args:
+        plan: what is made.
+        files: of every sample.
+        drawn: the latents of every sample.
+        references: what was given, to say how well it came back.
+        record: told of stages and results.
+
+    Raises:
+        CheckpointError: the autoencoder's weights are broken or do not fit the settings.
+        OutputError: a result cannot be written.
+        HardwareError: out of memory.
+    """
+    vae = load_vae(plan, record)
+    videos = []
+    for sample, latents in zip(files, drawn, strict=True):
+        start = time.perf_counter()
+        with record.stage("decode", unit="video"):
+            frames_THWC = decode_latents(plan, vae, latents.latents_CTHW)
+        timings_s = record.timings_s | {"denoise": latents.denoise_s, "decode": time.perf_counter() - start}
+        psnr = given_frames_psnr(frames_THWC, references) if references else None
+        if psnr is not None:
+            record.reporter.note(f"given frames came back at {psnr:.1f} dB PSNR (seed {sample.seed})")
+        with record.stage("save", unit="video"):
+            _save(plan, sample, frames_THWC, timings_s, psnr)
+        record.finish(sample.media, sample.latents)
+        videos.append(GeneratedVideo(sample.media, sample.sidecar, sample.seed, psnr))
+    del vae
+    build.release_memory(plan.hardware.device)
+    return tuple(videos)
+
+
+def _save(
+    plan: ExecutionPlan,
+    sample: SampleFiles,
+    frames_THWC: torch.Tensor,
+    timings_s: Mapping[str, float],
+    psnr_db: float | None,
+) -> None:
+    """Write a result and its sidecar; both or neither."""
+    start = time.perf_counter()
+    write_media(
+        frames_THWC,
+        sample.target,
+        fps=plan.settings.video.fps,
+        format=plan.settings.output.resolved_format,
+        metadata=media_tags(plan, sample),
+    )
+    try:
+        write_sidecar(
+            plan,
+            sample,
+            timings_s={**timings_s, "save": time.perf_counter() - start},
+            peak_memory_gib=peak_memory_gib(plan.hardware.device),
+            given_frames_psnr_db=psnr_db,
+        )
+    except BaseException:
+        # A video on its own would stand in the way of the run that goes on from its latents.
+        _remove(sample.media)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def decode_latents(plan: ExecutionPlan, vae: HunyuanVAE, latents_CTHW: torch.Tensor) -> torch.Tensor:
+    """Return the frames (T, H, W, 3), uint8 on the CPU, cut to what was asked for."""
+    settings = plan.settings
+    latents_1CTHW = latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype)
+    pixels_1CTHW = vae.decode(latents_1CTHW, tiling=vae_tiling(settings.vae))
+    return to_uint8(pixels_1CTHW[0, :, : settings.video.num_frames, : plan.height, : plan.width])

@@ -1,0 +1,194 @@
+"""`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.draw import DrawnSample, draw_samples
+from opensora_cli.engine.finish import GeneratedVideo, finish_samples
+from opensora_cli.engine.hardware import peak_memory_gib, start_peak_memory
+from opensora_cli.engine.latents import load_latents
+from opensora_cli.engine.outputs import check_outputs, sample_files
+from opensora_cli.engine.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.references import Reference, read_references, with_mode
+from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.weights import choose_model, report_decision
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import (
+    SIDECAR_SCHEMA,
+    GenerateRequest,
+    SavedSettings,
+    load_generate_settings,
+    load_runtime_settings,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """What a run made, and what it took."""
+
+    plan: ExecutionPlan
+    videos: tuple[GeneratedVideo, ...]
+    timings_s: Mapping[str, float]
+    """Stage to seconds."""
+    peak_memory_gib: Mapping[str, float]
+    """As `hardware.peak_memory_gib` returns it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a document of the schema `osora.generate/1`, from which `--from` can make it again."""
+        return {
+            "schema": SIDECAR_SCHEMA,
+            "outputs": [
+                {
+                    "path": str(video.path),
+                    "sidecar": None if video.sidecar is None else str(video.sidecar),
+                    "seed": video.seed,
+                    "given_frames_psnr_db": video.given_frames_psnr_db,
+                }
+                for video in self.videos
+            ],
+            "model": self.plan.settings.model.name.value,
+            "device": str(self.plan.hardware.device),
+            "model_evaluations": self.plan.evaluations_per_sample * len(self.videos),
+            "timings_s": dict(self.timings_s),
+            **self.peak_memory_gib,
+            "settings": self.plan.settings.model_dump(mode="json"),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the path of every result."""
+        return [str(video.path) for video in self.videos]
+
+
+def generate_from_request(request: GenerateRequest, *, reporter: Reporter) -> GenerateResult:
+    """Choose the model, complete the settings, and generate; errors are those of `generate` and of the next two."""
+    return generate(resolve_generate_settings(request, reporter=reporter), reporter=reporter)
+
+
+def plan_from_request(request: GenerateRequest, *, reporter: Reporter) -> ExecutionPlan:
+    """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
+    return plan_generation(resolve_generate_settings(request, reporter=reporter), reporter=reporter)
+
+
+def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> GenerateSettings:
+    """Return the settings that a request means on this machine.
+
+    The model decides the preset, and saved latents bring the settings that made them.
+
+    Raises:
+        RequestError: a key is unknown, or a value breaks a rule.
+        FileProblem: a file of settings or the saved latents are missing or broken.
+    """
+    from_latents = request.overrides.get("from_latents")
+    if from_latents is not None and request.saved is None:
+        source = str(from_latents.value)
+        saved = SavedSettings(source=source, values=load_latents(source).settings)
+        request = dataclasses.replace(request, saved=saved)
+    runtime = load_runtime_settings(request)
+    decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
+    report_decision(decision, runtime.model_choice, reporter)
+    return load_generate_settings(request, model=decision.name)
+
+
+def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:
+    """Return what `generate` would do, after the checks that need neither weights nor enough memory.
+
+    Raises:
+        RequestError: sizes that contradict each other, or a mode that does not suit the references.
+        MediaError: a reference is missing, broken or too short.
+        OutputError: a result exists already, or cannot be written.
+        HardwareError: there is no such device.
+    """
+    plan = make_plan(with_mode(settings, reporter))
+    check_outputs(sample_files(plan), plan, create=False)
+    _read_references(plan, reporter)
+    return plan
+
+
+def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) -> GenerateResult:
+    """Make the videos that `settings` describe.
+
+    Everything that can be checked is checked before the first weight is read. The latents of all samples are made
+    first and saved; then they are decoded and saved as videos, one by one, and their files removed. With
+    `from_latents` only the latter happens, and that file stays.
+
+    Args:
+        settings: what to make.
+        reporter: shown progress and warnings; None: nobody.
+
+    Raises:
+        RequestError: the request contradicts itself.
+        MediaError: a reference is missing, broken or too short.
+        CheckpointError: weights are missing (all are named) or broken, or saved latents are.
+        OutputError: a result exists already, or cannot be written.
+        HardwareError: there is no such device, or not enough memory.
+        KeyboardInterrupt: its argument says what is finished and how to go on.
+    """
+    reporter = reporter or SilentReporter()
+    plan = make_plan(with_mode(settings, reporter))
+    _require_weights(plan, reporter)
+    plan.require_fit()
+    files = sample_files(plan)
+    references = _read_references(plan, reporter)
+    saved = _saved_sample(plan)
+    check_outputs(files, plan, create=True)
+    record = RunRecord(reporter)
+    if plan.settings.from_latents is not None:
+        record.kept_latents.append(Path(plan.settings.from_latents))
+    start_peak_memory(plan.hardware.device)
+    with torch.inference_mode(), record.rescue():
+        drawn = [saved] if saved is not None else draw_samples(plan, files, references, record)
+        videos = finish_samples(plan, files, drawn, references, record)
+    return GenerateResult(
+        plan=plan,
+        videos=videos,
+        timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
+        peak_memory_gib=peak_memory_gib(plan.hardware.device),
+    )
+
+
+def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
+    if not plan.fits and any(component in plan.weights.missing for component in plan.components):
+        # Nobody should download 40 GB to be told then that they do not fit.
+        try:
+            plan.require_fit()
+        except HardwareError as error:
+            reporter.warn(f"with its weights this would not run here either: {error.message}")
+    plan.weights.require(plan.components)
+
+
+def _read_references(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
+    if plan.decodes_only:
+        return []
+    condition = plan.settings.condition
+    return read_references(
+        condition.references,
+        plan.mode,
+        height=plan.height,
+        width=plan.width,
+        fit=condition.fit,
+        temporal_compression=plan.settings.vae.time_compression_ratio,
+        lengths=plan.lengths,
+        fps=plan.settings.video.fps,
+        reporter=reporter,
+    )
+
+
+def _saved_sample(plan: ExecutionPlan) -> DrawnSample | None:
+    """Return the sample to go on from, if that is asked for."""
+    source = plan.settings.from_latents
+    if source is None:
+        return None
+    latents_CTHW = load_latents(source).latents_CTHW
+    if tuple(latents_CTHW.shape) != plan.latent_shape:
+        raise RequestError(
+            f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",
+            hint="change neither size, length nor model when going on from latents",
+        )
+    return DrawnSample(latents_CTHW, denoise_s=0.0)

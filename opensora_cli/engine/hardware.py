@@ -1,0 +1,100 @@
+"""What this machine has: devices, free memory, and how much of it a run took."""
+
+import platform
+import re
+import sys
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.exceptions import HardwareError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Where a run takes place, and in which precision."""
+
+    device: torch.device
+    device_name: str
+    dtype: torch.dtype
+    free_bytes: int
+    """Memory of the device that nobody uses yet."""
+    total_bytes: int
+
+
+def pick_hardware(device: str, dtype: str) -> Hardware:
+    """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.
+
+    Args:
+        device: `auto` (CUDA where there is any, else the CPU), `cpu`, `cuda` or `cuda:N`.
+        dtype: a name, or `auto`: bfloat16 on CUDA, float32 on a CPU.
+
+    Raises:
+        HardwareError: there is no such device here.
+    """
+    chosen = _device(device)
+    is_cuda = chosen.type == "cuda"
+    if dtype == "auto":
+        dtype = "bfloat16" if is_cuda else "float32"
+    if is_cuda:
+        free, total = torch.cuda.mem_get_info(chosen)
+        name = torch.cuda.get_device_name(chosen)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+        name = platform.processor() or platform.machine() or "CPU"
+    return Hardware(chosen, name, torch_dtype(dtype), free, total)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise HardwareError(f"runtime.device={name} is not a device: use auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        if torch.version.cuda:
+            cause, hint = "no usable NVIDIA card was found", "use --device cpu, or mend the driver"
+        else:
+            cause = f"this is a torch without CUDA ({torch.__version__})"
+            hint = "use --device cpu, or install a torch with CUDA"
+        raise HardwareError(f"runtime.device={name} is not there: {cause}", hint=hint)
+    index, count = int(match[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise HardwareError(
+            f"runtime.device={name} is not there: this machine has {', '.join(f'cuda:{i}' for i in range(count))}"
+        )
+    return torch.device("cuda", index)
+
+
+def start_peak_memory(device: torch.device) -> None:
+    """Begin to watch the peak that `peak_memory_gib` returns; without effect on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gib(device: torch.device) -> dict[str, float]:
+    """Return the most memory that was in use, under the name of what it counts.
+
+    On CUDA that is `peak_allocated_gib`; on a CPU `peak_resident_gib` of the whole process since it began, mapped files
+    of weights included.
+    """
+    if device.type == "cuda":
+        return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
+    return {"peak_resident_gib": round(_peak_resident_bytes() / GIB, 3)}
+
+
+def _peak_resident_bytes() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

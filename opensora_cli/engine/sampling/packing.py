@@ -1,0 +1,89 @@
+"""Between the autoencoder's latents (B,C,T,H,W) and the transformer's tokens (B,N,D)."""
+
+import torch
+
+
+def pack_latents(latents_BCTHW: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Cut latents into one token for each patch: `b c t (h ph) (w pw) -> b (t h w) (c ph pw)`.
+
+    Args:
+        latents_BCTHW: height and width divisible by `patch_size`.
+        patch_size: latent positions per token in height and in width; time is never patched.
+
+    Raises:
+        ValueError: a side is not divisible.
+    """
+    batch, channels, frames, height, width = latents_BCTHW.shape
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"latents of {height}x{width} do not divide into patches of {patch_size}x{patch_size}")
+    rows, columns = height // patch_size, width // patch_size
+    patches = latents_BCTHW.reshape(batch, channels, frames, rows, patch_size, columns, patch_size)
+    return patches.permute(0, 2, 3, 5, 1, 4, 6).reshape(
+        batch, frames * rows * columns, channels * patch_size * patch_size
+    )
+
+
+def unpack_latents(
+    packed_latents_BND: torch.Tensor,
+    *,
+    num_latent_frames: int,
+    height: int,
+    width: int,
+    patch_size: int,
+) -> torch.Tensor:
+    """Undo `pack_latents`.
+
+    Args:
+        packed_latents_BND: the tokens.
+        num_latent_frames: latent frames.
+        height: of the latents, not of the picture.
+        width: of the latents, not of the picture.
+        patch_size: as in `pack_latents`.
+
+    Returns:
+        latents_BCTHW.
+
+    Raises:
+        ValueError: the tokens are not those of this many frames of this size.
+    """
+    batch, num_tokens, token_width = packed_latents_BND.shape
+    rows, columns = height // patch_size, width // patch_size
+    if num_tokens != num_latent_frames * rows * columns or height % patch_size or width % patch_size:
+        raise ValueError(
+            f"{num_tokens} tokens are not {num_latent_frames} frames of {height}x{width} in patches of {patch_size}"
+        )
+    channels = token_width // (patch_size * patch_size)
+    patches = packed_latents_BND.reshape(batch, num_latent_frames, rows, columns, channels, patch_size, patch_size)
+    return patches.permute(0, 4, 1, 2, 5, 3, 6).reshape(batch, channels, num_latent_frames, height, width)
+
+
+def pack_conditioning(
+    conditioning_mask_B1THW: torch.Tensor, reference_latents_BCTHW: torch.Tensor, patch_size: int
+) -> torch.Tensor:
+    """Return the transformer's conditioning_BNK: mask and reference latents as one tensor, mask first, packed.
+
+    K is (1 + C)·patch². Zeros everywhere mean that nothing is given.
+    """
+    return pack_latents(torch.cat([conditioning_mask_B1THW, reference_latents_BCTHW], dim=1), patch_size)
+
+
+def position_ids(
+    batch_size: int,
+    num_latent_frames: int,
+    rows: int,
+    columns: int,
+    *,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Return position_ids_BN3, the (frame, row, column) of every token, in fp32 and in the order of `pack_latents`.
+
+    Args:
+        batch_size: samples.
+        num_latent_frames: latent frames.
+        rows: tokens in height.
+        columns: tokens in width.
+        device: where the ids are made.
+    """
+    axes = [torch.arange(size, dtype=torch.float32, device=device) for size in (num_latent_frames, rows, columns)]
+    grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+    return grid.reshape(1, -1, 3).expand(batch_size, -1, -1)

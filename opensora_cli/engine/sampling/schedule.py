@@ -1,0 +1,118 @@
+"""Where sampling starts and which times it visits: the noise and the timesteps of rectified flow.
+
+Time runs from 1 (noise) to 0 (data), after Liu et al., "Flow Straight and Fast" (arXiv 2209.03003). The shift towards
+noise for larger frames is that of Esser et al., "Scaling Rectified Flow Transformers" (arXiv 2403.03206, 5.3.2).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from opensora_cli.core.exceptions import RequestError
+
+# Frames of 256 tokens are not shifted, those of 4096 tokens by 3; between and beyond, the shift is linear in tokens.
+_BASE_TOKENS = 256
+_TOKENS_PER_UNIT_SHIFT = (4096 - 256) / 2
+
+
+def flow_shift_for(*, tokens_per_frame: int, num_latent_frames: int) -> float:
+    """Return the flow shift that the released model was trained with: (1 + (tokens - 256)·2/3840)·sqrt(frames).
+
+    Args:
+        tokens_per_frame: packed tokens of one latent frame.
+        num_latent_frames: latent frames of the clip.
+    """
+    return (1.0 + (tokens_per_frame - _BASE_TOKENS) / _TOKENS_PER_UNIT_SHIFT) * math.sqrt(num_latent_frames)
+
+
+def flow_timesteps(
+    num_inference_steps: int,
+    *,
+    tokens_per_frame: int,
+    num_latent_frames: int,
+    flow_shift: float | None = None,
+) -> list[float]:
+    """Return the `num_inference_steps + 1` timesteps from 1 down to 0 between which the Euler steps lead.
+
+    Evenly spaced times t become a·t/(1 + (a-1)·t), so that a shift a > 1 spends more steps near the noise.
+
+    Args:
+        num_inference_steps: Euler steps, at least 1.
+        tokens_per_frame: packed tokens of one latent frame.
+        num_latent_frames: latent frames of the clip.
+        flow_shift: a itself, over 0; 1 spaces the times evenly. None: what `flow_shift_for` says.
+
+    Raises:
+        RequestError: no step at all, or a shift that is not positive and finite.
+    """
+    if num_inference_steps < 1:
+        raise RequestError(f"sampling.num_inference_steps={num_inference_steps} must be at least 1")
+    if flow_shift is not None and not (math.isfinite(flow_shift) and flow_shift > 0):
+        raise RequestError(f"sampling.flow_shift={flow_shift} must be a positive number")
+    shift = (
+        flow_shift_for(tokens_per_frame=tokens_per_frame, num_latent_frames=num_latent_frames)
+        if flow_shift is None
+        else flow_shift
+    )
+    # In fp32 like the reference, so that the times agree with it to the last bit.
+    times = torch.linspace(1.0, 0.0, num_inference_steps + 1, dtype=torch.float32)
+    shifted: list[float] = (shift * times / (1.0 + (shift - 1.0) * times)).tolist()
+    return shifted
+
+
+def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_size: int = 2) -> tuple[int, int]:
+    """Return the latent (height, width) of a picture: whole patches, rounded up, so that no pixel is left out.
+
+    Args:
+        height: pixels.
+        width: pixels.
+        spatial_compression: pixels per latent position, each way.
+        patch_size: latent positions per token, each way.
+    """
+    step = spatial_compression * patch_size
+    return patch_size * math.ceil(height / step), patch_size * math.ceil(width / step)
+
+
+def sample_seeds(seed: int, num_samples: int) -> list[int]:
+    """Return the latent seed of every sample: `seed` plus its index, so that a sample can be made again on its own."""
+    return [seed + index for index in range(num_samples)]
+
+
+def noise_latents(
+    seeds: Sequence[int],
+    *,
+    num_latent_frames: int,
+    height: int,
+    width: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    latent_channels: int = 16,
+    spatial_compression: int = 8,
+    patch_size: int = 2,
+) -> torch.Tensor:
+    """Return the starting noise, one sample for each seed, in latents_BCTHW.
+
+    Each sample is one `torch.randn` from its own generator on the target device and in the target dtype, as in the
+    reference. A sample therefore does not depend on what else is in its batch, but does on device and dtype.
+
+    Args:
+        seeds: one for each sample; see `sample_seeds`.
+        num_latent_frames: latent frames.
+        height: pixels.
+        width: pixels.
+        device: where the noise is drawn.
+        dtype: what it is drawn in.
+        latent_channels: channels of the autoencoder's latents.
+        spatial_compression: pixels per latent position, each way.
+        patch_size: latent positions per token, each way.
+    """
+    latent_height, latent_width = latent_size(
+        height, width, spatial_compression=spatial_compression, patch_size=patch_size
+    )
+    shape = (1, latent_channels, num_latent_frames, latent_height, latent_width)
+    samples = [
+        torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
+        for seed in seeds
+    ]
+    return torch.cat(samples)

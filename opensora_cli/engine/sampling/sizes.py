@@ -1,0 +1,161 @@
+"""Sizes and lengths that the models were trained on.
+
+A resolution names a number of pixels (`256px` is 256², `720p` is that of 1280x720), a ratio their shape, width first.
+The reference implementation has one table of sizes for sampling and a slightly different one for training.
+"""
+
+import math
+import re
+from difflib import get_close_matches
+
+from opensora_cli.core.exceptions import RequestError
+
+_RATIOS = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
+RESOLUTIONS = ("256px", "360p", "720p", "768px", "1024px")
+"""The resolutions of the reference implementation. Others of the same form (`64px`, `480p`) are understood as well."""
+
+
+def mirrored_ratio(aspect_ratio: str) -> str:
+    """Return the ratio on its side: `16:9` for `9:16`."""
+    width, _, height = aspect_ratio.partition(":")
+    return f"{height}:{width}"
+
+
+ASPECT_RATIOS = tuple(dict.fromkeys([*_RATIOS, *map(mirrored_ratio, _RATIOS)]))
+"""All ratios, width:height, the mirrored ones last."""
+
+
+def num_pixels(resolution: str) -> float:
+    """Return how many pixels a frame of `resolution` has: N² for `Npx`, N·N·16/9 for `Np`.
+
+    Raises:
+        RequestError: not of this form.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,4})(px|p)", resolution)
+    if match is None:
+        nearest = get_close_matches(resolution, RESOLUTIONS, n=1, cutoff=0.0)[0]
+        raise RequestError(
+            f"video.resolution={resolution!r} is not a resolution like {', '.join(RESOLUTIONS)}",
+            hint=f"did you mean {nearest}?",
+        )
+    side = int(match[1])
+    return side * side if match[2] == "px" else side * side * 16 / 9
+
+
+def ratio_value(aspect_ratio: str) -> float:
+    """Return width / height of one of `ASPECT_RATIOS`.
+
+    Raises:
+        RequestError: none of them; names the nearest, in shape where the text is a ratio at all, else in spelling.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", aspect_ratio)
+    if aspect_ratio in ASPECT_RATIOS and match is not None:
+        return float(match[1]) / float(match[2])
+    if match is not None and float(match[1]) > 0 and float(match[2]) > 0:
+        wanted = math.log(float(match[1]) / float(match[2]))
+        nearest = min(ASPECT_RATIOS, key=lambda known: abs(math.log(ratio_value(known)) - wanted))
+    else:
+        nearest = get_close_matches(aspect_ratio, ASPECT_RATIOS, n=1, cutoff=0.0)[0]
+    raise RequestError(
+        f"video.aspect_ratio={aspect_ratio!r} (width:height) is not one of {', '.join(ASPECT_RATIOS)}",
+        hint=f"the nearest is {nearest}",
+    )
+
+
+def _fitted_size(pixels: float, ratio: float, multiple: int) -> tuple[int, int]:
+    """Return (height, width), rounded down to multiples: first the width, then what height the pixels leave it."""
+    width = int(math.sqrt(pixels * ratio) / multiple) * multiple
+    height = int(pixels / width / multiple) * multiple if width else 0
+    return height, width
+
+
+def _closest_size(pixels: float, size: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Return the size whose area is closest to `pixels`: `size` itself, or one multiple higher or wider.
+
+    The reference implementation also tries lower and narrower ones. Sides that were rounded down never need that.
+    """
+    height, width = size
+    candidates = (size, (height + multiple, width), (height, width + multiple))
+    return min(candidates, key=lambda candidate: abs(candidate[0] * candidate[1] - pixels))
+
+
+def _size_table(resolution: str, *, multiple: int, training: bool) -> dict[str, tuple[int, int]]:
+    pixels = num_pixels(resolution)
+    table: dict[str, tuple[int, int]] = {}
+    for ratio in _RATIOS:
+        size = _fitted_size(pixels, ratio_value(ratio), multiple)
+        if min(size) == 0:
+            raise RequestError(
+                f"video.resolution={resolution} has no frame of {ratio} in multiples of {multiple} pixels",
+                hint="use a larger resolution",
+            )
+        if training:
+            size = _closest_size(pixels, size, multiple)
+            if size in table.values():
+                continue
+        table[ratio] = size
+    # Where both a ratio and its mirror image are listed, the mirrored size wins, as in the reference.
+    return table | {mirrored_ratio(ratio): (width, height) for ratio, (height, width) in table.items()}
+
+
+def inference_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[int, int]]:
+    """Return ratio -> (height, width) in pixels, for sampling.
+
+    Args:
+        resolution: `256px`, `720p`, ...
+        multiple: both sides divide by it: pixels per latent position times patch size; 32 for the DC-AE.
+
+    Raises:
+        RequestError: no resolution, or one too small for some ratio.
+    """
+    return _size_table(resolution, multiple=multiple, training=False)
+
+
+def training_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[int, int]]:
+    """Return ratio -> (height, width) in pixels, for training: closer to the number of pixels, and no size twice.
+
+    Arguments and errors are those of `inference_sizes`.
+    """
+    return _size_table(resolution, multiple=multiple, training=True)
+
+
+def image_size(resolution: str, aspect_ratio: str, *, multiple: int = 16) -> tuple[int, int]:
+    """Return the (height, width) in pixels to sample at.
+
+    Args:
+        resolution: `256px`, `720p`, ...
+        aspect_ratio: width:height, one of `ASPECT_RATIOS`.
+        multiple: as in `inference_sizes`.
+
+    Raises:
+        RequestError: no such resolution or ratio (names the nearest), or a resolution too small for it.
+    """
+    ratio_value(aspect_ratio)
+    return inference_sizes(resolution, multiple=multiple)[aspect_ratio]
+
+
+def num_latent_frames(num_frames: int, *, compression: int = 4) -> int:
+    """Return the latent frames of a clip in a causal autoencoder: the first frame alone, the others in groups."""
+    return (num_frames - 1) // compression + 1
+
+
+def check_num_frames(num_frames: int, *, maximum: int, compression: int = 4) -> None:
+    """Refuse a clip that is no first frame followed by whole groups of `compression`, or is too long.
+
+    Args:
+        num_frames: frames asked for.
+        maximum: the longest clip allowed.
+        compression: frames per latent frame.
+
+    Raises:
+        RequestError: names the nearest valid number, the smaller of two.
+    """
+    longest = (maximum - 1) // compression * compression + 1
+    if 1 <= num_frames <= longest and (num_frames - 1) % compression == 0:
+        return
+    groups = math.ceil((num_frames - 1) / compression - 0.5)
+    nearest = min(max(groups * compression + 1, 1), longest)
+    raise RequestError(
+        f"video.num_frames={num_frames} must be a multiple of {compression} plus 1, from 1 to {longest}",
+        hint=f"the nearest is {nearest}",
+    )

@@ -1,0 +1,33 @@
+"""What the released model expects after a prompt: its frame rate and how much should move.
+
+The model was trained on captions with these suffixes. Negative prompts get none.
+"""
+
+import re
+from collections.abc import Sequence
+
+_ENDS_WITH_FPS = re.compile(r"\d+ FPS\.$")
+
+
+def add_fps_info_to_text(text: Sequence[str], fps: int = 16) -> list[str]:
+    """Return each prompt as a sentence followed by " {fps} FPS.".
+
+    A prompt that already ends with a frame rate keeps its own. Surrounding whitespace is dropped.
+
+    Args:
+        text: prompts.
+        fps: frames per second.
+    """
+    sentences = (prompt.strip() for prompt in text)
+    sentences = (sentence if sentence.endswith(".") else f"{sentence}." for sentence in sentences)
+    return [sentence if _ENDS_WITH_FPS.search(sentence) else f"{sentence} {fps} FPS." for sentence in sentences]
+
+
+def add_motion_score_to_text(text: Sequence[str], motion_score: int) -> list[str]:
+    """Return each prompt followed by " {motion_score} motion score.".
+
+    Args:
+        text: prompts, best after `add_fps_info_to_text`.
+        motion_score: 1 (still) to 7 (very lively); the presets say 4.
+    """
+    return [f"{prompt} {motion_score} motion score." for prompt in text]

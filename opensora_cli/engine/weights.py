@@ -1,0 +1,235 @@
+"""Finding weights on this machine, without any request to a network, and choosing the model that they allow."""
+
+import importlib.resources
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.settings.components import FileSettings
+from opensora_cli.settings.enums import ModelChoice, ModelName
+from opensora_cli.settings.generate import GenerateSettings
+
+DEFAULT_FOLDER = "ckpts"
+"""Where weights are looked for in the working directory, and where the download command puts them."""
+
+
+class Component(StrEnum):
+    """A part of a video model that has weights of its own."""
+
+    TRANSFORMER = "transformer"
+    VAE = "vae"
+    T5 = "t5"
+    CLIP = "clip"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether its weights are a transformers folder and not one file."""
+        return self in (Component.T5, Component.CLIP)
+
+
+ALL_COMPONENTS = tuple(Component)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """Where every component's weights are; a component that was not found is not in `paths`."""
+
+    model: ModelName
+    paths: Mapping[Component, Path]
+    missing: Mapping[Component, tuple[str, ...]]
+    """What each component lacks, below a weights folder."""
+    looked_in: str
+    """Where, in words."""
+    hub_repo: str
+    download_folder: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.missing
+
+    def path(self, component: Component) -> Path:
+        """Return the file or folder of `component`; CheckpointError as in `require` if it is missing."""
+        self.require([component])
+        return self.paths[component]
+
+    def require(self, components: Iterable[Component] = ALL_COMPONENTS) -> None:
+        """Check that the weights of `components` are there.
+
+        Raises:
+            CheckpointError: names everything that is missing at once, where it was looked for, and how to get it.
+        """
+        lacking = [component for component in components if component in self.missing]
+        if not lacking:
+            return
+        names = [name for component in lacking for name in self.missing[component]]
+        raise CheckpointError(
+            f"weights of the {self.model} model are missing: {', '.join(names)} (looked in {self.looked_in})",
+            hint=self._how_to_get(lacking),
+        )
+
+    def _how_to_get(self, lacking: list[Component]) -> str:
+        if self.model is ModelName.DEMO:
+            return "the demo comes with osora: install it again"
+        patterns = [
+            f"--include {shlex.quote(pattern)}"
+            for component in lacking
+            for pattern in dict.fromkeys(
+                f"{Path(name).parent.as_posix()}/*" if component.is_folder else name for name in self.missing[component]
+            )
+        ]
+        command = ["hf download", self.hub_repo, *patterns, "--local-dir", shlex.quote(self.download_folder)]
+        return " ".join(command)
+
+
+def find_weights(settings: GenerateSettings) -> WeightFiles:
+    """Return where the weights for `settings` are.
+
+    A folder that was named (`--weights`, `OSORA_WEIGHTS`) is the only one that is looked in. Without one, it is
+    `./ckpts`, then the Hugging Face cache; a component may come from either. The demo's weights are part of osora;
+    a named folder wins where it holds a transformer of the demo's file name.
+    """
+    files, named = settings.files, settings.runtime.weights
+    if settings.model.name is ModelName.OPEN_SORA_V2:
+        return find_released(files, named)
+    # OSORA_WEIGHTS is usually set for the released model: a folder without a demo in it must not hide the packaged one.
+    folder = Path(named) if named is not None and (Path(named) / files.transformer).is_file() else packaged_demo()
+    return _located(files, [folder], model=ModelName.DEMO, looked_in=str(folder))
+
+
+def find_released(files: FileSettings, named: str | None) -> WeightFiles:
+    """Return where the released model's weights are; see `find_weights`.
+
+    Args:
+        files: their names.
+        named: the folder to look in, and in no other.
+    """
+    model = ModelName.OPEN_SORA_V2
+    if named is not None:
+        return _located(files, [Path(named)], model=model, looked_in=named, download_folder=named)
+    folders = [Path(DEFAULT_FOLDER)]
+    snapshot = hub_snapshot(files.hub_repo)
+    if snapshot is not None:
+        folders.append(snapshot)
+    looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
+    return _located(files, folders, model=model, looked_in=looked_in, use_hub=True)
+
+
+def packaged_demo() -> Path:
+    """Return the folder of the demo model that comes with osora."""
+    return Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
+
+
+def hub_snapshot(repo: str) -> Path | None:
+    """Return the folder in the Hugging Face cache that holds what was downloaded of `repo`; makes no request."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(str(snapshot_download(repo, local_files_only=True)))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def _located(
+    files: FileSettings,
+    folders: Sequence[Path],
+    *,
+    model: ModelName,
+    looked_in: str,
+    download_folder: str = DEFAULT_FOLDER,
+    use_hub: bool = False,
+) -> WeightFiles:
+    """Return the components, each from the first folder that has all of it."""
+    paths: dict[Component, Path] = {}
+    missing: dict[Component, tuple[str, ...]] = {}
+    for component, name in _names(files).items():
+        candidates = [folder / name for folder in folders]
+        # Text encoders are often downloaded from their own repositories, whose names these are.
+        own = hub_snapshot(name) if use_hub and component.is_folder else None
+        if own is not None:
+            candidates.append(own)
+        lacking = {path: _lacking(component, path) for path in candidates}
+        best = min(lacking, key=lambda path: len(lacking[path]))
+        if lacking[best]:
+            # Of the place where most of it is, so that half a download names what remains.
+            missing[component] = tuple(f"{name}{file.removeprefix(str(best))}" for file in lacking[best])
+        else:
+            paths[component] = best
+    return WeightFiles(
+        model=model,
+        paths=paths,
+        missing=missing,
+        looked_in=looked_in,
+        hub_repo=files.hub_repo,
+        download_folder=download_folder,
+    )
+
+
+def _names(files: FileSettings) -> dict[Component, str]:
+    return {
+        Component.TRANSFORMER: files.transformer,
+        Component.VAE: files.vae,
+        Component.T5: files.t5,
+        Component.CLIP: files.clip,
+    }
+
+
+def _lacking(component: Component, path: Path) -> list[str]:
+    if component is Component.T5:
+        return T5Encoder.missing_files(path)
+    if component is Component.CLIP:
+        return ClipEncoder.missing_files(path)
+    return [] if path.is_file() else [str(path)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDecision:
+    """Which model runs, and why."""
+
+    name: ModelName
+    reason: str
+
+    def line(self) -> str:
+        """Return it in one line."""
+        return f"model: {self.name} ({self.reason})"
+
+
+def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str = "auto") -> ModelDecision:
+    """Return the model to run.
+
+    `auto` takes the released model where its weights and a CUDA device are there, and the demo otherwise. Its weights
+    are looked for under their published names.
+
+    Args:
+        choice: `runtime.model_choice`.
+        weights: `runtime.weights`.
+        device: `runtime.device`; the released model is not chosen for a CPU.
+    """
+    if choice is not ModelChoice.AUTO:
+        return ModelDecision(ModelName(choice), "as asked")
+    located = find_released(FileSettings(), weights)
+    lacks_cuda = device == "cpu" or not torch.cuda.is_available()
+    if located.complete and not lacks_cuda:
+        folder = located.paths[Component.TRANSFORMER].parent
+        return ModelDecision(ModelName.OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device")
+    reasons = []
+    if not located.complete:
+        what = "the weights" if not located.paths else f"weights ({', '.join(located.missing)})"
+        reasons.append(f"{what} of {located.model} are missing")
+    if lacks_cuda:
+        reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
+    return ModelDecision(ModelName.DEMO, " and ".join(reasons))
+
+
+def report_decision(decision: ModelDecision, choice: ModelChoice, reporter: Reporter) -> None:
+    """Say in one line which model was chosen and why, where it was not asked for by name."""
+    if choice is ModelChoice.AUTO:
+        reporter.note(decision.line())

@@ -1,0 +1,69 @@
+"""File names made from prompts: of any language, valid on every system, bounded."""
+
+import hashlib
+import unicodedata
+
+MAX_PROMPT_BYTES = 100
+"""Room for the prompt in a name, in UTF-8 bytes. File systems allow 255 for the whole name; the seed, the index, and
+the ending come after it."""
+
+_HASH_DIGITS = 8
+_SEPARATOR = "-"
+
+
+def file_stem(prompt: str, *, seed: int, index: int | None = None) -> str:
+    """Return the name, without ending, of the video that `prompt` makes: `raining-sea_seed42`, or `..._seed42_001`.
+
+    Letters, digits and vowel signs of every script stay (in lower case, since two names that differ only in case are
+    one file on some systems); anything else becomes one `-`. What tells prompts apart must not get lost: where the
+    prompt is cut, where nothing remains, or where symbols such as emoji are dropped, a short hash of the whole prompt
+    is appended. The seed at the end also keeps names such as `con` or `nul`, reserved on Windows, from standing alone.
+
+    Args:
+        prompt: any text, also empty or thousands of characters long.
+        seed: the seed of this video.
+        index: its number among several of one request; None: there is only one.
+    """
+    words, lost_something = _words(prompt)
+    text = _cut(words, MAX_PROMPT_BYTES)
+    if text != words or not text or lost_something:
+        # surrogatepass: an argument that is not UTF-8 reaches Python as lone surrogates.
+        digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
+        text = _SEPARATOR.join(filter(None, [_cut(words, MAX_PROMPT_BYTES - _HASH_DIGITS - 1), digest]))
+    suffix = "" if index is None else f"_{index:03d}"
+    return f"{text}_seed{seed}{suffix}"
+
+
+def _words(prompt: str) -> tuple[str, bool]:
+    """Return the words of `prompt` joined by `-`, and whether a symbol that carries meaning was dropped."""
+    kept: list[str] = []
+    lost_something = False
+    # Composed, lower case, composed again: lowering may decompose (Turkish dotted I).
+    for character in unicodedata.normalize("NFC", unicodedata.normalize("NFC", prompt).lower()):
+        category = unicodedata.category(character)
+        after_letter = bool(kept) and kept[-1] != _SEPARATOR
+        if category[0] in "LN" or (category in ("Mn", "Mc") and after_letter and not _is_variation_selector(character)):
+            kept.append(character)
+            continue
+        # S*: emoji and other symbols, beyond the punctuation of a keyboard; Cs, Co, Cn: of unknown meaning.
+        symbol = category[0] == "S" and not character.isascii()
+        lost_something = lost_something or symbol or category in ("Cs", "Co", "Cn")
+        # A joiner or variation selector inside a word is no word break.
+        if after_letter and category not in ("Cf", "Mn", "Mc", "Me"):
+            kept.append(_SEPARATOR)
+    return "".join(kept).strip(_SEPARATOR), lost_something
+
+
+def _is_variation_selector(character: str) -> bool:
+    return "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    """Return the longest start of `text` within `max_bytes` of UTF-8, at a word's end if one is near."""
+    encoded = text.encode("utf-8")
+    if len(encoded) <= max_bytes:
+        return text
+    start = encoded[:max_bytes].decode("utf-8", "ignore")
+    # A script without spaces, or one very long word, is cut where the room ends.
+    word_end = (start + text[len(start)]).rfind(_SEPARATOR)
+    return (start[:word_end] if word_end > len(start) // 2 else start).rstrip(_SEPARATOR)

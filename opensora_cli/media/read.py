@@ -1,0 +1,128 @@
+"""Reading pictures and videos. What a file is, its content says, never its name."""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.media import containers, pictures
+from opensora_cli.media.frames import StoredFrame
+
+
+@dataclass(frozen=True)
+class VideoClip:
+    """Frames of a video, (T, H, W, 3) uint8 RGB, shown `fps` a second."""
+
+    frames_THWC: torch.Tensor
+    fps: float
+
+
+def is_picture(path: str | os.PathLike[str]) -> bool:
+    """Return True for a still picture, False for a video or an animated GIF, WebP or PNG.
+
+    Raises:
+        MediaError: there is no such file, or it is neither.
+    """
+    return pictures.num_pictures(_readable_file(path)) == 1
+
+
+def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
+    """Read a picture, or the first frame of an animated one, as uint8 (H, W, 3) RGB.
+
+    The orientation that a camera noted is applied. Transparency is dropped, sixteen bits become eight.
+
+    Raises:
+        MediaError: missing, empty, broken, or no picture.
+    """
+    file = _readable_file(path)
+    if pictures.num_pictures(file) == 0:
+        raise MediaError(f"{file} is not a picture", hint="give a PNG, JPEG, WebP or another common picture format")
+    return pictures.read_first(file)
+
+
+def read_video(
+    path: str | os.PathLike[str], *, num_frames: int | None = None, from_end: bool = False, fps: float | None = None
+) -> VideoClip:
+    """Read frames of a video, or of an animated GIF, WebP or PNG.
+
+    The file is read as a stream: of a long video only the frames asked for are ever held.
+
+    Args:
+        path: the file.
+        num_frames: how many frames; None: all.
+        from_end: the last `num_frames` instead of the first.
+        fps: resample to this constant rate, beginning with the first frame: each frame is the one that the video shows
+            at that time, so a faster video loses frames and a slower one repeats them. None: the frames as stored.
+
+    Returns:
+        the frames in the order of showing, turned upright as the file asks; and `fps`, or the video's own mean rate.
+
+    Raises:
+        MediaError: missing, empty, broken, a still picture, without a picture track, or shorter than `num_frames`.
+    """
+    if num_frames is not None and num_frames < 1:
+        raise ValueError(f"num_frames={num_frames} must be at least 1")
+    if fps is not None and not fps > 0:
+        raise ValueError(f"fps={fps} must be over 0")
+    file = _readable_file(path)
+    num_pictures = pictures.num_pictures(file)
+    if num_pictures == 1:
+        raise MediaError(f"{file} is a picture, not a video", hint="give a video, or choose a mode for pictures")
+    source = pictures.open_animation(file) if num_pictures else containers.open_video(file)
+    with source as video:
+        shown = video.frames if fps is None else _resampled(video.frames, fps)
+        wanted: Iterable[StoredFrame]
+        # Converted to RGB only afterwards: most frames that pass through the queue are never used.
+        wanted = deque(shown, maxlen=num_frames) if from_end else islice(shown, num_frames)
+        rgb = [frame.to_rgb() for frame in wanted]
+        own_fps = video.fps
+    if len(rgb) < (num_frames or 1):
+        raise _too_short(file, found=len(rgb), wanted=num_frames, fps=fps)
+    return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
+
+
+def _resampled(frames: Iterable[StoredFrame], fps: float) -> Iterator[StoredFrame]:
+    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first."""
+    # Times are rounded by the file; a frame that is due a thousandth of a step later is meant.
+    tolerance = 1e-3 / fps
+    shown: StoredFrame | None = None
+    start = 0.0
+    count = 0
+    for frame in frames:
+        if shown is None:
+            start = frame.time
+        while shown is not None and count / fps < frame.time - start - tolerance:
+            yield shown
+            count += 1
+        shown = frame
+    while shown is not None and count / fps < shown.time + shown.duration - start - tolerance:
+        yield shown
+        count += 1
+
+
+def _too_short(file: Path, *, found: int, wanted: int | None, fps: float | None) -> MediaError:
+    if not found:
+        return MediaError(f"{file} holds no video frame that can be read")
+    at_rate = "" if fps is None else f" at {fps:g} frames a second"
+    frames = "1 frame" if found == 1 else f"{found} frames"
+    return MediaError(f"{file} has {frames}{at_rate}, but {wanted} are needed", hint="give a longer video")
+
+
+def _readable_file(path: str | os.PathLike[str]) -> Path:
+    """Return `path` if it is a file with something in it that may be read."""
+    file = Path(path)
+    try:
+        if file.is_dir():
+            raise MediaError(f"{file} is a folder, not a picture or video")
+        with file.open("rb") as stream:
+            if not stream.read(1):
+                raise MediaError(f"{file} is empty")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise MediaError(f"cannot read {file}: {cause}") from error
+    return file

@@ -1,0 +1,89 @@
+"""Fitting pictures and clips to the size that a model works at."""
+
+from enum import StrEnum
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+class Fit(StrEnum):
+    """What happens when a reference has another shape than the video."""
+
+    CROP = "crop"
+    PAD = "pad"
+    STRETCH = "stretch"
+
+
+def fit_frames(
+    frames_THWC: torch.Tensor, *, height: int, width: int, fit: Fit | str = Fit.CROP, picture: bool | None = None
+) -> torch.Tensor:
+    """Resize frames to `height` x `width` as the reference does.
+
+    `crop` covers the target and cuts the middle out, `pad` fits inside it on black, `stretch` ignores the shape.
+    Pictures are resized bicubically with antialiasing, and rounded to eight bits before the crop; clips bilinearly
+    without antialiasing, and not rounded: the released weights learned from both kinds.
+
+    Args:
+        frames_THWC: uint8 RGB.
+        height: target height in pixels.
+        width: target width in pixels.
+        fit: crop, pad or stretch.
+        picture: take the way of pictures; None: if there is one frame.
+
+    Returns:
+        float32 (C, T, height, width) in [-1, 1].
+    """
+    num_frames, source_height, source_width, _ = frames_THWC.shape
+    as_picture = num_frames == 1 if picture is None else picture
+    resized_height, resized_width = _resized_size(source_height, source_width, height, width, Fit(fit))
+    resize = _resize_pictures if as_picture else _resize_clip
+    levels_TCHW = resize(frames_THWC, resized_height, resized_width)
+    # Interpolation between equal levels may round to a hair beyond them.
+    pixels_TCHW = (levels_TCHW / 127.5 - 1).clamp(-1, 1)
+    # Of an odd margin, the reference rounds half to even for pictures and down for clips.
+    half = _half_to_even if as_picture else _half_down
+    if fit == Fit.PAD:
+        top, left = half(height - resized_height), half(width - resized_width)
+        canvas_TCHW = pixels_TCHW.new_full((num_frames, pixels_TCHW.shape[1], height, width), -1.0)
+        canvas_TCHW[:, :, top : top + resized_height, left : left + resized_width] = pixels_TCHW
+        pixels_TCHW = canvas_TCHW
+    else:
+        top, left = half(resized_height - height), half(resized_width - width)
+        pixels_TCHW = pixels_TCHW[:, :, top : top + height, left : left + width]
+    return pixels_TCHW.transpose(0, 1).contiguous()
+
+
+def _resized_size(source_height: int, source_width: int, height: int, width: int, fit: Fit) -> tuple[int, int]:
+    if fit == Fit.STRETCH:
+        return height, width
+    scale_to_height, scale_to_width = height / source_height, width / source_width
+    height_decides = scale_to_height > scale_to_width if fit == Fit.CROP else scale_to_height < scale_to_width
+    if height_decides:
+        return height, max(1, round(source_width * scale_to_height))
+    return max(1, round(source_height * scale_to_width)), width
+
+
+def _resize_pictures(frames_THWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    pictures = (Image.fromarray(frame.numpy()) for frame in frames_THWC)
+    arrays = [np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC)) for picture in pictures]
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float()
+
+
+def _resize_clip(frames_THWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    # Frame by frame: the whole of a large clip as floats would take four times its bytes, twice over.
+    resized = [
+        torch.nn.functional.interpolate(
+            frame.permute(2, 0, 1)[None].float(), size=(height, width), mode="bilinear", align_corners=False
+        )
+        for frame in frames_THWC
+    ]
+    return torch.cat(resized)
+
+
+def _half_to_even(margin: int) -> int:
+    return round(margin / 2)
+
+
+def _half_down(margin: int) -> int:
+    return margin // 2

@@ -1,0 +1,56 @@
+"""Reading back what `write_media` noted inside a file."""
+
+import json
+import os
+from pathlib import Path
+
+import av
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from opensora_cli.core.exceptions import MediaError
+
+_MUXER_KEYS = {"major_brand", "minor_version", "compatible_brands", "encoder"}
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the metadata of a video or picture: what `write_media` was given, for MP4 also `title` and `comment`.
+
+    Of a folder of numbered pictures, that of the first.
+
+    Raises:
+        MediaError: missing, or neither picture nor video.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = min(file.glob("frame_*.png"), default=file)
+    try:
+        with Image.open(file) as picture:
+            return _picture_metadata(picture)
+    except UnidentifiedImageError:
+        pass  # then it may be a video
+    except OSError as error:
+        raise MediaError(f"cannot read {file}: {error.strerror or error}") from error
+    try:
+        with av.open(str(file.absolute()), mode="r", metadata_errors="replace") as container:
+            return {key: value for key, value in container.metadata.items() if key not in _MUXER_KEYS}
+    except av.FFmpegError as error:
+        raise MediaError(f"{file} is neither a picture nor a video") from error
+
+
+def _picture_metadata(picture: Image.Image) -> dict[str, str]:
+    if picture.format == "GIF":
+        return _parsed(picture.info.get("comment", b"").decode("utf-8", "replace"), key="comment")
+    if picture.format == "PNG":
+        return {key: str(value) for key, value in getattr(picture, "text", {}).items()}
+    return _parsed(str(picture.getexif().get(ExifTags.Base.ImageDescription, "")), key="description")
+
+
+def _parsed(text: str, *, key: str) -> dict[str, str]:
+    """Return `text` as the JSON object that we wrote, or, if somebody else wrote it, under `key`."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    if isinstance(document, dict):
+        return {str(name): str(value) for name, value in document.items()}
+    return {key: text} if text else {}

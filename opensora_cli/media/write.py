@@ -1,0 +1,176 @@
+"""Writing videos and pictures, whole or not at all."""
+
+import errno
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import torch
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic
+from opensora_cli.media.animate import gif_bytes, webp_bytes
+from opensora_cli.media.containers import EXACT_COLOURS
+
+
+class MediaFormat(StrEnum):
+    """How a result is stored."""
+
+    MP4 = "mp4"
+    GIF = "gif"
+    WEBP = "webp"
+    PNG = "png"
+
+
+KNOWN_ENDINGS: Mapping[str, MediaFormat] = {f".{format_}": format_ for format_ in MediaFormat}
+"""File endings, lower case with their dot, and the formats they mean."""
+
+_CRF = "23"
+
+# The bits of x264's output depend on the number of threads, and by itself it takes as many as the machine has.
+_X264_THREADS = 2
+
+
+def media_path(path: str | os.PathLike[str], *, format: MediaFormat | str, num_frames: int) -> Path:
+    """Return what `write_media` makes for these arguments: `path`, or the folder of a PNG sequence."""
+    target = Path(path)
+    if MediaFormat(format) != MediaFormat.PNG or num_frames == 1:
+        return target
+    return target.with_suffix("") if target.suffix.lower() == ".png" else target
+
+
+def write_media(
+    frames_THWC: torch.Tensor,
+    path: str | os.PathLike[str],
+    *,
+    fps: float,
+    format: MediaFormat | str,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write exactly these frames, in one step that leaves no half file; the same input gives the same bytes.
+
+    `mp4` is H.264, yuv420p (BT.709), crf 23, at a constant rate, with its index in front. `gif` and `webp` are endless
+    animations. `png` is a picture if there is one frame; a longer video becomes a folder of lossless numbered pictures,
+    named as `path` without its ending, with `frame_0001.png` and so on.
+
+    Args:
+        frames_THWC: uint8 RGB.
+        path: where to; what is there is replaced.
+        fps: frames a second.
+        format: mp4, gif, webp or png, whatever the ending of `path` says.
+        metadata: stored in the file as far as its format can, and returned by `read_metadata`. In an MP4, `prompt` is
+            also its title, and the rest its comment, unless given.
+
+    Returns:
+        the file or folder made (`media_path`).
+
+    Raises:
+        OutputError: it cannot be written, or H.264 cannot have this size.
+    """
+    if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3 or not len(frames_THWC):
+        raise ValueError(f"frames must be uint8 (T, H, W, 3), not {frames_THWC.dtype} {tuple(frames_THWC.shape)}")
+    if not fps > 0:
+        raise ValueError(f"fps={fps} must be over 0")
+    frames_THWC = frames_THWC.cpu().contiguous()
+    kind = MediaFormat(format)
+    tags = {key: _storable(value) for key, value in (metadata or {}).items()}
+    target = media_path(path, format=kind, num_frames=len(frames_THWC))
+    if kind == MediaFormat.MP4:
+        _write_mp4(frames_THWC, target, fps=fps, tags=tags)
+    elif kind == MediaFormat.GIF:
+        write_bytes_atomic(target, gif_bytes(frames_THWC, fps=fps, metadata=tags))
+    elif kind == MediaFormat.WEBP:
+        write_bytes_atomic(target, webp_bytes(frames_THWC, fps=fps, metadata=tags))
+    elif len(frames_THWC) == 1:
+        with atomic_path(target) as temporary:
+            _save_png(frames_THWC[0], temporary, tags)
+    else:
+        _write_png_sequence(frames_THWC, target, tags)
+    return target
+
+
+def _write_mp4(frames_THWC: torch.Tensor, path: Path, *, fps: float, tags: Mapping[str, str]) -> None:
+    height, width = frames_THWC.shape[1:3]
+    if height % 2 or width % 2:
+        raise OutputError(
+            f"cannot write {path}: H.264 needs an even width and height, not {width}x{height}",
+            hint="choose an even size, or --format gif, webp or png",
+        )
+    rate = Fraction(fps).limit_denominator(1001)
+    with atomic_path(path) as temporary:
+        try:
+            # use_metadata_tags: without it MP4 keeps only the few keys that iTunes knows.
+            options = {"movflags": "+faststart+use_metadata_tags"}
+            with av.open(str(temporary.absolute()), mode="w", format="mp4", options=options) as container:
+                container.metadata.update(_mp4_tags(tags))
+                track = container.add_stream("libx264", rate=rate, options={"crf": _CRF})
+                track.width, track.height, track.pix_fmt = width, height, "yuv420p"
+                track.codec_context.thread_count = _X264_THREADS
+                track.codec_context.thread_type = "FRAME"
+                track.codec_context.colorspace = Colorspace.ITU709
+                track.codec_context.color_primaries = ColorPrimaries.BT709
+                track.codec_context.color_trc = ColorTrc.BT709
+                track.codec_context.color_range = ColorRange.MPEG
+                for index, frame in enumerate(frames_THWC):
+                    container.mux(track.encode(_yuv_frame(frame, index, rate)))
+                container.mux(track.encode(None))
+        except av.FFmpegError as error:
+            # PyAV makes an OSError of some system errors only; a full disk is not among them.
+            if error.errno is None or error.errno not in errno.errorcode:
+                raise
+            raise OSError(error.errno, os.strerror(error.errno)) from error
+
+
+def _yuv_frame(frame_HWC: torch.Tensor, index: int, rate: Fraction) -> av.VideoFrame:
+    frame = av.VideoFrame.from_ndarray(frame_HWC.numpy(), format="rgb24").reformat(
+        format="yuv420p",
+        dst_colorspace=Colorspace.ITU709,
+        dst_color_range=ColorRange.MPEG,
+        interpolation=EXACT_COLOURS,
+    )
+    frame.pts, frame.time_base = index, 1 / rate
+    return frame
+
+
+def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return `tags` and the two that every player shows."""
+    if not tags:
+        return {}
+    others = "; ".join(f"{key}: {value}" for key, value in tags.items() if key not in ("prompt", "title", "comment"))
+    shown = {"title": tags.get("prompt", ""), "comment": others}
+    return {key: value for key, value in shown.items() if value} | dict(tags)
+
+
+def _write_png_sequence(frames_THWC: torch.Tensor, folder: Path, tags: Mapping[str, str]) -> None:
+    if folder.is_dir():
+        strangers = sorted(entry.name for entry in folder.iterdir() if not _is_sequence_frame(entry))
+        if strangers:
+            raise OutputError(
+                f"cannot write {folder}: it holds other files than a sequence of frames, such as {strangers[0]}",
+                hint="choose another name with --out",
+            )
+    with atomic_folder(folder) as temporary:
+        for number, frame in enumerate(frames_THWC, start=1):
+            _save_png(frame, temporary / f"frame_{number:04d}.png", tags)
+
+
+def _is_sequence_frame(path: Path) -> bool:
+    return path.suffix == ".png" and path.stem.removeprefix("frame_").isdecimal()
+
+
+def _save_png(frame_HWC: torch.Tensor, path: Path, tags: Mapping[str, str]) -> None:
+    info = PngInfo()
+    for key, value in tags.items():
+        info.add_text(key, value)
+    Image.fromarray(frame_HWC.numpy()).save(path, format="PNG", pnginfo=info)
+
+
+def _storable(text: str) -> str:
+    # No format holds a zero byte; lone surrogates come from arguments that are not UTF-8.
+    return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,92 @@
+"""The sizes of an MMDiT."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self
+
+from opensora_cli.core.exceptions import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMDiTConfig:
+    """Sizes of an MMDiT; the defaults are those of the released 11B video model.
+
+    Args:
+        in_channels: width of one packed token: latent channels x patch_size².
+        vec_in_dim: width of the pooled prompt embedding (CLIP).
+        context_in_dim: width of the prompt embedding (T5).
+        hidden_size: width of the transformer.
+        mlp_ratio: width of an MLP over `hidden_size`.
+        num_heads: attention heads; must divide `hidden_size`.
+        depth: double-stream blocks.
+        depth_single_blocks: single-stream blocks.
+        axes_dim: share of a head's width that the rotary embedding gives to time, height and width; even numbers that
+            add up to `hidden_size / num_heads`.
+        theta: base of the rotary frequencies.
+        qkv_bias: whether q, k and v of double-stream blocks have a bias (single-stream blocks always have one).
+        guidance_embed: whether the model is guidance-distilled and takes the guidance scale as an input.
+        cond_embed: whether the model takes a conditioning mask and reference latents.
+        patch_size: latent pixels along one side of a token.
+
+    Raises:
+        RequestError: sizes that contradict each other.
+    """
+
+    in_channels: int = 64
+    vec_in_dim: int = 768
+    context_in_dim: int = 4096
+    hidden_size: int = 3072
+    mlp_ratio: float = 4.0
+    num_heads: int = 24
+    depth: int = 19
+    depth_single_blocks: int = 38
+    axes_dim: tuple[int, ...] = (16, 56, 56)
+    theta: int = 10000
+    qkv_bias: bool = True
+    guidance_embed: bool = False
+    cond_embed: bool = True
+    patch_size: int = 2
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise RequestError(f"model.hidden_size={self.hidden_size} must be divisible by num_heads={self.num_heads}")
+        if len(self.axes_dim) != 3 or any(dim <= 0 or dim % 2 for dim in self.axes_dim):
+            raise RequestError(f"model.axes_dim={list(self.axes_dim)} must be three even numbers over 0")
+        if sum(self.axes_dim) != self.head_dim:
+            raise RequestError(
+                f"model.axes_dim={list(self.axes_dim)} must add up to hidden_size/num_heads={self.head_dim}"
+            )
+        if self.in_channels % self.patch_size**2:
+            raise RequestError(
+                f"model.in_channels={self.in_channels} must be divisible by patch_size²={self.patch_size**2}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def mlp_hidden_size(self) -> int:
+        """Width inside an MLP."""
+        return int(self.hidden_size * self.mlp_ratio)
+
+    @property
+    def conditioning_channels(self) -> int:
+        """Width of a packed conditioning token: the mask's one channel and the reference latents, packed."""
+        return self.in_channels + self.patch_size**2
+
+    @classmethod
+    def from_reference(cls, values: Mapping[str, object]) -> Self:
+        """Read the reference implementation's configuration, dropping the keys that only describe its file layout.
+
+        Raises:
+            RequestError: a key that this model does not know.
+        """
+        known = {field.name for field in fields(cls)}
+        layout_only = {"fused_qkv", "use_liger_rope"}
+        unknown = sorted(set(values) - known - layout_only)
+        if unknown:
+            raise RequestError(f"unknown MMDiT configuration keys: {', '.join(unknown)}")
+        chosen = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
+        return cls(**chosen)  # type: ignore[arg-type]  # JSON is untyped; __post_init__ and the golden files check it

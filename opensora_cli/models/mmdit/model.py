@@ -1,0 +1,138 @@
+"""The MMDiT of Open-Sora 2.0: packed latents, time and prompt in, velocity out."""
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.models.attention import AttentionFn, sdpa
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.layers import (
+    TIME_EMBEDDING_WIDTH,
+    DoubleStreamBlock,
+    FinalLayer,
+    HeadNorm,
+    Modulation,
+    SingleStreamBlock,
+    VectorEmbedder,
+    sinusoidal_embedding,
+)
+from opensora_cli.models.mmdit.rotary import rotary_angles
+
+
+class MMDiT(nn.Module):
+    """Predicts the velocity (noise - data) of packed latents (Open-Sora 2.0, Peng et al. 2025).
+
+    Weights have one layout: split q, k and v, rotary pairs (j, D/2 + j); `layout.py` converts the others.
+
+    Args:
+        config: the sizes.
+        attention: how the joint attention is computed.
+    """
+
+    def __init__(self, config: MMDiTConfig, *, attention: AttentionFn = sdpa) -> None:
+        super().__init__()
+        self.config = config
+        self.img_in = nn.Linear(config.in_channels, config.hidden_size)
+        self.time_in = VectorEmbedder(TIME_EMBEDDING_WIDTH, config.hidden_size)
+        self.vector_in = VectorEmbedder(config.vec_in_dim, config.hidden_size)
+        self.guidance_in = VectorEmbedder(TIME_EMBEDDING_WIDTH, config.hidden_size) if config.guidance_embed else None
+        self.cond_in = nn.Linear(config.conditioning_channels, config.hidden_size) if config.cond_embed else None
+        self.txt_in = nn.Linear(config.context_in_dim, config.hidden_size)
+        self.double_blocks = nn.ModuleList(DoubleStreamBlock(config, attention=attention) for _ in range(config.depth))
+        self.single_blocks = nn.ModuleList(
+            SingleStreamBlock(config, attention=attention) for _ in range(config.depth_single_blocks)
+        )
+        self.final_layer = FinalLayer(config)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
+        """Draw fresh weights for training from scratch, as DiT does (Peebles & Xie 2023).
+
+        Every block starts as the identity and the velocity at zero (zero modulation and output), and the condition is
+        ignored at first (zero `cond_in`), so that a model trained without it starts where it stood.
+
+        Args:
+            generator: source of randomness on the weights' device; None is torch's global one.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, HeadNorm):
+                nn.init.ones_(module.scale)
+        for module in self.modules():
+            if isinstance(module, VectorEmbedder):
+                nn.init.normal_(module.in_layer.weight, std=0.02, generator=generator)
+                nn.init.normal_(module.out_layer.weight, std=0.02, generator=generator)
+            elif isinstance(module, Modulation):
+                nn.init.zeros_(module.lin.weight)
+        for linear in (self.final_layer.adaLN_modulation[1], self.final_layer.linear, self.cond_in):
+            if isinstance(linear, nn.Linear):
+                nn.init.zeros_(linear.weight)
+
+    def forward(
+        self,
+        packed_latents_BND: Tensor,
+        *,
+        position_ids_BN3: Tensor,
+        timesteps_B: Tensor,
+        prompt_embeds_BLC: Tensor,
+        pooled_prompt_embeds_BV: Tensor,
+        conditioning_BNK: Tensor | None = None,
+        embedded_guidance_B: Tensor | None = None,
+    ) -> Tensor:
+        """Return the velocity, shaped as `packed_latents_BND` and in its dtype.
+
+        The residual stream is kept in the dtype of the weights: under autocast with fp32 weights the sums over the
+        blocks stay in fp32, in a bf16 model all is bf16. Norms of q and k and the rotary embedding are always in fp32.
+
+        Args:
+            packed_latents_BND: N tokens of in_channels values.
+            position_ids_BN3: time, row and column of each token; a batch of 1 serves all samples.
+            timesteps_B: 1 (noise) to 0 (data), in any floating dtype.
+            prompt_embeds_BLC: T5 states, context_in_dim wide. Text tokens stand at position zero.
+            pooled_prompt_embeds_BV: CLIP embedding, vec_in_dim wide.
+            conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide; needed
+                exactly where the model has a condition embedding.
+            embedded_guidance_B: guidance scale; needed exactly where the model is guidance-distilled.
+
+        Raises:
+            ValueError: an input is missing that the model needs, or given that it has no use for.
+        """
+        if (conditioning_BNK is None) != (self.cond_in is None):
+            raise ValueError(
+                f"conditioning_BNK must be given exactly where cond_embed ({self.config.cond_embed}) is set"
+            )
+        if (embedded_guidance_B is None) != (self.guidance_in is None):
+            raise ValueError(
+                f"embedded_guidance_B must be given exactly where guidance_embed ({self.config.guidance_embed}) is set"
+            )
+        dtype = self.img_in.weight.dtype
+        latents = self.img_in(packed_latents_BND.to(dtype)).to(dtype)
+        if self.cond_in is not None and conditioning_BNK is not None:
+            latents = latents + self.cond_in(conditioning_BNK.to(dtype))
+        text = self.txt_in(prompt_embeds_BLC.to(dtype)).to(dtype)
+        vector = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
+        rotary = self._rotary(position_ids_BN3, text_length=text.shape[1])
+
+        for block in self.double_blocks:
+            latents, text = block(latents, text, vector, rotary)
+        tokens = torch.cat((text, latents), dim=1)
+        for block in self.single_blocks:
+            tokens = block(tokens, vector, rotary)
+        velocity: Tensor = self.final_layer(tokens[:, text.shape[1] :], vector)
+        return velocity.to(packed_latents_BND.dtype)
+
+    def _modulation_vector(self, timesteps_B: Tensor, pooled_BV: Tensor, guidance_B: Tensor | None) -> Tensor:
+        dtype = self.img_in.weight.dtype
+        vector: Tensor = self.time_in(sinusoidal_embedding(timesteps_B, dtype=dtype)).to(dtype)
+        if self.guidance_in is not None and guidance_B is not None:
+            vector = vector + self.guidance_in(sinusoidal_embedding(guidance_B, dtype=dtype))
+        pooled: Tensor = self.vector_in(pooled_BV.to(dtype))
+        return vector + pooled
+
+    def _rotary(self, position_ids_BN3: Tensor, *, text_length: int) -> tuple[Tensor, Tensor]:
+        text_ids = position_ids_BN3.new_zeros(position_ids_BN3.shape[0], text_length, position_ids_BN3.shape[2])
+        joint_ids = torch.cat((text_ids, position_ids_BN3), dim=1)
+        return rotary_angles(joint_ids, axes_dim=self.config.axes_dim, theta=self.config.theta)

@@ -1,0 +1,156 @@
+"""The text encoders: T5 for the prompt's tokens, CLIP for its pooled meaning, both from a local transformers folder."""
+
+import re
+import unicodedata
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.models.text import folder as folders
+
+
+class _FolderEncoder:
+    """A frozen text model with its tokenizer; texts are padded and cut to one length."""
+
+    _vocabularies: tuple[tuple[str, ...], ...] = ()
+
+    def __init__(self, *, model: Any, tokenizer: Any, max_length: int, device: torch.device | str) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.device = torch.device(device)
+
+    @classmethod
+    def missing_files(cls, path: str | Path) -> list[str]:
+        """Return the files that the folder lacks, as paths; a quick look that loads nothing."""
+        return folders.missing_files(Path(path), vocabularies=cls._vocabularies)
+
+    def truncated(self, text: str) -> bool:
+        """Whether `text` has more tokens, special ones included, than the encoder reads."""
+        with folders.quiet():
+            return len(self.tokenizer(text, truncation=False).input_ids) > self.max_length
+
+    def unknown_words(self, text: str) -> list[str]:
+        """Return the words of `text` that the vocabulary cannot spell, each once, in their order.
+
+        Symbols such as emoji count as words, punctuation does not.
+        """
+        unknown_id = self.tokenizer.unk_token_id
+        if unknown_id is None:
+            return []
+        words = dict.fromkeys(word for word in map(_bare, re.findall(r"\w+|[^\w\s]+", text)) if word)
+        with folders.quiet():
+            return [word for word in words if unknown_id in self.tokenizer(word, add_special_tokens=False).input_ids]
+
+    def _input_ids(self, texts: list[str]) -> Tensor:
+        with folders.quiet():
+            tokens = self.tokenizer(
+                texts, padding="max_length", truncation=True, max_length=self.max_length, return_tensors="pt"
+            )
+        ids: Tensor = tokens.input_ids.to(self.device)
+        return ids
+
+
+class T5Encoder(_FolderEncoder):
+    """The encoder of a T5 (Raffel et al. 2020)."""
+
+    _vocabularies = (("spiece.model",), ("tokenizer.json",))
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, max_length: int, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """Load a transformers folder without any request to a network.
+
+        Args:
+            path: folder with config.json, weights, and spiece.model or tokenizer.json. A full T5's decoder is skipped.
+            max_length: tokens that every text is padded or cut to.
+            device: where the model goes.
+            dtype: of its weights and of `encode`.
+
+        Raises:
+            CheckpointError: files are missing (all are named) or broken, or do not fit together.
+            HardwareError: the vocabulary needs a library that is not installed.
+        """
+        folder = Path(path)
+        folders.require_files(folder, vocabularies=cls._vocabularies)
+        from transformers import T5Config, T5EncoderModel
+
+        config = folders.load_config(T5Config, folder)
+        tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
+        ignored = ("decoder.", "lm_head.")
+        model = folders.load_model(T5EncoderModel, folder, device=device, dtype=dtype, ignored_prefixes=ignored)
+        return cls(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+
+    @torch.no_grad()
+    def encode(self, texts: list[str]) -> Tensor:
+        """Return the last hidden state, (B, max_length, C).
+
+        There is no attention mask: the released model was trained on states that attend to the padding.
+        """
+        states: Tensor = self.model(input_ids=self._input_ids(texts)).last_hidden_state
+        return states
+
+
+class ClipEncoder(_FolderEncoder):
+    """The text tower of a CLIP (Radford et al. 2021)."""
+
+    _vocabularies = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, max_length: int, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """Load a transformers folder without any request to a network.
+
+        Args:
+            path: folder with config.json, weights, and tokenizer.json or vocab.json + merges.txt. A full CLIP's image
+                tower is skipped.
+            max_length: tokens that every text is padded or cut to; at most the model's positions.
+            device: where the model goes.
+            dtype: of its weights and of `encode`.
+
+        Raises:
+            CheckpointError: files are missing (all are named) or broken, or do not fit together.
+            RequestError: `max_length` is over the model's positions.
+        """
+        folder = Path(path)
+        folders.require_files(folder, vocabularies=cls._vocabularies)
+        from transformers import CLIPTextConfig, CLIPTextModel
+
+        config = folders.load_config(CLIPTextConfig, folder)
+        if max_length > config.max_position_embeddings:
+            raise RequestError(
+                f"text.clip_max_length={max_length} is over the {config.max_position_embeddings} positions of {folder}"
+            )
+        tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
+        _require_end_token(folder, tokenizer, config.eos_token_id)
+        # Files of older versions carry the position ids, which are a constant.
+        position_ids = ("text_model.embeddings.position_ids", "embeddings.position_ids")
+        ignored = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale", *position_ids)
+        model = folders.load_model(CLIPTextModel, folder, device=device, dtype=dtype, ignored_prefixes=ignored)
+        return cls(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+
+    @torch.no_grad()
+    def encode(self, texts: list[str]) -> Tensor:
+        """Return the pooled output, (B, C): the final state at the token that ends the text."""
+        pooled: Tensor = self.model(input_ids=self._input_ids(texts)).pooler_output
+        return pooled
+
+
+def _require_end_token(folder: Path, tokenizer: Any, end_id: int) -> None:
+    # With end_id 2 (OpenAI's files) transformers pools at the largest id; otherwise at end_id, and at the first token
+    # where there is none, which would make every prompt mean the same.
+    if end_id != 2 and end_id not in tokenizer("a").input_ids:
+        raise CheckpointError(
+            f"the tokenizer in {folder} does not end a text with token {end_id}, where its model pools"
+        )
+
+
+def _bare(word: str) -> str:
+    """Strip punctuation (not symbols such as emoji) from both ends."""
+    start, end = 0, len(word)
+    while start < end and unicodedata.category(word[start]).startswith("P"):
+        start += 1
+    while end > start and unicodedata.category(word[end - 1]).startswith("P"):
+        end -= 1
+    return word[start:end]

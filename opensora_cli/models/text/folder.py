@@ -1,0 +1,175 @@
+"""Reading a text encoder from a transformers folder: complete, offline, and without noise."""
+
+import importlib
+import importlib.util
+import json
+import logging
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from opensora_cli.core.exceptions import CheckpointError, HardwareError
+
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+# What transformers raises for a broken file, depending on its format and on where it is broken.
+_BROKEN = (OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
+
+
+def missing_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> list[str]:
+    """Return what a transformers folder lacks, as paths; empty where it is complete. Reads no weight.
+
+    Args:
+        folder: the folder, which need not exist.
+        vocabularies: sets of files; one whole set is enough.
+    """
+    missing = [] if (folder / "config.json").is_file() else [str(folder / "config.json")]
+    if not any((folder / name).is_file() for name in _WEIGHT_FILES):
+        indexes = [folder / name for name in _INDEX_FILES if (folder / name).is_file()]
+        missing += _missing_shards(indexes[0]) if indexes else [str(folder / _WEIGHT_FILES[0])]
+    if not any(all((folder / name).is_file() for name in names) for names in vocabularies):
+        choices = " or ".join(" + ".join(names) for names in vocabularies)
+        missing.append(str(folder / choices))
+    return missing
+
+
+def _missing_shards(index: Path) -> list[str]:
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of weight files: {error}", hint="fetch it again") from error
+    return [str(index.parent / shard) for shard in shards if not (index.parent / shard).is_file()]
+
+
+def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> None:
+    """Raise CheckpointError that names every file that `folder` lacks."""
+    missing = missing_files(folder, vocabularies=vocabularies)
+    if missing:
+        state = "is incomplete" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"text encoder folder {folder} {state}; missing: {', '.join(missing)}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and logging inside the block, and restore them after it.
+
+    What its load reports say about missing weights is checked by us and raised as an error instead.
+    """
+    from transformers.utils import logging as noise
+
+    control: Any = noise  # partly untyped
+    verbosity, bars = control.get_verbosity(), control.is_progress_bar_enabled()
+    control.set_verbosity(logging.CRITICAL)
+    control.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        control.set_verbosity(verbosity)
+        if bars:
+            control.enable_progress_bar()
+
+
+def load_config(config_class: Any, folder: Path) -> Any:
+    """Return the configuration in `folder` as `config_class`. Raises CheckpointError where it is broken."""
+    with quiet():
+        try:
+            return config_class.from_pretrained(str(folder), local_files_only=True)
+        except _BROKEN as error:
+            raise CheckpointError(f"{folder / 'config.json'} cannot be read: {_one_line(error)}") from error
+
+
+def load_model(
+    model_class: Any, folder: Path, *, device: torch.device | str, dtype: torch.dtype, ignored_prefixes: tuple[str, ...]
+) -> Any:
+    """Return the frozen model of `model_class` in `folder`, on `device` in `dtype`, in evaluation mode.
+
+    Args:
+        model_class: a transformers model class.
+        folder: a complete folder.
+        device: where it goes.
+        dtype: of its weights.
+        ignored_prefixes: starts of keys that belong to other parts of a larger model in the same file.
+
+    Raises:
+        CheckpointError: a broken file, or weights that do not fit the model.
+    """
+    with quiet():
+        try:
+            model, info = model_class.from_pretrained(
+                str(folder), local_files_only=True, output_loading_info=True, dtype=dtype
+            )
+        except _BROKEN as error:
+            raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(ignored_prefixes))
+    problems = [
+        f"{len(keys)} {kind} ({', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''})"
+        for kind, keys in (("missing", missing), ("unexpected", unexpected))
+        if keys
+    ]
+    if problems:
+        raise CheckpointError(f"weights in {folder} do not fit {model_class.__name__}: {'; '.join(problems)}")
+    return model.requires_grad_(False).eval().to(device)
+
+
+def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
+    """Return the tokenizer in `folder`.
+
+    Args:
+        folder: a complete folder.
+        vocab_size: rows of the model's embedding table.
+
+    Raises:
+        CheckpointError: a broken vocabulary, one without words, or one that is larger than the model's table.
+        HardwareError: sentencepiece or protobuf is needed and not installed.
+    """
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
+        _require_sentencepiece(folder / "spiece.model")
+    with quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the tokenizers library raises bare Exception for a broken file
+            raise CheckpointError(f"vocabulary in {folder} cannot be loaded: {_one_line(error)}") from error
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    # A tokenizer class can make a vocabulary of its special tokens alone; "▁" is sentencepiece's mark of a space.
+    if not set(vocabulary) - set(tokenizer.all_special_tokens) - {"▁"}:
+        raise CheckpointError(f"the vocabulary in {folder} has no words: every word would be unknown")
+    if max(vocabulary.values()) >= vocab_size:
+        raise CheckpointError(
+            f"the vocabulary in {folder} has ids up to {max(vocabulary.values())}, its model only {vocab_size} rows"
+        )
+    if tokenizer.pad_token_id is None:
+        raise CheckpointError(f"the tokenizer in {folder} has no padding token")
+    return tokenizer
+
+
+def _require_sentencepiece(vocabulary: Path) -> None:
+    """Refuse what transformers would blame on another library: a missing library or an unreadable vocabulary."""
+    for module, package in (("sentencepiece", "sentencepiece"), ("google.protobuf", "protobuf")):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # of the parent package
+            found = False
+        if not found:
+            raise HardwareError(f"{vocabulary} needs {package}", hint=f"pip install {package}")
+    sentencepiece: Any = importlib.import_module("sentencepiece")  # untyped
+    try:
+        sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{vocabulary} is no sentencepiece vocabulary", hint="fetch it again") from error
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

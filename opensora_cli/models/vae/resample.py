@@ -1,0 +1,116 @@
+"""Replicate padding and upsampling convolution, cheap in a training on a CPU as well as in a decode of many pixels."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def replicate_pad(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int]) -> Tensor:
+    """Repeat the edges outwards; `padding` counts as in `torch.nn.functional.pad`, last axis first."""
+    if not any(padding):
+        return hidden_BCTHW
+    # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
+    with torch.autocast(hidden_BCTHW.device.type, enabled=False):
+        return F.pad(hidden_BCTHW, padding, mode="replicate")
+
+
+def conv_of_upsampled(hidden_BCTHW: Tensor, weight: Tensor, bias: Tensor, *, time: int, space: int) -> Tensor:
+    """Causal 3x3x3 convolution of the nearest-upsampled clip, without ever building the upsampled clip.
+
+    Height and width are repeated `space` times, every frame but the first `time` times. Where an axis is doubled, two of the
+    three taps of the kernel always meet the same low-resolution value, so that two kernels of two taps on the
+    low-resolution clip, one for even positions and one for odd, give the same sums: with all axes doubled 8 products
+    instead of 27 for each output value (sub-pixel convolution, https://arxiv.org/abs/1609.05158, of a nearest-upsampled input).
+
+    Args:
+        hidden_BCTHW: (B, C, T, H, W).
+        weight: (C_out, C, 3, 3, 3).
+        bias: (C_out,).
+        time: 1 or 2.
+        space: 1 or 2.
+
+    Returns:
+        (B, C_out, 1 + (T-1)*time, H*space, W*space).
+    """
+    factors = (time, space, space)
+    padded_BCTHW = replicate_pad(hidden_BCTHW, (1, 1, 1, 1, 2 // time, 0))
+    # Sums of taps are rounded once, to the weight's own dtype, not at every addition.
+    kernel = _phase_kernels(weight.to(torch.promote_types(weight.dtype, torch.float32)), factors).to(weight.dtype)
+    phases_BPTHW = F.conv3d(padded_BCTHW, kernel, bias.repeat(time * space * space))
+    out: Tensor = _InterleavePhases.apply(phases_BPTHW, factors)
+    return out
+
+
+def _phase_kernels(weight: Tensor, factors: tuple[int, int, int]) -> Tensor:
+    """Fold a (C_out, C, 3, 3, 3) kernel into (phases * C_out, C, 2 or 3, ...), the last axis' phase changing fastest."""
+    kernels = [weight]
+    for axis, factor in enumerate(factors, start=2):
+        if factor == 2:
+            kernels = [folded for kernel in kernels for folded in _fold_taps(kernel, axis)]
+    return torch.cat(kernels)
+
+
+def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Split three taps into those of the odd positions before and of the even positions at a low-resolution value."""
+    first, middle, last = kernel.split(1, dim=axis)
+    return torch.cat((first + middle, last), dim=axis), torch.cat((first, middle + last), dim=axis)
+
+
+class _InterleavePhases(torch.autograd.Function):
+    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W).
+
+    Positions that lie outside the clip are dropped: along a doubled time axis the first, along a doubled height or width
+    the first and the last. Autograd of strided writes would copy the whole output once for each phase.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phases_BPTHW: Tensor, factors: tuple[int, int, int]) -> Tensor:
+        ctx.factors, ctx.shape = factors, phases_BPTHW.shape
+        time, space, _ = factors
+        num_frames, height, width = phases_BPTHW.shape[2:]
+        num_phases = time * space * space
+        shape = (
+            phases_BPTHW.shape[0],
+            phases_BPTHW.shape[1] // num_phases,
+            num_frames * time - (time - 1),
+            height * space - 2 * (space - 1),
+            width * space - 2 * (space - 1),
+        )
+        out_BCTHW = _empty(shape, like=phases_BPTHW)
+        pieces = zip(phases_BPTHW.chunk(num_phases, dim=1), _phase_positions(factors), strict=True)
+        for phase_BCTHW, (positions, source) in pieces:
+            out_BCTHW[positions] = phase_BCTHW[source]
+        return out_BCTHW
+
+    @staticmethod
+    def backward(ctx: Any, grad_BCTHW: Tensor) -> tuple[Tensor, None]:
+        grad_BPTHW = _empty(ctx.shape, like=grad_BCTHW).zero_()
+        num_phases = math.prod(ctx.factors)
+        pieces = zip(grad_BPTHW.chunk(num_phases, dim=1), _phase_positions(ctx.factors), strict=True)
+        for phase_BCTHW, (positions, source) in pieces:
+            phase_BCTHW[source] = grad_BCTHW[positions]
+        return grad_BPTHW, None
+
+
+def _phase_positions(factors: tuple[int, int, int]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield for every phase, the last axis' changing fastest, its positions in the output and those of its values."""
+    whole = (slice(None), slice(None))
+    odd = (slice(1, None, 2), slice(1, None))
+    time, space, _ = factors
+    along_time = [whole] if time == 1 else [odd, (slice(0, None, 2), slice(None))]
+    along_space = [whole] if space == 1 else [odd, (slice(0, None, 2), slice(None, -1))]
+    for axes in itertools.product(along_time, along_space, along_space):
+        targets, sources = zip(*axes, strict=True)
+        yield (slice(None), slice(None), *targets), (slice(None), slice(None), *sources)
+
+
+def _empty(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
+    """Memory for a (B, C, T, H, W) tensor in the layout of `like`: a change of layout costs every later layer a copy."""
+    channels_last = like.is_contiguous(memory_format=torch.channels_last_3d)
+    memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)

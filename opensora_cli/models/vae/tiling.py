@@ -1,0 +1,156 @@
+"""Overlapping tiles with linear blending, as the reference cuts and blends them.
+
+A tile starts at every stride, also where the tile before already reached the end; of each only the part before the next tile's start is
+kept, after its beginning was blended with the end of the (already blended) tile before it. Group norms span a tile, so
+that tiling is not exact: a tiled result equals another tiled one of the same tile sizes, not the un-tiled one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Which axes are cut into tiles; a clip that fits one tile is never cut.
+
+    Args:
+        spatial: cut height and width into tiles of `sample_size` pixels.
+        temporal: cut the clip into tiles of `sample_tsize` frames, and one more.
+    """
+
+    spatial: bool = False
+    temporal: bool = False
+
+
+NO_TILING = Tiling()
+
+
+@dataclass(frozen=True, slots=True)
+class TileAxis:
+    """How an axis is cut, in positions of the input, and blended, in positions of the output.
+
+    Args:
+        size: input positions of a tile.
+        stride: input positions from one tile's start to the next.
+        blend: output positions at the beginning of a tile that are blended with the tile before.
+        kept: output positions that are kept of each tile.
+    """
+
+    size: int
+    stride: int
+    blend: int
+    kept: int
+
+    @classmethod
+    def from_sizes(cls, size: int, *, output_size: int, overlap: float) -> "TileAxis":
+        """Cut tiles of `size` input positions, each `output_size` output positions, sharing `overlap` of their length."""
+        blend = int(output_size * overlap)
+        return cls(size=size, stride=int(size * (1 - overlap)), blend=blend, kept=output_size - blend)
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """The cut of space and time of one direction, encoding or decoding."""
+
+    space: TileAxis
+    time: TileAxis
+
+    @classmethod
+    def of_encoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
+        """Return the cut of pixels into tiles that become latents."""
+        overlap = config.tile_overlap_factor
+        latent_size = config.sample_size // config.spatial_compression_ratio
+        latent_tsize = config.sample_tsize // config.time_compression_ratio
+        return cls(
+            space=TileAxis.from_sizes(config.sample_size, output_size=latent_size, overlap=overlap),
+            time=TileAxis.from_sizes(config.sample_tsize, output_size=latent_tsize, overlap=overlap),
+        )
+
+    @classmethod
+    def of_decoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
+        """Return the cut of latents into tiles that become pixels."""
+        overlap = config.tile_overlap_factor
+        latent_size = config.sample_size // config.spatial_compression_ratio
+        latent_tsize = config.sample_tsize // config.time_compression_ratio
+        return cls(
+            space=TileAxis.from_sizes(latent_size, output_size=config.sample_size, overlap=overlap),
+            time=TileAxis.from_sizes(latent_tsize, output_size=config.sample_tsize, overlap=overlap),
+        )
+
+
+def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling) -> Tensor:
+    """Apply `run` to the clip, tile by tile along the axes that `tiling` names and that are longer than a tile.
+
+    Args:
+        run: the encoder or decoder of a whole (B, C, T, H, W) tile.
+        clip_BCTHW: pixels or latents.
+        grid: the cut that belongs to `run`.
+        tiling: the axes to cut.
+
+    Returns:
+        What `run` would return for a clip of that size.
+    """
+
+    def run_in_space(part_BCTHW: Tensor) -> Tensor:
+        if tiling.spatial and max(part_BCTHW.shape[3:]) > grid.space.size:
+            return _run_spatial_tiles(run, part_BCTHW, grid.space)
+        return run(part_BCTHW)
+
+    if tiling.temporal and clip_BCTHW.shape[2] > grid.time.size:
+        return _run_temporal_tiles(run_in_space, clip_BCTHW, grid.time)
+    return run_in_space(clip_BCTHW)
+
+
+def _run_spatial_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Tensor:
+    rows_kept: list[Tensor] = []
+    above: list[Tensor] = []
+    for top in range(0, clip_BCTHW.shape[3], axis.stride):
+        row: list[Tensor] = []
+        for left in range(0, clip_BCTHW.shape[4], axis.stride):
+            tile_BCTHW = run(clip_BCTHW[..., top : top + axis.size, left : left + axis.size])
+            if above:
+                tile_BCTHW = blend(above[len(row)], tile_BCTHW, length=axis.blend, dim=3)
+            if row:
+                tile_BCTHW = blend(row[-1], tile_BCTHW, length=axis.blend, dim=4)
+            row.append(tile_BCTHW)
+        rows_kept.append(torch.cat([tile[..., : axis.kept, : axis.kept] for tile in row], dim=4))
+        above = row
+    return torch.cat(rows_kept, dim=3)
+
+
+def _run_temporal_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Tensor:
+    # A tile has one frame more than its size, so that it is a causal clip of its own. That frame's output repeats what the
+    # tile before has, except in the first tile.
+    kept: list[Tensor] = []
+    before: Tensor | None = None
+    for start in range(0, clip_BCTHW.shape[2], axis.stride):
+        tile_BCTHW = run(clip_BCTHW[:, :, start : start + axis.size + 1])
+        if before is None:
+            kept.append(tile_BCTHW[:, :, : axis.kept + 1])
+        else:
+            tile_BCTHW = blend(before, tile_BCTHW[:, :, 1:], length=axis.blend, dim=2)
+            kept.append(tile_BCTHW[:, :, : axis.kept])
+        before = tile_BCTHW
+    return torch.cat(kept, dim=2)
+
+
+def blend(before: Tensor, after: Tensor, *, length: int, dim: int) -> Tensor:
+    """Fade from the last positions of `before` into the first of `after` along `dim`: position i weighs i / length.
+
+    Returns:
+        A tensor of the shape of `after`. Fewer than `length` positions are blended where one of both is shorter.
+    """
+    length = min(length, before.shape[dim], after.shape[dim])
+    if length == 0:
+        return after
+    ramp = torch.arange(length, device=after.device, dtype=torch.float32) / length
+    weight = ramp.to(after.dtype).view([-1 if axis == dim else 1 for axis in range(after.dim())])
+    end_of_before = before.narrow(dim, before.shape[dim] - length, length)
+    start_of_after = after.narrow(dim, 0, length)
+    rest = after.narrow(dim, length, after.shape[dim] - length)
+    return torch.cat((end_of_before * (1 - weight) + start_of_after * weight, rest), dim=dim)

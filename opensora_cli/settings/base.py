@@ -1,0 +1,64 @@
+"""What all sections of settings have in common."""
+
+import types
+from collections.abc import Mapping
+from typing import Any, Self, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+# The ways to write "no value" in a place where only text can stand: YAML, the environment and --set.
+NO_VALUE = frozenset({"", "~", "none", "null"})
+
+
+class Section(BaseModel):
+    """A closed, frozen group of settings: an unknown key is an error, and nothing changes after validation.
+
+    Every value may arrive as text, since command lines, the environment and our YAML know nothing else. Text becomes
+    a list at commas (`8,12,12` or `[8, 12, 12]`), and nothing at `none`, `null`, `~` or an empty text where the
+    setting may be unset.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_text(cls, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, str) or info.field_name is None:
+            return value
+        kinds = _alternatives(cls.model_fields[info.field_name].annotation)
+        if type(None) in kinds and value.strip().lower() in NO_VALUE:
+            return None
+        if any(get_origin(kind) is tuple for kind in kinds):
+            return split_list(value, separator=",")
+        return value
+
+    def replace(self, changes: Mapping[str, object]) -> Self:
+        """Return these settings with `changes`, validated again as a whole.
+
+        Args:
+            changes: dotted keys below this section to new values, as in `{"condition.mode": "i2v_head"}`.
+
+        Raises:
+            pydantic.ValidationError: a key is unknown, or the new settings break a rule.
+        """
+        values: dict[str, Any] = self.model_dump()
+        for key, value in changes.items():
+            *sections, name = key.split(".")
+            place = values
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        return type(self).model_validate(values)
+
+
+def split_list(text: str, *, separator: str) -> tuple[str, ...]:
+    """Return the non-empty parts of `text`, without blanks around them; square brackets around it all are dropped."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    return tuple(part.strip() for part in text.split(separator) if part.strip())
+
+
+def _alternatives(annotation: object) -> tuple[object, ...]:
+    """Return the members of a union, or the annotation alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)

@@ -1,0 +1,100 @@
+"""Settings of the parts that generating and training share: the models and their files."""
+
+from typing import Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.enums import ModelName
+
+
+class ModelSettings(Section):
+    """Name and sizes of the MMDiT. The defaults are those of the released 11B model."""
+
+    name: ModelName = Field(default=ModelName.OPEN_SORA_V2, description="which video model")
+    in_channels: PositiveInt = Field(
+        default=64, description="channels of a packed token: latent channels x patch_size squared"
+    )
+    vec_in_dim: PositiveInt = Field(default=768, description="width of the pooled CLIP embedding")
+    context_in_dim: PositiveInt = Field(default=4096, description="width of the T5 embeddings")
+    hidden_size: PositiveInt = Field(default=3072, description="width of the transformer")
+    mlp_ratio: float = Field(default=4.0, gt=0, description="width of the MLPs over hidden_size")
+    num_heads: PositiveInt = Field(default=24, description="attention heads; divides hidden_size")
+    depth: int = Field(default=19, ge=0, description="double-stream blocks")
+    depth_single_blocks: int = Field(default=38, ge=0, description="single-stream blocks")
+    axes_dim: tuple[PositiveInt, ...] = Field(
+        default=(16, 56, 56),
+        description="rotary widths of time, height and width; even, and together the width of a head",
+    )
+    theta: float = Field(default=10_000, gt=0, description="base of the rotary frequencies")
+    qkv_bias: bool = Field(default=True, description="whether the attention projections have a bias")
+    guidance_embed: bool = Field(default=False, description="whether the model is guidance-distilled")
+    cond_embed: bool = Field(default=True, description="whether the model takes reference latents")
+    patch_size: PositiveInt = Field(default=2, description="latent pixels along the side of a token")
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"model.num_heads={self.num_heads} must divide model.hidden_size={self.hidden_size}")
+        head = self.hidden_size // self.num_heads
+        axes = ",".join(map(str, self.axes_dim))
+        if len(self.axes_dim) != 3 or sum(self.axes_dim) != head or any(dim % 2 for dim in self.axes_dim):
+            raise ValueError(
+                f"model.axes_dim={axes} must be three even numbers (time, height, width) that add up to {head}, "
+                f"the width of a head (model.hidden_size={self.hidden_size} / model.num_heads={self.num_heads})"
+            )
+        return self
+
+
+class VAESettings(Section):
+    """Sizes and tiling of the causal video autoencoder. The defaults are those of the released one."""
+
+    latent_channels: PositiveInt = Field(default=16, description="channels of the latents")
+    block_out_channels: tuple[PositiveInt, ...] = Field(
+        default=(128, 256, 512, 512), min_length=1, description="widths, from the pixels inwards"
+    )
+    layers_per_block: PositiveInt = Field(default=2, description="residual blocks at each width")
+    norm_num_groups: PositiveInt = Field(default=32, description="groups of the group norms; divides every width")
+    sample_size: PositiveInt = Field(default=256, description="side of a spatial tile, in pixels")
+    sample_tsize: PositiveInt = Field(default=64, description="length of a temporal tile, in frames")
+    tile_overlap_factor: float = Field(
+        default=0.25, ge=0, lt=1, description="part of a tile that its neighbour covers too"
+    )
+    scale_factor: float = Field(default=0.476986, gt=0, description="latents = scale_factor x (sample - shift_factor)")
+    shift_factor: float = Field(default=0.0, description="see scale_factor")
+    time_compression_ratio: PositiveInt = Field(default=4, description="frames to one latent frame, after the first")
+    spatial_compression_ratio: PositiveInt = Field(default=8, description="pixels to one latent pixel, along each side")
+    spatial_tiling: bool = Field(default=True, description="encode and decode in tiles of sample_size pixels")
+    temporal_tiling: bool = Field(default=False, description="encode and decode in tiles of sample_tsize frames")
+
+    @model_validator(mode="after")
+    def _groups_divide_widths(self) -> Self:
+        for width in self.block_out_channels:
+            if width % self.norm_num_groups:
+                raise ValueError(
+                    f"vae.norm_num_groups={self.norm_num_groups} must divide every width of vae.block_out_channels, "
+                    f"and {width} is one"
+                )
+        return self
+
+
+class TextSettings(Section):
+    """The text encoders."""
+
+    t5_max_length: PositiveInt = Field(
+        default=512, description="tokens that T5 reads; shorter prompts are padded to it"
+    )
+    clip_max_length: PositiveInt = Field(default=77, description="tokens that CLIP reads, its start and end included")
+    known_words_warning: bool = Field(default=False, description="warn about words that the text encoders never saw")
+
+
+class FileSettings(Section):
+    """Where the weights lie, below the weights folder."""
+
+    transformer: str = Field(default="Open_Sora_v2.safetensors", min_length=1, description="MMDiT weights")
+    vae: str = Field(default="hunyuan_vae.safetensors", min_length=1, description="autoencoder weights")
+    t5: str = Field(default="google/t5-v1_1-xxl", min_length=1, description="T5 folder, in the transformers layout")
+    clip: str = Field(default="openai/clip-vit-large-patch14", min_length=1, description="CLIP folder, likewise")
+    hub_repo: str = Field(
+        default="hpcai-tech/Open-Sora-v2", min_length=1, description="Hub repository that has them all"
+    )

@@ -1,0 +1,120 @@
+"""Errors of settings in words: the setting, its value, the rule, and the way out."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+_LEADING_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*(?=[= ])")
+_PLAIN = re.compile(r"[^\s'\"]+")
+_RULES = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be over {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "is too large",
+    "int_type": "must be a whole number",
+    "less_than": "must be under {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "string_type": "must be text",
+    "string_unicode": "must be valid Unicode text",
+    "too_long": "must have at most {max_length} values",
+    "too_short": "must have at least {min_length} values",
+    "tuple_type": "must be a list",
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as someone gave it.
+
+    Args:
+        value: usually text, which the settings type.
+        source: where it came from, in the words of who gave it: `--steps`, `OSORA_SAMPLING__SEED`, `my.yaml`.
+    """
+
+    value: object
+    source: str
+
+
+def explain(error: ValidationError, given: Mapping[str, Given] | None = None) -> list[str]:
+    """Return one line per broken rule.
+
+    Args:
+        error: what the validation of settings raised.
+        given: dotted keys to what was given, so that a line can say where its value came from.
+    """
+    lines: list[str] = []
+    for details in error.errors(include_url=False):
+        for line in _lines(details):
+            key = _LEADING_KEY.match(line)
+            origin = (given or {}).get(key.group()) if key else None
+            lines.append(f"{line} (from {origin.source})" if origin else line)
+    return lines
+
+
+def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the choice that looks most like `word`, or None when none does."""
+    close = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """Return the dotted key that `key` was probably meant to be.
+
+    A right name in the wrong section counts, and so does one with a word left out: `num_steps` is
+    `sampling.num_inference_steps`.
+    """
+    name = key.rpartition(".")[2]
+
+    def likeness(candidate: str) -> tuple[float, float]:
+        other = candidate.rpartition(".")[2]
+        shortened = set(name.split("_")) <= set(other.split("_"))
+        names = 0.9 if shortened and name != other else SequenceMatcher(None, name, other).ratio()
+        return names, SequenceMatcher(None, key, candidate).ratio()
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] >= 0.6 else None
+
+
+def _lines(details: Any) -> list[str]:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "value_error":
+        # Our own validators write whole lines.
+        return str(context["error"]).splitlines()
+    key = ".".join(part for part in details["loc"] if isinstance(part, str))
+    if kind == "extra_forbidden":
+        return [f"{key} is not a setting"]
+    if kind == "missing":
+        return [f"{key} must be given"]
+    if kind == "model_type":
+        return [f"{key} is a section: set one of its keys"]
+    return [f"{key}={_shown(details['input'])} {_rule(kind, details, context)}"]
+
+
+def _rule(kind: str, details: Any, context: Mapping[str, Any]) -> str:
+    if kind == "enum":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        close = nearest(str(details["input"]), choices)
+        return f"must be one of {', '.join(choices)}" + (f": did you mean {close}?" if close else "")
+    if kind in _RULES:
+        return _RULES[kind].format_map({name: _number(bound) for name, bound in context.items()})
+    return f"is wrong: {details['msg']}"
+
+
+def _number(bound: object) -> object:
+    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if _PLAIN.fullmatch(text) else repr(value)

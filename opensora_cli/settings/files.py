@@ -1,0 +1,95 @@
+"""Reading YAML the strict way.
+
+YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and drops duplicate keys in silence. Here every scalar
+stays text, for the settings to type, and a duplicate key is an error.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from opensora_cli.core.exceptions import FileProblem
+
+EXTENDS = "extends"
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Leaves scalars as text and refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _wrong_key("a key must be a word", key_node)
+            if key_node.value in seen:
+                raise _wrong_key(f"{key_node.value!r} is there twice: keep one", key_node)
+            seen.add(key_node.value)
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+def _wrong_key(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """Return the mapping in the YAML file at `path`, laid over the file that it `extends`, if any.
+
+    A relative `extends` starts from the folder of the file that says it. Lists are replaced, not joined.
+
+    Raises:
+        FileProblem: a file is missing, unreadable, not a mapping, not YAML, or extends itself.
+    """
+    return _read(path, chain=())
+
+
+def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, object]:
+    here = path.resolve()
+    if here in chain:
+        loop = " -> ".join(link.name for link in (*chain[chain.index(here) :], here))
+        raise FileProblem(f"{path} extends itself: {loop}", hint=f"take one `{EXTENDS}:` out")
+    values = _parse(path)
+    parent = values.pop(EXTENDS, None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str) or not parent.strip():
+        raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
+    return _merged(_read(path.parent / parent, chain=(*chain, here)), values)
+
+
+def _parse(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileProblem(f"{path} does not exist", hint="check the name of the settings file") from None
+    except UnicodeDecodeError:
+        raise FileProblem(f"{path} is not a text file: settings are YAML in UTF-8") from None
+    except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        # The loader is a subclass of the one that builds nothing but text, lists and mappings.
+        values = yaml.load(text, Loader=_TextLoader)
+    except yaml.YAMLError as error:
+        raise FileProblem(f"{path}{_place(error)} is not valid YAML: {_problem(error)}") from None
+    if values is None or values == "":
+        return {}
+    if not isinstance(values, dict):
+        raise FileProblem(f"{path} must hold `key: value` lines")
+    return values
+
+
+def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _place(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f", line {mark.line + 1}," if mark else ""
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -1,0 +1,308 @@
+"""Settings of `osora generate`, and the rules that hold between them.
+
+Rules that need no file and no hardware live here, so that `--dry-run` and the library see the same ones.
+"""
+
+import re
+from pathlib import PurePath
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from opensora_cli.settings.base import Section, split_list
+from opensora_cli.settings.components import FileSettings, ModelSettings, TextSettings, VAESettings
+from opensora_cli.settings.enums import AspectRatio, ConditionMode, DType, Fit, ModelChoice, ModelName, OutputFormat
+
+_RESOLUTION = re.compile(r"[1-9]\d*px?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Endings that people type and that would otherwise quietly become the name of a folder.
+_FOREIGN_ENDINGS = frozenset({"apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"})
+
+
+class VideoSettings(Section):
+    """Shape of the video."""
+
+    resolution: str = Field(default="256px", description="pixel count: 256px is 256 x 256 pixels")
+    aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="width to height")
+    height: int | None = Field(
+        default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs width"
+    )
+    width: int | None = Field(
+        default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs height"
+    )
+    num_frames: int = Field(default=129, ge=1, description="frames; 1 makes a picture")
+    fps: int = Field(default=24, ge=1, le=240, description="frames per second")
+    resolutions: tuple[str, ...] = Field(
+        default=("256px", "768px"), min_length=1, description="resolutions the model has"
+    )
+    aspect_ratios: tuple[AspectRatio, ...] = Field(
+        default=tuple(AspectRatio), min_length=1, description="aspect ratios the model has"
+    )
+    max_frames: int = Field(default=129, ge=1, description="most frames the model has")
+
+    @field_validator("resolution")
+    @classmethod
+    def _resolution_is_a_size(cls, value: str) -> str:
+        if not _RESOLUTION.fullmatch(value):
+            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p")
+        return value
+
+    @model_validator(mode="after")
+    def _height_with_width(self) -> Self:
+        if self.height is not None and self.width is None:
+            raise ValueError(f"video.height={self.height} must come with video.width: set both, or neither")
+        if self.width is not None and self.height is None:
+            raise ValueError(f"video.width={self.width} must come with video.height: set both, or neither")
+        return self
+
+
+class SamplingSettings(Section):
+    """How the video is drawn out of noise."""
+
+    num_inference_steps: int = Field(default=50, ge=1, le=1000, description="Euler steps")
+    guidance_scale: float = Field(default=7.5, ge=0, le=100, description="weight of the prompt; 1 turns guidance off")
+    image_guidance_scale: float = Field(
+        default=3.0, ge=0, le=100, description="weight of the reference; 1 turns it off"
+    )
+    text_oscillation: bool = Field(default=True, description="drop the prompt guidance at odd steps from step 10 on")
+    image_oscillation: bool = Field(default=True, description="likewise for the reference guidance")
+    temporal_image_scaling: bool = Field(
+        default=True, description="let the reference guidance grow along the video (i2v)"
+    )
+    flow_shift: float | None = Field(
+        default=None, gt=0, description="shift of the timesteps; none: from the video's size"
+    )
+    seed: int = Field(default=42, ge=0, le=2**62, description="seed of the noise; sample i takes seed + i")
+    num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
+    embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="guidance input of a distilled model")
+
+
+class ConditionSettings(Section):
+    """What part of the video is given."""
+
+    mode: ConditionMode | None = Field(default=None, description="none: t2v, or what suits the references")
+    references: tuple[str, ...] = Field(default=(), description="pictures or videos; as text, separated by ;")
+    fit: Fit = Field(default=Fit.CROP, description="how a reference of another shape is fitted in")
+    video_latent_frames: int = Field(
+        default=8, ge=1, description="latent frames of a v2v reference, without the causal one"
+    )
+    easy_latent_frames: int = Field(default=16, ge=1, description="likewise for the easy v2v modes")
+
+    @field_validator("references", mode="before")
+    @classmethod
+    def _split_files(cls, value: object) -> object:
+        # The first to see the value (see Section): file names may have commas in them, so only ; separates.
+        return split_list(value, separator=";") if isinstance(value, str) else value
+
+    def given_latent_frames(self, mode: ConditionMode) -> int:
+        """Return how many latent frames of the video are given in `mode`."""
+        if not mode.takes_reference:
+            return 0
+        if mode.takes_video:
+            return (self.easy_latent_frames if mode.is_easy else self.video_latent_frames) + 1
+        return 2 if mode.is_loop else 1
+
+
+class PromptSuffixSettings(Section):
+    """What is added to a prompt, as in the captions that the model was trained on."""
+
+    motion_score: int | None = Field(default=4, ge=0, le=100, description="how much should move; none: do not say")
+    add_fps: bool = Field(default=True, description="say the frames per second")
+
+
+class OutputSettings(Section):
+    """Where results go."""
+
+    path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
+    format: OutputFormat | None = Field(default=None, description="none: from the file's ending, else mp4")
+    overwrite: bool = Field(default=False, description="replace existing files")
+    metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
+    save_latents: bool = Field(default=True, description="save the latents before decoding")
+
+    @property
+    def named_format(self) -> OutputFormat | None:
+        """The format that the ending of `path` names; None where `path` is a folder."""
+        ending = PurePath(self.path).suffix.lower().removeprefix(".")
+        return OutputFormat(ending) if ending in list(OutputFormat) else None
+
+    @property
+    def resolved_format(self) -> OutputFormat:
+        """The format to write."""
+        return self.format or self.named_format or OutputFormat.MP4
+
+    @model_validator(mode="after")
+    def _ending_agrees(self) -> Self:
+        named = self.named_format
+        if named and self.format and named is not self.format:
+            raise ValueError(
+                f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
+            )
+        if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
+            raise ValueError(
+                f"output.path={self.path} must end in {_either([f'.{known}' for known in OutputFormat])} to be a file: "
+                "use one of these, or name a folder"
+            )
+        return self
+
+
+class RuntimeSettings(Section):
+    """What runs where."""
+
+    model_choice: ModelChoice = Field(
+        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
+    )
+    weights: str | None = Field(default=None, description="folder with the weights; none: ./ckpts or the Hub's cache")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    dtype: DType = Field(default=DType.AUTO, description="auto: bfloat16 on CUDA, float32 on a CPU")
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError(f"runtime.device={value} must be auto, cpu, cuda or cuda:N, as in cuda:1")
+        return value
+
+
+class GenerateSettings(Section):
+    """Everything that decides what `osora generate` makes."""
+
+    prompt: str = Field(default="", description="what the video shows")
+    negative_prompt: str = Field(default="", description="what it should not show")
+    from_latents: str | None = Field(default=None, description="saved latents to decode, instead of drawing new ones")
+    model: ModelSettings = ModelSettings()
+    vae: VAESettings = VAESettings()
+    text: TextSettings = TextSettings()
+    files: FileSettings = FileSettings()
+    video: VideoSettings = VideoSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    condition: ConditionSettings = ConditionSettings()
+    prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
+    output: OutputSettings = OutputSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
+
+    @property
+    def num_latent_frames(self) -> int:
+        """Latent frames of the video."""
+        return (self.video.num_frames - 1) // self.vae.time_compression_ratio + 1
+
+    @property
+    def size_multiple(self) -> int:
+        """What height and width must be multiples of: the side of one token, in pixels."""
+        return self.vae.spatial_compression_ratio * self.model.patch_size
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        problems = [
+            *_prompt_problems(self),
+            *_model_problems(self),
+            *_size_problems(self),
+            *_length_problems(self),
+            *_condition_problems(self),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _prompt_problems(settings: GenerateSettings) -> list[str]:
+    if settings.prompt.strip() or settings.from_latents:
+        return []
+    return ['prompt is empty: say what the video shows, as in osora generate "raining, sea"']
+
+
+def _model_problems(settings: GenerateSettings) -> list[str]:
+    model, vae = settings.model, settings.vae
+    problems = []
+    channels = vae.latent_channels * model.patch_size**2
+    if model.in_channels != channels:
+        problems.append(
+            f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.latent_channels} x "
+            f"model.patch_size={model.patch_size} squared: use {channels}"
+        )
+    chosen = settings.runtime.model_choice
+    if chosen not in (ModelChoice.AUTO, model.name):
+        problems.append(f"model.name={model.name} must be what runtime.model_choice={chosen} says: drop one of them")
+    return problems
+
+
+def _size_problems(settings: GenerateSettings) -> list[str]:
+    video = settings.video
+    multiple = settings.size_multiple
+    if video.height is not None and video.width is not None:
+        return [
+            f"video.{name}={value} must be a multiple of {multiple}: use {_either(_near_multiples(value, multiple))}"
+            for name, value in (("height", video.height), ("width", video.width))
+            if value % multiple
+        ]
+    problems = []
+    if video.resolution not in video.resolutions:
+        fix = f"use {_either(video.resolutions)}"
+        if settings.model.name is ModelName.DEMO:
+            fix += f", or get the released model: {download_command(settings.files.hub_repo)}"
+        problems.append(f"video.resolution={video.resolution} is not a size of the {settings.model.name} model: {fix}")
+    if video.aspect_ratio not in video.aspect_ratios:
+        problems.append(
+            f"video.aspect_ratio={video.aspect_ratio} is not one of the {settings.model.name} model: "
+            f"use {_either(video.aspect_ratios)}"
+        )
+    return problems
+
+
+def _length_problems(settings: GenerateSettings) -> list[str]:
+    frames, most = settings.video.num_frames, settings.video.max_frames
+    ratio = settings.vae.time_compression_ratio
+    if frames <= most and (frames - 1) % ratio == 0:
+        return []
+    longest = (most - 1) // ratio * ratio + 1
+    nearest = min(round((frames - 1) / ratio) * ratio + 1, longest)
+    return [
+        f"video.num_frames={frames} must be a multiple of {ratio}, plus 1, and at most {longest} "
+        f"with the {settings.model.name} model: use {nearest}"
+    ]
+
+
+def _condition_problems(settings: GenerateSettings) -> list[str]:
+    condition = settings.condition
+    mode, references = condition.mode, len(condition.references)
+    if mode is None:
+        return []
+    if not mode.takes_reference and references:
+        return [f"condition.mode={mode} takes no reference, and {_files(references)} given: drop --cond or --ref"]
+    if mode.takes_reference and not references:
+        kind = "video" if mode.takes_video else "picture"
+        return [f"condition.mode={mode} needs a reference: give the {kind} with --ref FILE"]
+    problems = []
+    if references > mode.max_references:
+        problems.append(
+            f"condition.mode={mode} takes {_either([str(n + 1) for n in range(mode.max_references)])} "
+            f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
+        )
+    if mode.takes_reference and not settings.model.cond_embed:
+        problems.append(f"condition.mode={mode} needs a model that takes references (model.cond_embed=true): use t2v")
+    given = condition.given_latent_frames(mode)
+    if given >= settings.num_latent_frames:
+        shortest = given * settings.vae.time_compression_ratio + 1
+        problems.append(
+            f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode} "
+            f"gives {given} latent frames: use at least {shortest}"
+            + (" or another mode" if shortest > settings.video.max_frames else "")
+        )
+    return problems
+
+
+def download_command(hub_repo: str) -> str:
+    """Return the line that fetches the weights of `hub_repo` to where they are looked for."""
+    return f"hf download {hub_repo} --local-dir ckpts"
+
+
+def _near_multiples(value: int, multiple: int) -> list[str]:
+    below = value // multiple * multiple
+    return [str(size) for size in (below, below + multiple) if size]
+
+
+def _files(count: int) -> str:
+    return "1 file is" if count == 1 else f"{count} files are"
+
+
+def _either(choices: list[str] | tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))

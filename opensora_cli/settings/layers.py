@@ -1,0 +1,155 @@
+"""Layers of settings, for any command: each is a flat mapping of dotted keys to what was given, and where.
+
+Keys are checked against the schema while a layer is read, so that an error can name the layer.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
+
+Layer = Mapping[str, Given]
+S = TypeVar("S", bound=Section)
+
+ENVIRONMENT_PREFIX = "OSORA_"
+_SHORT_VARIABLES = {"OSORA_WEIGHTS": "runtime.weights"}
+
+
+def read_sections(schema: type[Section], values: Mapping[str, object], *, source: str) -> dict[str, Given]:
+    """Return nested sections, as YAML and JSON have them, as a layer.
+
+    Raises:
+        RequestError: a key is not one of the schema, or a section is not a mapping.
+    """
+    return dict(_leaves(schema, schema, values, source=source, prefix=""))
+
+
+def read_environment(schema: type[Section], environment: Mapping[str, str]) -> dict[str, Given]:
+    """Return the settings in the environment as a layer.
+
+    The variable of `section.key` is `OSORA_<SECTION>__<KEY>`, as in `OSORA_SAMPLING__SEED=1`; `OSORA_WEIGHTS` is short
+    for `OSORA_RUNTIME__WEIGHTS`. An empty variable counts as unset.
+
+    Raises:
+        RequestError: a variable is of this form, or nearly, and names no setting.
+    """
+    variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
+    variables |= {name: key for name, key in _SHORT_VARIABLES.items() if key in variables.values()}
+    layer = {}
+    for name, value in sorted(environment.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX) or not value:
+            continue
+        if name in variables:
+            layer[variables[name]] = Given(value, name)
+            continue
+        # The prefix is not ours alone: what has no __ and looks like none of ours is left in peace.
+        close = nearest(name, variables, cutoff=0.6 if "__" in name else 0.85)
+        if close or "__" in name:
+            raise RequestError(
+                f"{name} in the environment is not a setting", hint=f"did you mean {close}?" if close else "unset it"
+            )
+    return layer
+
+
+def collect_overrides(schema: type[Section], flags: Layer, assignments: Iterable[str]) -> dict[str, Given]:
+    """Return named flags and `--set` assignments as one layer; of two assignments to a key the last counts.
+
+    Raises:
+        RequestError: an assignment is not `section.key=value`, its key is unknown, or it contradicts a flag.
+    """
+    overrides = dict(flags)
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise RequestError(
+                f"--set {assignment} must be section.key=value", hint="as in --set sampling.flow_shift=3"
+            )
+        check_key(schema, key, source="--set")
+        flag = flags.get(key)
+        if flag and str(flag.value) != value:
+            raise RequestError(
+                f"--set {assignment} contradicts {flag.source}, which says {flag.value}", hint="drop one of them"
+            )
+        overrides[key] = Given(value, "--set")
+    return overrides
+
+
+def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
+    """Return the settings that layers add up to.
+
+    Args:
+        schema: the class of the settings.
+        given: what people gave; errors say where.
+        below: a preset under it, which errors do not speak of.
+
+    Raises:
+        RequestError: a rule is broken; one line for each.
+    """
+    nested: dict[str, Any] = {}
+    for key, at in {**(below or {}), **given}.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = at.value
+    try:
+        return schema.model_validate(nested)
+    except ValidationError as error:
+        raise RequestError("\n".join(explain(error, given))) from error
+
+
+def check_key(schema: type[Section], key: str, *, source: str) -> None:
+    """Accept a dotted key of the schema.
+
+    Raises:
+        RequestError: it is none, or only a section; the nearest key is named.
+    """
+    keys = list(all_keys(schema))
+    if key in keys:
+        return
+    inside = [known for known in keys if known.startswith(f"{key}.")]
+    if inside:
+        raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
+    close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
+    siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
+    raise RequestError(
+        f"{key} (from {source}) is not a setting",
+        hint=f"did you mean {close}?" if close else f"there are {', '.join(siblings or schema.model_fields)}",
+    )
+
+
+def all_keys(schema: type[Section]) -> Iterator[str]:
+    """Yield the dotted keys of all settings."""
+    for name in schema.model_fields:
+        section = _section(schema, name)
+        if section is None:
+            yield name
+        else:
+            yield from (f"{name}.{key}" for key in all_keys(section))
+
+
+def _leaves(
+    root: type[Section], schema: type[Section], values: Mapping[str, object], *, source: str, prefix: str
+) -> Iterator[tuple[str, Given]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        section = _section(schema, name)
+        if section is None:
+            check_key(root, key, source=source)
+            yield key, Given(value, source)
+        elif isinstance(value, Mapping):
+            yield from _leaves(root, section, value, source=source, prefix=f"{key}.")
+        elif value not in (None, ""):
+            raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
+
+
+def _section(schema: type[Section], name: str) -> type[Section] | None:
+    """Return the class of a field that is a section itself."""
+    details = schema.model_fields.get(name)
+    kind = details.annotation if details else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None

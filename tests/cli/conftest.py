@@ -1,0 +1,25 @@
+"""The command line is tested without torch and without weights."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from cli.fake_engine import FakeEngine
+
+import opensora_cli.engine
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine()
+    module = ModuleType("opensora_cli.engine.generate")
+    module.generate_from_request = fake.generate_from_request  # type: ignore[attr-defined]
+    module.plan_from_request = fake.plan_from_request  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "opensora_cli.engine.generate", module)
+    monkeypatch.setattr(opensora_cli.engine, "generate", module, raising=False)
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def _no_osora_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OSORA_WEIGHTS", raising=False)

@@ -1,0 +1,54 @@
+"""A fake engine: the command line is tested without torch and without weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.settings.enums import ModelChoice, ModelName
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
+
+
+@dataclass
+class FakeResult:
+    """A plan or a result."""
+
+    settings: GenerateSettings
+    shortage: HardwareError | None = None
+
+    def to_json(self) -> Mapping[str, object]:
+        return {"schema": "fake/1", "settings": self.settings.model_dump(mode="json")}
+
+    def lines(self) -> list[str]:
+        return ["samples/原野.mp4"]
+
+    def require_fit(self) -> None:
+        if self.shortage:
+            raise self.shortage
+
+
+@dataclass
+class FakeEngine:
+    """Takes the demo where it may choose, and remembers what it was asked for."""
+
+    settings: GenerateSettings | None = None
+    planned: bool = False
+    reporter: Reporter | None = None
+    shortage: HardwareError | None = None
+    while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
+
+    def generate_from_request(self, request: GenerateRequest, *, reporter: Reporter) -> FakeResult:
+        return self._resolve(request, reporter)
+
+    def plan_from_request(self, request: GenerateRequest, *, reporter: Reporter) -> FakeResult:
+        self.planned = True
+        return self._resolve(request, reporter)
+
+    def _resolve(self, request: GenerateRequest, reporter: Reporter) -> FakeResult:
+        choice = load_runtime_settings(request).model_choice
+        model = ModelName.DEMO if choice is ModelChoice.AUTO else ModelName(choice)
+        self.settings = load_generate_settings(request, model=model)
+        self.reporter = reporter
+        self.while_running(reporter)
+        return FakeResult(self.settings, self.shortage)

@@ -1,0 +1,221 @@
+"""What went wrong becomes a message and an exit code; what is a bug keeps its traceback."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.fake_engine import FakeEngine
+
+from opensora_cli.cli.app import main
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, MediaError, OsoraError, OutputError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.settings.generate import GenerateSettings
+
+
+def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(args)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return code, captured.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generat", "x"], "Did you mean 'generate'?"),
+        (["--versoin"], "no such option: --versoin. Did you mean --version?"),
+        (["generate", "x", "--num-frmes", "5"], "no such option: --num-frmes. Did you mean --num-frames?"),
+        (["generate", "x", "--num_frames", "5"], "no such option: --num_frames. Did you mean --num-frames?"),
+        (["generate", "x", "--cfg-scale", "5"], "--cfg-scale"),
+        (["generate", "raining,", "sea"], "quote a text that has blanks in it"),
+        (["generate", "x", "--cond", "i2v"], "'i2v' is not one of 't2v', 'i2v_head', 'i2v_tail', 'i2v_loop'"),
+        (["generate", "x", "--fit", "zoom"], "'zoom' is not one of 'crop', 'pad', 'stretch'"),
+        (["generate", "x", "--format", "avi"], "'avi' is not one of 'mp4', 'gif', 'webp', 'png'"),
+        (["generate", "x", "--model", "wan"], "'wan' is not one of 'auto', 'demo', 'open-sora-v2'"),
+        (["generate", "x", "--aspect-ratio", "16x9"], "'16x9' is not one of"),
+        (["generate", "x", "--steps", "many"], "--steps"),
+        (["generate", "x", "--steps"], "--steps"),
+        (["generate", "x", "--steps", "0"], "sampling.num_inference_steps=0 must be at least 1 (from --steps)"),
+        (["generate", "x", "--set", "model.deph=1"], "did you mean model.depth?"),
+        (["generate", "x", "--set", "model.depth"], "must be section.key=value"),
+        (["generate", "x", "--seed", "1", "--set", "sampling.seed=2"], "contradicts --seed"),
+        (["generate"], "prompt is empty: say what the video shows"),
+        (["generate", ""], "prompt is empty"),
+        (["generate", " \n "], "prompt is empty"),
+        (["generate", "x", "--ref", ""], "--ref is empty"),
+        (["generate", "x", "--ref", "a.png", "--ref", ";"], "--ref is empty"),
+        (["generate", "x", "--cond", "i2v_head"], "condition.mode=i2v_head needs a reference"),
+        (["generate", "x", "--cond", "v2v_tail"], "give the video with --ref FILE (from --cond)"),
+        (["generate", "x", "--cond", "t2v", "--ref", "a.png"], "condition.mode=t2v takes no reference"),
+        (["generate", "x", "--device", "gpu"], "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
+        (["generate", "x", "--out", "a.mp4", "--format", "gif"], "must agree with the ending of output.path=a.mp4"),
+        (["generate", "x", "--model", "open-sora-v2", "--num-frames", "130"], "use 129 (from --num-frames)"),
+        (["generate", "x", "--model", "open-sora-v2", "--res", "512px"], "use 256px or 768px"),
+        (["generate", "x", "--model", "demo", "--res", "768px"], "use 64px, or get the released model: hf download"),
+        (["generate", "x", "--res", "768px"], "hf download hpcai-tech/Open-Sora-v2 --local-dir ckpts"),
+    ],
+)
+def test_bad_request(args: list[str], message: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    code, err = run(args, capsys)
+    assert code == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert "pydantic" not in err
+
+
+def test_unknown_option_points_to_the_help_of_its_command(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, err = run(["generate", "x", "--qqqq"], capsys)
+    assert err.endswith("see osora generate --help\n")
+
+
+def test_every_broken_rule_has_its_line(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = run(["generate", " ", "--res", "1px", "--num-frames", "3"], capsys)
+    assert [line.startswith("error: ") for line in err.splitlines()] == [True] * 3
+
+
+def test_unknown_environment_variable(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSORA_SAMPLING__SED", "1")
+    code, err = run(["generate", "x"], capsys)
+    assert code == 2
+    assert "did you mean OSORA_SAMPLING__SEED?" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "content"),
+    [
+        ("--config", "gone.yaml", None),
+        ("--config", "a.yaml", "a: [\n"),
+        ("--config", "a.yaml", "extends: a.yaml\n"),
+        ("--config", "a.yaml", "prompt: a\nprompt: b\n"),
+        ("--from", "gone.json", None),
+        ("--from", "a.json", "{}"),
+        ("--from", "a.json", "not json"),
+    ],
+)
+def test_bad_files(
+    option: str,
+    name: str,
+    content: str | None,
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    code, err = run(["generate", "x", option, str(path)], capsys)
+    assert code == 3
+    assert str(path) in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CheckpointError("weights are missing", hint="get them"), 3),
+        (MediaError("weights are missing", hint="get them"), 3),
+        (OutputError("weights are missing", hint="get them"), 3),
+        (HardwareError("weights are missing", hint="get them"), 4),
+        (OsoraError("weights are missing", hint="get them"), 1),
+    ],
+)
+def test_errors_of_the_engine(
+    error: OsoraError, code: int, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.while_running = raising(error)
+    assert run(["generate", "x"], capsys) == (code, "error: weights are missing\n       get them\n")
+
+
+def test_out_of_memory(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.while_running = raising(MemoryError())
+    assert run(["generate", "x"], capsys) == (4, "error: there is not enough memory\n")
+
+
+def test_validation_error_of_library_code(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.while_running = lambda reporter: GenerateSettings(prompt="x").replace({"sampling.seed": -1}) and None
+    assert run(["generate", "x"], capsys) == (2, "error: sampling.seed=-1 must be at least 0\n")
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (KeyboardInterrupt(), "error: interrupted\n"),
+        (
+            KeyboardInterrupt("1 of 3 videos is finished\ngo on with --from-latents a"),
+            "error: interrupted\n       1 of 3 videos is finished\n       go on with --from-latents a\n",
+        ),
+    ],
+)
+def test_interrupt(
+    stop: KeyboardInterrupt, expected: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.while_running = raising(stop)
+    assert run(["generate", "x"], capsys) == (130, expected)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to a child alone")
+def test_interrupt_by_a_signal() -> None:
+    code = (
+        "import sys, time; from opensora_cli.cli import app, generate\n"
+        "def wait(*args, **kwargs): print('ready', flush=True); time.sleep(60)\n"
+        "generate._run = wait; sys.exit(app.main(['generate', 'x']))"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), KeyError("bug"), OSError("bug"), ValueError("bug")])
+def test_a_bug_keeps_its_traceback(error: Exception, engine: FakeEngine) -> None:
+    engine.while_running = raising(error)
+    with pytest.raises(type(error), match="bug"):
+        main(["generate", "x"])
+
+
+def test_a_bug_ends_the_program_with_1() -> None:
+    code = (
+        "import sys; from opensora_cli.cli import app, generate\n"
+        "def broken(*args, **kwargs): raise ZeroDivisionError('bug')\n"
+        "generate._run = broken; sys.exit(app.main(['generate', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ZeroDivisionError: bug\n")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    code = (
+        "import sys, time; from opensora_cli.cli.app import main; time.sleep(0.5);"
+        "sys.exit(main(['generate', '--list-presets', '--json']))"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=30) == 0
+
+
+def test_messages_are_not_wrapped_nor_coloured(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.while_running = raising(CheckpointError("[bold]long[/bold] " * 40))
+    _, err = run(["generate", "x"], capsys)
+    assert err == f"error: {'[bold]long[/bold] ' * 40}\n"
+
+
+def raising(error: BaseException):  # type: ignore[no-untyped-def]
+    def raise_it(reporter: Reporter) -> None:
+        raise error
+
+    return raise_it

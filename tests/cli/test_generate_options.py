@@ -1,0 +1,168 @@
+"""`osora generate`: every option reaches its setting, and what comes back goes to the right stream."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.fake_engine import FakeEngine
+
+from opensora_cli.cli.app import main
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import SIDECAR_SCHEMA, load_preset
+
+RELEASED = ["--model", "open-sora-v2"]
+
+
+def settings_of(engine: FakeEngine, *args: str) -> GenerateSettings:
+    assert main(["generate", *args]) == 0
+    assert engine.settings is not None
+    return engine.settings
+
+
+def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
+    assert settings_of(engine, "raining, sea") == load_preset("demo", prompt="raining, sea")
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value"),
+    [
+        (["--negative-prompt", "blurry"], "negative_prompt", "blurry"),
+        (["--res", "768px"], "video.resolution", "768px"),
+        (["--aspect-ratio", "9:16"], "video.aspect_ratio", "9:16"),
+        (["--num-frames", "33"], "video.num_frames", 33),
+        (["--fps", "16"], "video.fps", 16),
+        (["--motion-score", "7"], "prompt_suffix.motion_score", 7),
+        (["--motion-score", "none"], "prompt_suffix.motion_score", None),
+        (["--steps", "7"], "sampling.num_inference_steps", 7),
+        (["--guidance-scale", "2.5"], "sampling.guidance_scale", 2.5),
+        (["--image-guidance-scale", "2"], "sampling.image_guidance_scale", 2.0),
+        (["--seed", "7"], "sampling.seed", 7),
+        (["--num-samples", "3"], "sampling.num_samples", 3),
+        (["--cond", "i2v_tail", "--ref", "a.png"], "condition.mode", "i2v_tail"),
+        (["--ref", "a.png"], "condition.references", ("a.png",)),
+        (["--ref", "a.png", "--ref", "b, c.png"], "condition.references", ("a.png", "b, c.png")),
+        (["--ref", "a.png;b.png"], "condition.references", ("a.png", "b.png")),
+        (["--fit", "pad"], "condition.fit", "pad"),
+        (["--out", "x.webp"], "output.path", "x.webp"),
+        (["--format", "gif"], "output.format", "gif"),
+        (["--overwrite"], "output.overwrite", True),
+        (["--no-metadata"], "output.metadata", False),
+        (["--weights", "/w"], "runtime.weights", "/w"),
+        (["--device", "cuda:1"], "runtime.device", "cuda:1"),
+        (["--dtype", "bfloat16"], "runtime.dtype", "bfloat16"),
+        (["--model", "open-sora-v2"], "runtime.model_choice", "open-sora-v2"),
+        (["--set", "sampling.flow_shift=3"], "sampling.flow_shift", 3.0),
+        (["--set", "model.depth=1", "--set", "model.depth_single_blocks=2"], "model.depth_single_blocks", 2),
+        (["--set", "files.vae=a=b.safetensors"], "files.vae", "a=b.safetensors"),
+    ],
+)
+def test_option_reaches_its_setting(engine: FakeEngine, args: list[str], key: str, value: object) -> None:
+    changed = settings_of(engine, "x", *RELEASED, *args)
+    plain = settings_of(engine, "x", *RELEASED)
+    found: object = changed
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+    related = {"condition.references": changed.condition.references} if key == "condition.mode" else {}
+    if key == "model.depth_single_blocks":
+        related["model.depth"] = 1
+    assert changed == plain.replace({key: value, **related})
+
+
+def test_from_latents_needs_no_prompt(engine: FakeEngine) -> None:
+    assert settings_of(engine, "--from-latents", "a.safetensors").from_latents == "a.safetensors"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["a 'quoted' \"sea\"", "line\nbreak", "海と雨 🌧️", "word " * 1000, "50% {braces} [brackets] $HOME ;", "-"],
+)
+def test_any_prompt_arrives_as_it_is(engine: FakeEngine, prompt: str) -> None:
+    assert settings_of(engine, prompt).prompt == prompt
+
+
+def test_prompt_that_looks_like_an_option(engine: FakeEngine) -> None:
+    assert settings_of(engine, "--seed", "3", "--", "--a sea--").prompt == "--a sea--"
+
+
+def test_config_and_environment(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base.yaml").write_text("sampling:\n  seed: 1\n  num_inference_steps: 2\n  guidance_scale: 3\n")
+    config = tmp_path / "a.yaml"
+    config.write_text("extends: base.yaml\nprompt: from yaml\nsampling:\n  seed: 4\n")
+    monkeypatch.setenv("OSORA_SAMPLING__GUIDANCE_SCALE", "5")
+    monkeypatch.setenv("OSORA_WEIGHTS", "/weights")
+    settings = settings_of(engine, "--config", str(config), "--steps", "6")
+    assert settings.prompt == "from yaml"
+    sampling = settings.sampling
+    assert (sampling.seed, sampling.guidance_scale, sampling.num_inference_steps) == (4, 5.0, 6)
+    assert settings.runtime.weights == "/weights"
+
+
+def test_sidecar_gives_the_same_settings_and_flags_change_them(engine: FakeEngine, tmp_path: Path) -> None:
+    first = settings_of(engine, "raining, sea", *RELEASED, "--res", "768px", "--seed", "9", "--ref", "a.png")
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"schema": SIDECAR_SCHEMA, "settings": first.model_dump(mode="json")}))
+    assert settings_of(engine, "--from", str(path)) == first
+    assert settings_of(engine, "snow", "--from", str(path), "--seed", "1") == first.replace(
+        {"prompt": "snow", "sampling.seed": 1}
+    )
+
+
+def test_lines_go_to_stdout_and_notes_to_stderr(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.while_running = chatter
+    assert main(["generate", "x"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "samples/原野.mp4\n"
+    assert captured.err.splitlines()[:2] == ["a note", "warning: a warning"]
+    assert captured.err.splitlines()[2].startswith("denoise: 2 steps, ")
+
+
+def test_json_is_the_only_thing_on_stdout(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.while_running = chatter
+    assert main(["generate", "a 🌊", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["prompt"] == "a 🌊"
+    assert captured.out.isascii()
+    assert "a note" in captured.err
+
+
+def test_quiet_leaves_only_the_data(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.while_running = chatter
+    assert main(["generate", "x", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("samples/原野.mp4\n", "")
+    assert isinstance(engine.reporter, SilentReporter)
+
+
+def test_quiet_keeps_errors(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", " ", "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith("error: prompt is empty")
+
+
+def test_dry_run_only_plans(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dry-run"]) == 0
+    assert engine.planned
+    assert capsys.readouterr().out == "samples/原野.mp4\n"
+    engine.planned = False
+    assert main(["generate", "x"]) == 0
+    assert not engine.planned
+
+
+def test_dry_run_prints_the_plan_even_if_it_does_not_fit(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.shortage = HardwareError("weights and latents need 40 GiB", hint="use --model demo")
+    assert main(["generate", "x", "--dry-run", "--json"]) == 4
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["schema"] == "fake/1"
+    assert captured.err == "error: weights and latents need 40 GiB\n       use --model demo\n"
+
+
+def chatter(reporter: Reporter) -> None:
+    reporter.note("a note")
+    reporter.warn("a warning")
+    with reporter.stage("denoise", total=2, unit="steps") as stage:
+        stage.advance()
+        stage.advance()

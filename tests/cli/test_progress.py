@@ -1,0 +1,153 @@
+"""Progress: the time left, plain lines in logs, bars on terminals."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from opensora_cli.cli import output
+from opensora_cli.cli.progress import BarReporter, LineReporter, Pace, duration
+from opensora_cli.core.progress import SilentReporter
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0.0 s"),
+        (2.44, "2.4 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (3725, "1 h 02 min"),
+    ],
+)
+def test_duration(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
+
+
+def test_time_left_leaves_the_warm_up_out() -> None:
+    clock = Clock()
+    pace = Pace(10, clock=clock)
+    assert pace.remaining is None
+    clock.now += 30
+    pace.advance(1)
+    assert pace.remaining is None
+    for _ in range(2):
+        clock.now += 2
+        pace.advance(1)
+    assert pace.remaining == pytest.approx(7 * 2)
+    clock.now += 1.5
+    assert pace.remaining == pytest.approx(7 * 2 - 1.5)
+    clock.now += 1000
+    assert pace.remaining == 0
+    assert pace.elapsed == pytest.approx(1035.5)
+    pace.advance(7)
+    assert pace.remaining is None
+
+
+def test_time_left_counts_units_of_uneven_steps() -> None:
+    clock = Clock()
+    pace = Pace(8, clock=clock)
+    pace.advance(2)
+    clock.now += 4
+    pace.advance(2)
+    assert pace.remaining == pytest.approx(8)
+
+
+def test_no_time_left_without_a_total() -> None:
+    pace = Pace(None)
+    pace.advance(1)
+    pace.advance(1)
+    assert pace.remaining is None
+
+
+def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with LineReporter(every=5, clock=clock).stage("denoise", total=20, unit="steps") as stage:
+        for _ in range(20):
+            clock.now += 1
+            stage.advance()
+    assert capsys.readouterr().err.splitlines() == [
+        "denoise: 5/20 steps, 5.0 s, about 15.0 s left",
+        "denoise: 10/20 steps, 10.0 s, about 10.0 s left",
+        "denoise: 15/20 steps, 15.0 s, about 5.0 s left",
+        "denoise: 20 steps, 20.0 s",
+    ]
+
+
+def test_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with LineReporter(clock=Clock()).stage("load"):
+        pass
+    assert capsys.readouterr().err == "load: 0.0 s\n"
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_failed_stage_leaves_no_line(bars: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    text = io.StringIO()
+    reporter = BarReporter(Console(file=text)) if bars else LineReporter()
+
+    def fail() -> None:
+        with reporter.stage("load", total=3) as stage:
+            stage.advance()
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert "load:" not in text.getvalue() + capsys.readouterr().err
+
+
+def test_bars_on_a_terminal() -> None:
+    text = io.StringIO()
+    reporter = BarReporter(Console(file=text, force_terminal=True, color_system=None, width=120), clock=Clock())
+    with reporter.stage("denoise", total=3, unit="steps") as outer:
+        outer.advance(2)
+        reporter.note("[not markup]")
+        with reporter.stage("save") as inner:
+            inner.advance()
+    shown = text.getvalue()
+    assert "2/3 steps" in shown
+    assert "[not markup]" in shown
+    assert "save: 0.0 s" in shown
+    assert "denoise: 2 steps, 0.0 s" in shown
+
+
+def test_bars_take_several_stages_one_after_the_other() -> None:
+    text = io.StringIO()
+    reporter = BarReporter(Console(file=text))
+    for name in ("load", "text"):
+        with reporter.stage(name):
+            pass
+    reporter.warn("odd")
+    assert [line.split(":")[0] for line in text.getvalue().splitlines() if line.strip()] == ["load", "text", "warning"]
+
+
+def test_reporter_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(output.make_reporter(quiet=True), SilentReporter)
+    assert isinstance(output.make_reporter(quiet=False), LineReporter)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert isinstance(output.make_reporter(quiet=False), BarReporter)
+
+
+def test_no_colour_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = io.StringIO()
+    BarReporter(Console(file=text, force_terminal=True)).warn("odd")
+    assert text.getvalue() == "warning: odd\n"
+
+
+def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    output.print_lines(["é.mp4"])
+    assert raw.getvalue() == b"\\xe9.mp4\n"

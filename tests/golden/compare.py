@@ -1,0 +1,56 @@
+"""Reading golden files, and the agreement that is asked of our numbers.
+
+A golden file is a `.safetensors` file with tensors `param.*` (a state dict), `in.*` and `out.*`, and its configuration
+as JSON under the metadata key `config`. Nothing in the tests may depend on which file it is, only on this form.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+TOLERANCE = 2e-5
+"""Largest absolute error, relative to the expected tensor's largest magnitude where that is over 1.
+
+1e-4 would let a wrong epsilon or the wrong GELU through.
+"""
+
+
+@dataclass(frozen=True)
+class GoldenFile:
+    """One golden file, its tensors without their prefixes."""
+
+    config: dict[str, Any]
+    params: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+
+
+def read_golden_file(path: Path) -> GoldenFile:
+    """Read a golden file. Raises ValueError for a tensor that has none of the three prefixes."""
+    groups: dict[str, dict[str, torch.Tensor]] = {"param": {}, "in": {}, "out": {}}
+    with safe_open(path, framework="pt") as file:
+        config = json.loads((file.metadata() or {}).get("config", "{}"))
+        for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+            prefix, _, name = key.partition(".")
+            if prefix not in groups or not name:
+                raise ValueError(f"{path}: tensor {key!r} is none of param.*, in.* and out.*")
+            groups[prefix][name] = file.get_tensor(key)
+    return GoldenFile(config, groups["param"], groups["in"], groups["out"])
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, what: str = "output") -> None:
+    """Fail unless `actual` has the shape of `expected` and agrees with it to `TOLERANCE`; a NaN never agrees."""
+    assert tuple(actual.shape) == tuple(expected.shape), (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    if expected.numel() == 0:
+        return
+    actual_64, expected_64 = actual.detach().cpu().double(), expected.detach().cpu().double()
+    allowed = TOLERANCE * max(1.0, expected_64.abs().max().item())
+    error = (actual_64 - expected_64).abs().max().item()
+    # Written so that a NaN on either side fails: every comparison with it is false.
+    assert error <= allowed, f"{what}: max abs error {error:.3g}, allowed {allowed:.3g}"

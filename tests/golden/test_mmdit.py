@@ -1,0 +1,69 @@
+"""The MMDiT against numbers, weights and keys of the reference implementation."""
+
+import pytest
+import torch
+
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.layout import converter
+
+RELEASED = {
+    "Open_Sora_v2.safetensors": MMDiTConfig(),
+    "flux1-dev.safetensors": MMDiTConfig(guidance_embed=True, cond_embed=False),
+    "Open_Sora_v2_Video_DC_AE.safetensors": MMDiTConfig(in_channels=128, patch_size=1),
+}
+
+
+def convert(file):
+    config = MMDiTConfig.from_reference(file.config)
+    interleaved = not file.config["use_liger_rope"]
+    return config, dict(converter(config, interleaved=interleaved)(file.params))
+
+
+def velocity(file):
+    config, weights = convert(file)
+    model = MMDiT(config)
+    model.load_state_dict(weights)
+    given = file.inputs
+    with torch.no_grad():
+        return model(
+            given["img"],
+            position_ids_BN3=given["img_ids"],
+            timesteps_B=given["timesteps"],
+            prompt_embeds_BLC=given["txt"],
+            pooled_prompt_embeds_BV=given["y_vec"],
+            conditioning_BNK=given.get("cond"),
+            embedded_guidance_B=given.get("guidance"),
+        )
+
+
+@pytest.mark.parametrize("name", ["mmdit_video", "mmdit_image"])
+def test_velocity(golden, assert_close, name):
+    file = golden(name)
+    assert_close(velocity(file), file.outputs["velocity"])
+
+
+def test_conversion_is_bit_for_bit(golden):
+    ours = convert(golden("mmdit_image"))[1]
+    expected = golden("mmdit_image_converted").params
+    assert ours.keys() == expected.keys()
+    different = [key for key in expected if not torch.equal(ours[key], expected[key])]
+    assert not different
+
+
+def test_our_own_layout_passes_unchanged(golden):
+    file = golden("mmdit_image_converted")
+    config = MMDiTConfig.from_reference(file.config)
+    passed = dict(converter(config)(file.params))
+    assert passed.keys() == file.params.keys()
+    assert all(passed[key] is file.params[key] for key in passed)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_keys_and_shapes_of_released_files(golden_json, name):
+    config = RELEASED[name]
+    released = golden_json("checkpoint_keys")[name]
+    with torch.device("meta"):
+        model = MMDiT(config)
+        in_file = {key: torch.empty(shape) for key, shape in released.items()}
+    mapped = {key: tuple(tensor.shape) for key, tensor in converter(config)(in_file)}
+    assert mapped == {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}

@@ -1,0 +1,64 @@
+"""Sizes, schedules, oscillation and prompt suffixes against the recorded tables."""
+
+from collections import defaultdict
+
+import pytest
+
+from opensora_cli.engine.sampling.guidance import oscillating_scale
+from opensora_cli.engine.sampling.schedule import flow_timesteps
+from opensora_cli.engine.sampling.sizes import image_size, inference_sizes, training_sizes
+from opensora_cli.engine.sampling.text import add_fps_info_to_text, add_motion_score_to_text
+
+
+@pytest.fixture
+def rows(golden_json):
+    """`rows("schedules")`: the rows of that table, of which there is at least one."""
+    tables = golden_json("tables")
+
+    def read(name):
+        if not tables.get(name):
+            pytest.skip(f"tables.json has no {name}")
+        return tables[name]
+
+    return read
+
+
+def test_image_sizes(rows):
+    tables = defaultdict(dict)
+    for row in rows("image_sizes"):
+        key = (row["resolution"], row["spatial_multiple"], row["training"])
+        tables[key][row["aspect_ratio"]] = (row["height"], row["width"])
+    for (resolution, multiple, training), expected in tables.items():
+        sizes = training_sizes if training else inference_sizes
+        assert sizes(resolution, multiple=multiple) == expected, (resolution, multiple, training)
+
+
+def test_image_size_is_the_inference_table(rows):
+    for row in rows("image_sizes"):
+        if not row["training"]:
+            size = image_size(row["resolution"], row["aspect_ratio"], multiple=row["spatial_multiple"])
+            assert size == (row["height"], row["width"]), row
+
+
+def test_schedules(rows):
+    for row in rows("schedules"):
+        # A shift of 1 leaves the times evenly spaced: the recorded runs without a shift.
+        timesteps = flow_timesteps(
+            row["num_steps"],
+            tokens_per_frame=row["image_seq_len"],
+            num_latent_frames=row["num_frames"],
+            flow_shift=row["shift_alpha"] if row["shift"] else 1.0,
+        )
+        assert timesteps == pytest.approx(row["timesteps"], rel=0, abs=1e-6), row
+
+
+def test_oscillation(rows):
+    for row in rows("oscillation"):
+        assert oscillating_scale(row["scale"], row["step"]) == row["value"], row
+
+
+def test_prompt_suffixes(rows):
+    for row in rows("text"):
+        with_fps = add_fps_info_to_text([row["text"]], row["fps"])
+        assert with_fps == [row["with_fps"]], row
+        assert add_motion_score_to_text(with_fps, row["motion"]) == [row["with_both"]], row

@@ -1,0 +1,179 @@
+"""Every file that a generation reads, in small: random weights under the released names, and references to give.
+
+Used by the tests of the engine and by those of the command line.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from opensora_cli.engine.configs import mmdit_config, vae_config
+from opensora_cli.media.write import write_media
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.text import folder as folders
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+
+WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "boat", "on", "the", "sea", "raining", "at", "night", ",", ".", "24", "fps"]
+WORDS += ["4", "motion", "score", "12"]
+MAX_LENGTH = 16
+
+SIZES = {
+    "model.hidden_size": "32",
+    "model.num_heads": "2",
+    "model.axes_dim": "4,6,6",
+    "model.depth": "1",
+    "model.depth_single_blocks": "1",
+    "model.context_in_dim": "16",
+    "model.vec_in_dim": "16",
+    "vae.norm_num_groups": "2",
+    "vae.layers_per_block": "1",
+    "text.t5_max_length": str(MAX_LENGTH),
+    "text.clip_max_length": str(MAX_LENGTH),
+}
+RELEASED_SIZES = {
+    **SIZES,
+    "model.in_channels": "16",
+    "vae.latent_channels": "4",
+    "vae.block_out_channels": "4,4,8,8",
+    # Two tiles a side and in time at the sizes used here.
+    "vae.sample_size": "32",
+    "vae.sample_tsize": "32",
+}
+DEMO_SIZES = {**SIZES, "vae.block_out_channels": "4,4,8", "vae.sample_tsize": "16"}
+
+
+@dataclass(frozen=True)
+class World:
+    """Folders of weights, and reference files."""
+
+    released: Path
+    demo: Path
+    picture: Path
+    other_picture: Path
+    video: Path
+    """Eighty frames at 24 fps."""
+
+
+def released_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
+    """Return a shrunken preset of the released model; keys of `changes` have `__` for the dot."""
+    overrides = {
+        **RELEASED_SIZES,
+        "video.height": "16",
+        "video.width": "32",
+        "video.num_frames": "9",
+        "sampling.num_inference_steps": "2",
+        "runtime.weights": str(world.released),
+        "output.path": str(output),
+        "prompt": prompt,
+    }
+    return _settings(ModelName.OPEN_SORA_V2, overrides, changes)
+
+
+def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
+    """Return a shrunken preset of the demo model."""
+    overrides = {
+        **DEMO_SIZES,
+        "sampling.num_inference_steps": "2",
+        "runtime.weights": str(world.demo),
+        "output.path": str(output),
+        "prompt": prompt,
+    }
+    return _settings(ModelName.DEMO, overrides, changes)
+
+
+def _settings(model: ModelName, overrides: dict[str, str], changes: dict[str, object]) -> GenerateSettings:
+    for key, value in changes.items():
+        overrides[key.replace("__", ".")] = value
+    given = {key: Given(value, "the test") for key, value in overrides.items() if value is not None}
+    return load_generate_settings(GenerateRequest(overrides=given), model=model)
+
+
+def make_world(folder: Path) -> World:
+    """Write everything below `folder`."""
+    world = World(
+        released=folder / "released",
+        demo=folder / "demo",
+        picture=folder / "picture.png",
+        other_picture=folder / "other.png",
+        video=folder / "video.mp4",
+    )
+    for root, make in ((world.released, released_settings), (world.demo, demo_settings)):
+        settings = make(world, folder)
+        files = settings.files
+        root.mkdir()
+        save_weights(root / files.transformer, MMDiT(mmdit_config(settings.model)), dtype=torch.bfloat16)
+        save_weights(root / files.vae, HunyuanVAE(vae_config(settings.vae)))
+        save_t5(root / files.t5)
+        save_clip(root / files.clip)
+    (world.demo / "vocabulary.json").write_text(json.dumps({"places": ["sea", "desert"], "weathers": ["raining"]}))
+    write_media(moving_frames(1), world.picture, fps=24, format="png")
+    write_media(moving_frames(1).flip(1), world.other_picture, fps=24, format="png")
+    write_media(moving_frames(80), world.video, fps=24, format="mp4")
+    return world
+
+
+def moving_frames(count: int, *, height: int = 24, width: int = 40) -> torch.Tensor:
+    """Return a smooth pattern that drifts, (T, H, W, 3) uint8."""
+    t, y, x = torch.meshgrid(torch.arange(count), torch.arange(height), torch.arange(width), indexing="ij")
+    channels = [torch.sin((x + 2 * t) / 9), torch.cos(y / 7), torch.sin((x + y + t) / 11)]
+    return ((torch.stack(channels, dim=-1) + 1) * 127.5).to(torch.uint8)
+
+
+def save_weights(path: Path, module: torch.nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write random weights under the module's own names, which are the released ones; none is zero."""
+    generator = torch.Generator().manual_seed(5)
+    state = {
+        key: (tensor + 0.05 * torch.randn(tensor.shape, generator=generator)).to(dtype)
+        for key, tensor in module.state_dict().items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, path)
+
+
+def save_t5(folder: Path) -> None:
+    """Write a tiny T5 encoder with a vocabulary of `WORDS`."""
+    config = transformers.T5Config(
+        vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
+    )
+    _save_text_model(folder, transformers.T5EncoderModel, config, template="$A </s>")
+
+
+def save_clip(folder: Path) -> None:
+    """Write a tiny CLIP text tower with a vocabulary of `WORDS`."""
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=3,
+    )
+    _save_text_model(folder, transformers.CLIPTextModel, config, template="<s> $A </s>")
+
+
+def _save_text_model(folder: Path, model_class: type, config: object, *, template: str) -> None:
+    folder.mkdir(parents=True)
+    torch.manual_seed(0)
+    with folders.quiet():
+        model_class(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 3), ("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)

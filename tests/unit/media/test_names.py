@@ -1,0 +1,89 @@
+"""File names from prompts."""
+
+import os
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opensora_cli.media.names import MAX_PROMPT_BYTES, file_stem
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stem"),
+    [
+        ("raining, sea", "raining-sea_seed7"),
+        ("  A Sea\n\tat 'night' / \"rain\" \\ ?*|<>: ", "a-sea-at-night-rain_seed7"),
+        ("../../etc/passwd", "etc-passwd_seed7"),
+        (".hidden", "hidden_seed7"),
+        ("-rf", "rf_seed7"),
+        ("CON", "con_seed7"),
+        ("LPT1.mp4", "lpt1-mp4_seed7"),
+        ("雨の海、夜", "雨の海-夜_seed7"),
+        ("Дождь над МОРЕМ", "дождь-над-морем_seed7"),
+        ("समुद्र में बारिश", "समुद्र-में-बारिश_seed7"),
+        ("بحر تحت المطر", "بحر-تحت-المطر_seed7"),
+    ],
+)
+def test_readable_names(prompt: str, stem: str) -> None:
+    assert file_stem(prompt, seed=7) == unicodedata.normalize("NFC", stem)
+
+
+def test_the_index_follows_the_seed() -> None:
+    assert file_stem("sea", seed=7, index=0) == "sea_seed7_000"
+    assert file_stem("sea", seed=8, index=12) == "sea_seed8_012"
+
+
+def test_both_ways_of_writing_an_accent_are_one_name() -> None:
+    assert file_stem("caf\u00e9", seed=1) == file_stem("cafe\u0301", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("sea " * 1250, "sea " * 1249 + "bay"),  # differ after the cut
+        ("海" * 5000, "海" * 4999),
+        ("🌊", "🌧️"),  # nothing remains
+        ("?!", "..."),
+        ("cat 🐱", "cat 🐶"),  # what tells them apart is dropped
+        ("sea \udce9", "sea \udce8"),
+    ],
+)
+def test_what_is_dropped_still_tells_prompts_apart(one: str, other: str) -> None:
+    assert file_stem(one, seed=1) != file_stem(other, seed=1)
+
+
+def test_a_long_prompt_is_cut_at_a_word() -> None:
+    stem = file_stem("a red boat on a stormy sea " * 200, seed=1)
+    words = stem.removesuffix("_seed1").split("-")[:-1]
+    assert len(words) > 10
+    assert set(words) <= {"a", "red", "boat", "on", "stormy", "sea"}
+
+
+def check_safe(prompt: str) -> None:
+    stem = file_stem(prompt, seed=1)
+    text = stem.removesuffix("_seed1")
+    assert 0 < len(text.encode("utf-8")) <= MAX_PROMPT_BYTES
+    assert not set(text) & set('/\\:*?"<>|.\0 \n')
+    assert all(unicodedata.category(character)[0] in "LNM" or character == "-" for character in text)
+    assert text[0] != "-"
+    assert text[-1] != "-"
+    assert stem == file_stem(prompt, seed=1)
+
+
+@given(st.text(alphabet=st.characters(), max_size=300))
+def test_any_text_gives_a_safe_name(prompt: str) -> None:
+    check_safe(prompt)
+
+
+@given(st.text(alphabet="🐱é海\u0301\ufe0f\u200d\udce9 -./", max_size=200))
+def test_mixtures_of_the_difficult_give_a_safe_name(prompt: str) -> None:
+    check_safe(prompt)
+
+
+def test_the_longest_name_fits_the_file_system(tmp_path: Path) -> None:
+    stem = file_stem("海" * 5000, seed=2**63, index=99999)
+    (tmp_path / f"{stem}.latents.safetensors").touch()
+    assert os.listdir(tmp_path) == [f"{stem}.latents.safetensors"]

@@ -1,0 +1,283 @@
+"""Pictures and videos of every kind that people have, and what is said about those that cannot be read."""
+
+import io
+import struct
+import tracemalloc
+import wave
+import zlib
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.media.read import is_picture, read_picture, read_video
+from opensora_cli.media.write import write_media
+
+
+def red_left_green_top(height: int = 32, width: int = 48) -> torch.Tensor:
+    """(H, W, 3) uint8: black, with a red left quarter and a green top quarter."""
+    picture = torch.zeros(height, width, 3, dtype=torch.uint8)
+    picture[:, : width // 4, 0] = 255
+    picture[: height // 4, :, 1] = 255
+    return picture
+
+
+def write_video(
+    path: Path, frames_THWC: torch.Tensor, times: list[int] | None = None, **rotation: float | bool
+) -> Path:
+    """Write an MP4 or MKV whose frames appear at `times` tenths of a second."""
+    with av.open(str(path), "w") as container:
+        track = container.add_stream("libx264", rate=10, options={"crf": "10"})
+        track.height, track.width = frames_THWC.shape[1:3]
+        track.pix_fmt = "yuv420p"
+        if rotation:
+            track.set_display_rotation(rotation["degrees"], hflip=bool(rotation.get("hflip", False)))
+        for index, pixels in enumerate(frames_THWC):
+            frame = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
+            frame.pts, frame.time_base = (times[index] if times else index), Fraction(1, 10)
+            container.mux(track.encode(frame))
+        container.mux(track.encode(None))
+    return path
+
+
+def numbered(count: int, *, height: int = 32, width: int = 32) -> torch.Tensor:
+    """Frame k is grey of level 10 k."""
+    return (torch.arange(count, dtype=torch.uint8) * 10).view(-1, 1, 1, 1).expand(count, height, width, 3).clone()
+
+
+def levels(frames_THWC: torch.Tensor) -> list[int]:
+    """Return which of `numbered` each frame is."""
+    return [round(value / 10) for value in frames_THWC.float().mean(dim=(1, 2, 3)).tolist()]
+
+
+class TestPictures:
+    @pytest.mark.parametrize("ending", ["png", "webp", "bmp", "tiff", "gif", "jpg", "jp2"])
+    def test_formats(self, tmp_path: Path, ending: str) -> None:
+        path = tmp_path / f"a.{ending}"
+        Image.fromarray(red_left_green_top().numpy()).save(path, quality=95)
+        picture = read_picture(path)
+        assert picture.dtype == torch.uint8
+        assert picture.shape == (32, 48, 3)
+        assert (picture.float() - red_left_green_top().float()).abs().mean() < 12
+        assert is_picture(path)
+
+    def test_the_content_counts_and_not_the_name(self, tmp_path: Path) -> None:
+        Image.fromarray(red_left_green_top().numpy()).save(tmp_path / "a.mp4", format="PNG")
+        write_video(tmp_path / "b.mp4", numbered(3)).rename(tmp_path / "b.png")
+        assert is_picture(tmp_path / "a.mp4")
+        assert not is_picture(tmp_path / "b.png")
+        assert torch.equal(read_picture(tmp_path / "a.mp4"), red_left_green_top())
+        assert levels(read_video(tmp_path / "b.png").frames_THWC) == [0, 1, 2]
+
+    def test_the_camera_s_orientation_is_applied(self, tmp_path: Path) -> None:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # turn a quarter clockwise to see it upright
+        Image.fromarray(red_left_green_top().numpy()).save(tmp_path / "a.png", exif=exif)
+        picture = read_picture(tmp_path / "a.png")
+        assert torch.equal(picture, red_left_green_top().rot90(-1, dims=(0, 1)))
+
+    @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
+    def test_every_colour_mode_becomes_rgb(self, tmp_path: Path, mode: str) -> None:
+        grey = Image.new("RGB", (8, 8), (255, 255, 255))
+        path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
+        grey.convert(mode).save(path)
+        assert read_picture(path).tolist() == [[[255, 255, 255]] * 8] * 8
+
+    def test_transparency_is_dropped(self, tmp_path: Path) -> None:
+        Image.new("RGBA", (8, 8), (10, 20, 30, 0)).save(tmp_path / "a.png")
+        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [10, 20, 30]
+
+    def test_sixteen_bits_of_grey_become_eight(self, tmp_path: Path) -> None:
+        ramp = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+        Image.fromarray(ramp).save(tmp_path / "a.png")
+        assert read_picture(tmp_path / "a.png")[0, :, 0].tolist() == [0, 1, 128, 255]
+
+    def test_sixteen_bits_of_colour_become_eight(self, tmp_path: Path) -> None:
+        def chunk(name: bytes, content: bytes) -> bytes:
+            return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+        pixels = struct.pack(">B3H", 0, 65535, 32896, 0)
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0))
+        body = chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+        (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + body)
+        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [255, 128, 0]
+
+    def test_of_an_animation_the_first_frame(self, tmp_path: Path) -> None:
+        path = write_media(numbered(5)[2:], tmp_path / "a.gif", fps=10, format="gif")
+        assert levels(read_picture(path)[None]) == [2]
+
+
+class TestVideos:
+    def test_all_frames_and_the_rate(self, tmp_path: Path) -> None:
+        clip = read_video(write_video(tmp_path / "a.mp4", numbered(12)))
+        assert levels(clip.frames_THWC) == list(range(12))
+        assert clip.frames_THWC.dtype == torch.uint8
+        assert clip.fps == 10
+
+    def test_the_first_and_the_last_few(self, tmp_path: Path) -> None:
+        path = write_video(tmp_path / "a.mkv", numbered(12))
+        assert levels(read_video(path, num_frames=5).frames_THWC) == [0, 1, 2, 3, 4]
+        assert levels(read_video(path, num_frames=5, from_end=True).frames_THWC) == [7, 8, 9, 10, 11]
+        assert levels(read_video(path, num_frames=12, from_end=True).frames_THWC) == list(range(12))
+
+    @pytest.mark.parametrize("format_", ["gif", "webp"])
+    def test_animated_pictures_are_videos(self, tmp_path: Path, format_: str) -> None:
+        path = write_media(numbered(12), tmp_path / "a", fps=12.5, format=format_)
+        assert not is_picture(path)
+        clip = read_video(path, num_frames=3, from_end=True)
+        assert levels(clip.frames_THWC) == [9, 10, 11]
+        assert clip.fps == 12.5
+
+    def test_an_animated_png_is_a_video(self, tmp_path: Path) -> None:
+        pictures = [Image.fromarray(frame.numpy()) for frame in numbered(4)]
+        pictures[0].save(tmp_path / "a.png", save_all=True, append_images=pictures[1:], duration=50)
+        assert not is_picture(tmp_path / "a.png")
+        assert levels(read_video(tmp_path / "a.png").frames_THWC) == [0, 1, 2, 3]
+
+    def test_another_rate_drops_or_repeats_frames(self, tmp_path: Path) -> None:
+        path = write_video(tmp_path / "a.mp4", numbered(12))
+        slower = read_video(path, fps=5)
+        assert levels(slower.frames_THWC) == [0, 2, 4, 6, 8, 10]
+        assert slower.fps == 5
+        assert levels(read_video(path, fps=20, num_frames=5).frames_THWC) == [0, 0, 1, 1, 2]
+        assert levels(read_video(path, fps=4).frames_THWC) == [0, 2, 5, 7, 10]
+        assert levels(read_video(path, fps=5, num_frames=2, from_end=True).frames_THWC) == [8, 10]
+
+    def test_a_variable_rate_becomes_constant(self, tmp_path: Path) -> None:
+        path = write_video(tmp_path / "a.mkv", numbered(5), times=[0, 1, 2, 6, 7])
+        assert levels(read_video(path).frames_THWC) == [0, 1, 2, 3, 4]
+        assert levels(read_video(path, fps=10).frames_THWC)[:8] == [0, 1, 2, 2, 2, 2, 3, 4]
+
+    @pytest.mark.parametrize("quarter_turns", [0, 1, 2, 3])
+    @pytest.mark.parametrize("mirrored", [False, True])
+    def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int, mirrored: bool) -> None:
+        stored = red_left_green_top().expand(3, -1, -1, -1)
+        path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns, hflip=mirrored)
+        upright = red_left_green_top().rot90(quarter_turns, dims=(0, 1))
+        upright = upright.flip(1) if mirrored else upright
+        frames = read_video(path).frames_THWC
+        assert frames.shape[1:] == upright.shape
+        assert (frames[1].float() - upright.float()).abs().mean() < 12
+
+    def test_only_the_frames_asked_for_are_held(self, tmp_path: Path) -> None:
+        path = write_video(tmp_path / "a.gif.mp4", numbered(25, height=128, width=128).repeat(8, 1, 1, 1))
+        animation = write_media(
+            numbered(25, height=128, width=128).repeat(8, 1, 1, 1), tmp_path / "a", fps=9, format="gif"
+        )
+        for file in (path, animation):
+            for from_end in (False, True):
+                tracemalloc.start()
+                clip = read_video(file, num_frames=2, from_end=from_end)
+                peak = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+                assert len(clip.frames_THWC) == 2
+                assert peak < 12 * clip.frames_THWC.nbytes, (file, from_end)  # all would be a hundred times
+
+
+class TestProblems:
+    """Each is one line that names the file."""
+
+    @staticmethod
+    def one_line(error: MediaError, path: Path) -> str:
+        assert str(path) in error.message
+        assert "\n" not in error.message
+        return error.message
+
+    @pytest.mark.parametrize("read", [is_picture, read_picture, read_video])
+    def test_missing_empty_folder(self, tmp_path: Path, read: object) -> None:
+        assert callable(read)
+        (tmp_path / "empty.png").touch()
+        for name, cause in {"missing.png": "No such file", "empty.png": "is empty", ".": "is a folder"}.items():
+            with pytest.raises(MediaError, match=cause) as caught:
+                read(tmp_path / name)
+            self.one_line(caught.value, tmp_path / name)
+
+    @pytest.mark.parametrize(
+        "text",
+        ["A text, and nothing else.\n" * 50, "ffconcat version 1.0\nfile a.mp4\n", "#EXTM3U\n#EXTINF:1\na.mp4\n"],
+    )
+    @pytest.mark.parametrize("ending", ["mp4", "txt", "m3u8"])
+    def test_text_is_no_video_whatever_its_name(self, tmp_path: Path, text: str, ending: str) -> None:
+        write_video(tmp_path / "a.mp4", numbered(3))
+        path = tmp_path / f"text.{ending}"
+        path.write_text(text)
+        assert not is_picture(path)
+        with pytest.raises(MediaError) as caught:
+            read_video(path)
+        self.one_line(caught.value, path)
+
+    def test_a_video_is_no_picture_and_a_picture_no_video(self, tmp_path: Path) -> None:
+        video = write_video(tmp_path / "a.mp4", numbered(3))
+        Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+        with pytest.raises(MediaError, match="is not a picture"):
+            read_picture(video)
+        with pytest.raises(MediaError, match="is a picture, not a video"):
+            read_video(tmp_path / "a.png")
+
+    @pytest.mark.parametrize("ending", ["png", "jpg", "webp", "gif", "tiff"])
+    def test_a_truncated_picture(self, tmp_path: Path, ending: str) -> None:
+        noise = torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        path = tmp_path / f"a.{ending}"
+        Image.fromarray(noise.numpy()).save(path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(MediaError) as caught:
+            read_picture(path)
+        self.one_line(caught.value, path)
+
+    def test_a_picture_that_is_garbage_after_its_header(self, tmp_path: Path) -> None:
+        for ending, signature in {"png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF89a", "jpg": b"\xff\xd8\xff\xe0"}.items():
+            path = tmp_path / f"a.{ending}"
+            path.write_bytes(signature + bytes(range(256)) * 4)
+            with pytest.raises(MediaError) as caught:
+                read_picture(path)
+            self.one_line(caught.value, path)
+
+    def test_a_video_cut_in_two(self, tmp_path: Path) -> None:
+        noise = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        path = write_video(tmp_path / "a.mp4", noise)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(MediaError) as caught:
+            read_video(path)
+        self.one_line(caught.value, path)
+
+    @pytest.mark.parametrize("from_end", [False, True])
+    def test_too_short_says_how_many_there_are(self, tmp_path: Path, from_end: bool) -> None:
+        path = write_video(tmp_path / "a.mp4", numbered(5))
+        with pytest.raises(MediaError, match="has 5 frames, but 33 are needed") as caught:
+            read_video(path, num_frames=33, from_end=from_end)
+        assert caught.value.hint is not None
+        with pytest.raises(MediaError, match="has 3 frames at 5 frames a second, but 4 are needed"):
+            read_video(path, num_frames=4, from_end=from_end, fps=5)
+
+    def test_sound_without_pictures(self, tmp_path: Path) -> None:
+        path = tmp_path / "sound.mkv"
+        stream = io.BytesIO()
+        with wave.open(stream, "wb") as sound:
+            sound.setparams((1, 2, 8000, 0, "NONE", ""))
+            sound.writeframes(bytes(1600))
+        with av.open(stream.seek(0) or stream) as source, av.open(str(path), "w") as container:
+            track = container.add_stream("pcm_s16le", rate=8000, layout="mono")
+            for frame in source.decode(audio=0):
+                container.mux(track.encode(frame))
+            container.mux(track.encode(None))
+        with pytest.raises(MediaError, match="no picture track"):
+            read_video(path)
+
+    def test_a_phone_picture_in_heif(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.heic"
+        path.write_bytes(struct.pack(">I", 24) + b"ftypheic" + bytes(4) + b"mif1heic" + bytes(100))
+        with pytest.raises(MediaError, match="HEIF") as caught:
+            read_video(path)
+        assert "PNG or JPEG" in str(caught.value.hint)
+
+    def test_wrong_arguments_are_mistakes_of_the_caller(self, tmp_path: Path) -> None:
+        path = write_video(tmp_path / "a.mp4", numbered(3))
+        with pytest.raises(ValueError, match="num_frames"):
+            read_video(path, num_frames=0)
+        with pytest.raises(ValueError, match="fps"):
+            read_video(path, fps=0)

@@ -1,0 +1,218 @@
+"""What is written is what was given, whole, playable, and the same every time."""
+
+import errno
+import os
+from pathlib import Path
+
+import av
+import pytest
+import torch
+from PIL import Image
+
+from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.tags import read_metadata
+from opensora_cli.media.write import KNOWN_ENDINGS, MediaFormat, media_path, write_media
+
+TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
+ANIMATED = [MediaFormat.MP4, MediaFormat.GIF, MediaFormat.WEBP]
+
+
+@pytest.mark.parametrize("format_", ANIMATED)
+@pytest.mark.parametrize("fps", [12, 24, 23.976, 30])
+def test_the_number_of_frames_their_size_and_the_length_are_those_given(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat, fps: float
+) -> None:
+    path = write_media(moving_frames, tmp_path / f"a.{format_}", fps=fps, format=format_)
+    clip = read_video(path)
+    assert clip.frames_THWC.shape == moving_frames.shape
+    assert len(clip.frames_THWC) / clip.fps == pytest.approx(9 / fps, abs=0.006)  # GIF counts hundredths
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(("format_", "tolerance"), [("mp4", 3.0), ("webp", 3.0), ("gif", 8.0)])
+def test_colours_survive(tmp_path: Path, moving_frames: torch.Tensor, format_: str, tolerance: float) -> None:
+    path = write_media(moving_frames, tmp_path / "a", fps=12, format=format_)
+    difference = read_video(path).frames_THWC.float() - moving_frames.float()
+    assert difference.abs().mean() < tolerance
+
+
+@pytest.mark.parametrize("level", [0, 16, 127, 128, 200, 255])
+def test_grey_comes_back_from_mp4_as_it_was(tmp_path: Path, level: int) -> None:
+    frames = torch.full((3, 32, 32, 3), level, dtype=torch.uint8)
+    clip = read_video(write_media(frames, tmp_path / "a.mp4", fps=12, format="mp4"))
+    # PyAV's usual conversion returns each of these one level darker, and again after each further round.
+    assert (clip.frames_THWC.float() - level).mean().abs() < 0.5
+
+
+def test_mp4_is_what_ordinary_players_open(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    path = write_media(moving_frames, tmp_path / "a.mp4", fps=12, format="mp4")
+    with av.open(str(path)) as container:
+        track = container.streams.video[0]
+        assert track.codec_context.name == "h264"
+        assert track.codec_context.pix_fmt == "yuv420p"
+        assert track.average_rate == 12
+        assert track.frames == 9
+        assert float(track.duration * track.time_base) == pytest.approx(9 / 12)
+        assert [frame.time for frame in container.decode(track)] == pytest.approx([index / 12 for index in range(9)])
+    content = path.read_bytes()
+    assert content.index(b"moov") < content.index(b"mdat")
+
+
+@pytest.mark.parametrize("format_", [*MediaFormat])
+def test_metadata_comes_back(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
+    path = write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_, metadata=TAGS)
+    metadata = read_metadata(path)
+    assert {key: metadata[key] for key in TAGS} == TAGS
+
+
+def test_mp4_has_the_tags_that_every_player_shows(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    path = write_media(moving_frames, tmp_path / "a.mp4", fps=12, format="mp4", metadata=TAGS)
+    assert read_metadata(path)["title"] == TAGS["prompt"]
+    assert read_metadata(path)["comment"] == "seed: 42; software: osora 0.1.0"
+
+
+@pytest.mark.parametrize("format_", [*MediaFormat])
+def test_without_metadata_there_is_none(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
+    path = write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_)
+    assert read_metadata(path) == {}
+
+
+@pytest.mark.parametrize("format_", [*MediaFormat])
+def test_a_very_long_prompt_and_undecodable_bytes_can_be_stored(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
+) -> None:
+    prompt = "海 and " * 1000
+    tags = {"prompt": prompt, "seed": "caf\udce9\0"}
+    path = write_media(moving_frames[:2], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=tags)
+    assert read_metadata(path)["prompt"] == prompt
+    assert read_metadata(path)["seed"] == "caf?"
+
+
+@pytest.mark.parametrize("format_", ANIMATED)
+def test_the_same_frames_give_the_same_bytes(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
+    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)  # enough rows for several threads
+    first, second = (
+        write_media(frames, tmp_path / name, fps=12, format=format_, metadata=TAGS).read_bytes() for name in "ab"
+    )
+    assert first == second
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the number of processors cannot be limited here")
+def test_mp4_bytes_do_not_depend_on_the_number_of_processors(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)
+    with_all = write_media(frames, tmp_path / "all.mp4", fps=12, format="mp4")
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        with_one = write_media(frames, tmp_path / "one.mp4", fps=12, format="mp4")
+    finally:
+        os.sched_setaffinity(0, processors)
+    assert with_one.read_bytes() == with_all.read_bytes()
+
+
+def test_animations_repeat_for_ever(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    for format_ in ("gif", "webp"):
+        with Image.open(write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_)) as picture:
+            assert picture.info["loop"] == 0
+
+
+def test_one_frame_as_png_is_an_exact_picture(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    path = write_media(moving_frames[:1], tmp_path / "a.png", fps=12, format="png")
+    assert path == tmp_path / "a.png"
+    assert torch.equal(read_picture(path), moving_frames[0])
+
+
+def test_several_frames_as_png_are_a_folder_of_numbered_pictures(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    for _ in range(2):  # the second time it replaces the first
+        path = write_media(moving_frames, tmp_path / "a.png", fps=12, format="png")
+    assert path == tmp_path / "a" == media_path(tmp_path / "a.png", format="png", num_frames=9)
+    assert os.listdir(tmp_path) == ["a"]
+    assert sorted(os.listdir(path)) == [f"frame_{number:04d}.png" for number in range(1, 10)]
+    assert torch.equal(read_picture(path / "frame_0009.png"), moving_frames[8])
+
+
+def test_a_png_sequence_does_not_replace_somebodys_folder(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match=r"thesis\.txt"):
+        write_media(moving_frames, tmp_path / "a.png", fps=12, format="png")
+    assert (tmp_path / "a" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("format_", ANIMATED)
+def test_one_frame_is_enough_for_every_format(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
+) -> None:
+    path = write_media(moving_frames[:1], tmp_path / f"a.{format_}", fps=12, format=format_)
+    pixels = read_video(path).frames_THWC if format_ == "mp4" else read_picture(path)[None]
+    assert pixels.shape == (1, 64, 96, 3)
+
+
+def test_an_odd_size_is_refused_for_mp4_only(tmp_path: Path, moving_frames: torch.Tensor) -> None:
+    frames = moving_frames[:, :63, :95]
+    with pytest.raises(OutputError, match="not 95x63") as caught:
+        write_media(frames, tmp_path / "a.mp4", fps=12, format="mp4")
+    assert "--format" in str(caught.value.hint)
+    for format_ in ("gif", "webp"):
+        path = write_media(frames, tmp_path / f"a.{format_}", fps=12, format=format_)
+        assert read_video(path).frames_THWC.shape == (9, 63, 95, 3)
+
+
+@pytest.mark.parametrize("format_", [*MediaFormat])
+def test_a_file_in_place_of_the_folder_is_one_line(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
+) -> None:
+    (tmp_path / "samples").write_text("a file")
+    with pytest.raises(OutputError, match=r"cannot write .*samples"):
+        write_media(moving_frames, tmp_path / "samples" / f"a.{format_}", fps=12, format=format_)
+
+
+@pytest.mark.parametrize("format_", [*MediaFormat])
+def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
+) -> None:
+    resource = pytest.importorskip("resource")
+    noise = torch.randint(0, 256, (9, 256, 256, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    target = write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_)
+    before = read_metadata(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=os.strerror(errno.EFBIG)) as caught:
+            write_media(noise, tmp_path / f"a.{format_}", fps=12, format=format_)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(target) in caught.value.message
+    assert "\n" not in caught.value.message
+    assert (read_metadata(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))) == before
+    assert os.listdir(tmp_path) == [target.name]
+
+
+def test_frames_of_the_wrong_kind_are_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    for frames in (torch.zeros(2, 16, 16, 3), torch.zeros(2, 3, 16, 16).byte(), torch.zeros(0, 16, 16, 3).byte()):
+        with pytest.raises(ValueError, match="uint8"):
+            write_media(frames, tmp_path / "a.mp4", fps=12, format="mp4")
+    with pytest.raises(ValueError, match="fps"):
+        write_media(torch.zeros(2, 16, 16, 3).byte(), tmp_path / "a.mp4", fps=0, format="mp4")
+
+
+def test_every_format_has_its_ending() -> None:
+    assert {ending: str(format_) for ending, format_ in KNOWN_ENDINGS.items()} == {
+        ".mp4": "mp4",
+        ".gif": "gif",
+        ".webp": "webp",
+        ".png": "png",
+    }
+
+
+def test_metadata_of_what_is_no_media_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_text("text")
+    for path in (tmp_path / "a.mp4", tmp_path / "missing.mp4", tmp_path):
+        with pytest.raises(MediaError):
+            read_metadata(path)
+
+
+def test_a_comment_of_somebody_else_is_no_error(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.gif", comment="made by hand")
+    assert read_metadata(tmp_path / "a.gif") == {"comment": "made by hand"}

@@ -1,0 +1,403 @@
+"""The MMDiT's own promises: attention, precision, initialisation, layouts, and the plain-data tables."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.models.attention import math, sdpa
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, Split, repeated_blocks
+from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, sinusoidal_embedding
+from opensora_cli.models.mmdit.layout import converter, interleaved_to_half_split, is_fused
+from opensora_cli.models.mmdit.rotary import rotary_angles, rotate
+
+
+def small_config(**changes):
+    sizes = {
+        "in_channels": 8,
+        "vec_in_dim": 6,
+        "context_in_dim": 10,
+        "hidden_size": 48,
+        "num_heads": 4,
+        "mlp_ratio": 2.0,
+        "depth": 2,
+        "depth_single_blocks": 2,
+        "axes_dim": (4, 4, 4),
+        "patch_size": 2,
+    }
+    return MMDiTConfig(**(sizes | changes))
+
+
+def filled(config, *, attention=sdpa, seed=0):
+    """A model whose every weight matters: a fresh one has zeros in places."""
+    model = MMDiT(config, attention=attention)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if name.endswith("scale") else noise * parameter.shape[-1] ** -0.5
+    return model
+
+
+def inputs(config, *, batch=2, frames=2, rows=3, columns=2, text=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    axes = [torch.arange(size) for size in (frames, rows, columns)]
+    ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(1, -1, 3)
+    given = {
+        "packed_latents_BND": draw(batch, ids.shape[1], config.in_channels),
+        "position_ids_BN3": ids.expand(batch, -1, -1),
+        "timesteps_B": torch.linspace(0.9, 0.1, batch),
+        "prompt_embeds_BLC": draw(batch, text, config.context_in_dim),
+        "pooled_prompt_embeds_BV": draw(batch, config.vec_in_dim),
+    }
+    if config.cond_embed:
+        given["conditioning_BNK"] = draw(batch, ids.shape[1], config.in_channels + config.patch_size**2)
+    if config.guidance_embed:
+        given["embedded_guidance_B"] = torch.full((batch,), 4.0)
+    return given
+
+
+def run(model, given, **changes):
+    given = given | changes
+    latents = given.pop("packed_latents_BND")
+    return model(latents, **given)
+
+
+class TestRotary:
+    def test_known_angles(self):
+        cos, sin = rotary_angles(torch.tensor([[[1.0, 2.0, 3.0]]]), axes_dim=(2, 4, 2), theta=100)
+        angles = torch.tensor([1.0, 2.0, 0.2, 3.0])
+        assert torch.allclose(cos.squeeze(), angles.cos())
+        assert torch.allclose(sin.squeeze(), angles.sin())
+
+    def test_position_zero_does_not_rotate(self):
+        x = torch.randn(1, 2, 3, 12, generator=torch.Generator().manual_seed(0))
+        angles = rotary_angles(torch.zeros(1, 3, 3), axes_dim=(4, 4, 4), theta=10000)
+        assert torch.equal(rotate(x, *angles), x)
+
+    def test_products_depend_on_distance_only(self):
+        q, k = torch.randn(2, 1, 1, 1, 12, generator=torch.Generator().manual_seed(0))
+
+        def product(at_q, at_k):
+            ids = torch.tensor([[at_q]]), torch.tensor([[at_k]])
+            rotated = [
+                rotate(x, *rotary_angles(i, axes_dim=(4, 4, 4), theta=10000)) for x, i in zip((q, k), ids, strict=True)
+            ]
+            return (rotated[0] * rotated[1]).sum()
+
+        assert torch.allclose(product([5, 3, 9], [4, 1, 2]), product([1, 2, 7], [0, 0, 0]), atol=1e-5)
+        assert not torch.allclose(product([5, 3, 9], [4, 1, 2]), product([5, 3, 9], [4, 1, 3]), atol=1e-2)
+
+    def test_autocast_does_not_round_angles(self):
+        ids = torch.arange(30).reshape(1, 10, 3)
+        plain = rotary_angles(ids, axes_dim=(4, 4, 4), theta=10000)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = rotary_angles(ids, axes_dim=(4, 4, 4), theta=10000)
+        assert torch.equal(plain[0], inside[0])
+        assert torch.equal(plain[1], inside[1])
+
+
+class TestPrecision:
+    def test_time_is_rounded_to_the_models_dtype_before_the_factor(self):
+        t = torch.tensor([0.5019])  # bf16 knows 0.5 and 0.50390625
+        rounded = sinusoidal_embedding(t, dtype=torch.bfloat16)
+        assert torch.equal(rounded, sinusoidal_embedding(t.bfloat16().float(), dtype=torch.float32).bfloat16())
+        assert (rounded.float() - sinusoidal_embedding(t, dtype=torch.float32)).abs().max() > 1.0
+
+    def test_embedding_is_cosine_then_sine_of_a_thousand_times(self):
+        embedding = sinusoidal_embedding(torch.tensor([0.25]), dtype=torch.float32)
+        angles = 250.0 * 10000.0 ** (-torch.arange(128) / 128)
+        assert torch.allclose(embedding[0], torch.cat((angles.cos(), angles.sin())), atol=1e-4)
+
+    @pytest.mark.parametrize("latents_dtype", [torch.bfloat16, torch.float32])
+    def test_bf16_model_answers_in_the_callers_dtype(self, latents_dtype):
+        config = small_config()
+        given = inputs(config)
+        # A time that bf16 holds, so that only the arithmetic differs.
+        given["timesteps_B"] = torch.tensor([0.75, 0.25])
+        exact = run(filled(config), given)
+        latents = given["packed_latents_BND"].to(latents_dtype)
+        velocity = run(filled(config).bfloat16(), given, packed_latents_BND=latents)
+        assert velocity.dtype == latents_dtype
+        assert (velocity - exact).abs().max() < 0.1 * exact.abs().max()
+
+    def test_autocast_keeps_the_residual_stream_in_fp32(self):
+        config = small_config()
+        model = filled(config)
+        streams = []
+        for block in model.single_blocks:
+            block.register_forward_hook(lambda module, args, out: streams.append(out.dtype))
+        for block in model.double_blocks:
+            block.register_forward_hook(lambda module, args, out: streams.extend(x.dtype for x in out))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            velocity = run(model, inputs(config))
+        assert streams == [torch.float32] * 6
+        assert velocity.dtype == torch.float32
+        exact = run(model, inputs(config))
+        assert (velocity - exact).abs().max() < 0.1 * exact.abs().max()
+
+    def test_attention_runs_in_bf16_under_autocast(self):
+        dtypes = set()
+
+        def watching(q, k, v):
+            dtypes.update((q.dtype, k.dtype, v.dtype))
+            return sdpa(q, k, v)
+
+        config = small_config()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            run(filled(config, attention=watching), inputs(config))
+        assert dtypes == {torch.bfloat16}
+
+    def test_epsilon_of_both_norms(self):
+        # The golden files do not see it: only values as small as its root do.
+        x = torch.tensor([[[3e-3, -1e-3]]])
+        variance = torch.tensor(4e-6 + 1e-6)
+        layer = modulated_norm(x, shift=torch.tensor(0.5), scale=torch.tensor(1.0))
+        assert torch.allclose(layer, (x - 1e-3) / variance.sqrt() * 2.0 + 0.5)
+        norm = HeadNorm(2)
+        nn.init.constant_(norm.scale, 3.0)
+        assert torch.allclose(norm(x), 3.0 * x / torch.tensor(5e-6 + 1e-6).sqrt())
+
+
+class TestInputs:
+    @pytest.mark.parametrize("patch_size", [1, 2, 4])
+    def test_patch_size_sets_the_width_of_the_condition(self, patch_size):
+        config = small_config(in_channels=16, patch_size=patch_size)
+        assert MMDiT(config).cond_in.in_features == 16 + patch_size**2
+        assert run(filled(config), inputs(config)).shape == (2, 12, 16)
+
+    def test_model_uses_what_it_is_handed(self):
+        config = small_config()
+        seen = []
+
+        def watching(q, k, v):
+            seen.append((q.shape, k.shape, v.shape))
+            return math(q, k, v)
+
+        watched, plain = filled(config, attention=watching), filled(config)
+        given = inputs(config)
+        assert torch.allclose(run(watched, given), run(plain, given), atol=1e-5)
+        # 5 text and 12 latent tokens attend to each other in each of the 2 + 2 blocks.
+        assert seen == [((2, 4, 17, 12),) * 3] * 4
+
+    def test_one_row_of_positions_serves_the_batch(self):
+        config = small_config()
+        model, given = filled(config), inputs(config)
+        shared = run(model, given, position_ids_BN3=given["position_ids_BN3"][:1])
+        assert torch.allclose(shared, run(model, given), atol=1e-6)
+
+    def test_samples_do_not_mix(self):
+        config = small_config(guidance_embed=True)
+        model, given = filled(config), inputs(config)
+        alone = run(model, {key: value[1:] for key, value in given.items()})
+        assert torch.allclose(run(model, given)[1:], alone, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "name", ["conditioning_BNK", "embedded_guidance_B", "timesteps_B", "pooled_prompt_embeds_BV"]
+    )
+    def test_every_input_matters(self, name):
+        config = small_config(guidance_embed=True)
+        model, given = filled(config), inputs(config)
+        assert (run(model, given) - run(model, given, **{name: given[name] * 0.5})).abs().max() > 1e-3
+
+    @pytest.mark.parametrize(
+        ("changes", "name"),
+        [({"cond_embed": True}, "conditioning_BNK"), ({"guidance_embed": True}, "embedded_guidance_B")],
+    )
+    def test_missing_or_useless_input_is_refused(self, changes, name):
+        config = small_config(**({"cond_embed": False} | changes))
+        given = inputs(config)
+        with pytest.raises(ValueError, match=name):
+            run(MMDiT(config), given, **{name: None})
+        without = small_config(cond_embed=False)
+        with pytest.raises(ValueError, match=name):
+            run(MMDiT(without), inputs(without), **{name: given[name]})
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"num_heads": 5}, r"model\.hidden_size=48 .*num_heads=5"),
+            ({"axes_dim": (4, 4, 6)}, r"model\.axes_dim=\[4, 4, 6\] must add up .*=12"),
+            ({"axes_dim": (3, 5, 4)}, r"axes_dim=\[3, 5, 4\] must be three even numbers"),
+            ({"in_channels": 6}, r"in_channels=6 .*patch_size²=4"),
+        ],
+    )
+    def test_contradictions_are_named(self, changes, message):
+        with pytest.raises(RequestError, match=message):
+            small_config(**changes)
+
+    def test_reference_configuration(self):
+        config = MMDiTConfig.from_reference({"depth": 3, "axes_dim": [16, 56, 56], "fused_qkv": True})
+        assert config == MMDiTConfig(depth=3)
+        with pytest.raises(RequestError, match="deepness"):
+            MMDiTConfig.from_reference({"deepness": 3})
+
+
+class TestInitialisation:
+    def test_velocity_starts_at_zero_and_the_condition_unused(self):
+        config = small_config()
+        model = MMDiT(config)
+        assert not model.cond_in.weight.any()
+        assert not model.cond_in.bias.any()
+        assert not run(model, inputs(config)).any()
+
+    def test_seed_decides(self):
+        first, second, other = (MMDiT(small_config()) for _ in range(3))
+        for model, seed in ((first, 3), (second, 3), (other, 4)):
+            model.reset_parameters(generator=torch.Generator().manual_seed(seed))
+        assert all(map(torch.equal, first.parameters(), second.parameters()))
+        assert not torch.equal(first.img_in.weight, other.img_in.weight)
+
+    def test_blocks_start_as_the_identity_but_can_learn(self):
+        config = small_config(depth=1, depth_single_blocks=1)
+        model, given = MMDiT(config), inputs(config)
+        target = torch.randn(given["packed_latents_BND"].shape, generator=torch.Generator().manual_seed(5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        losses = []
+        for _ in range(120):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                velocity = run(model, given)
+            loss = (velocity - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert losses[-1] < 0.2 * losses[0]
+
+    def test_meta_device_makes_no_weights(self):
+        with torch.device("meta"):
+            model = MMDiT(MMDiTConfig(depth=1, depth_single_blocks=1))
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        assert not list(model.buffers())
+
+
+def fuse(weights):
+    """The inverse of splitting, written down independently of the converter."""
+    fused = {}
+    for key, tensor in weights.items():
+        stem, _, kind = key.rpartition(".")
+        block, _, linear = stem.rpartition(".")
+        if linear in ("k_proj", "v_proj", "v_mlp"):
+            continue
+        if linear == "q_proj":
+            last = "v_proj" if f"{block}.v_proj.{kind}" in weights else "v_mlp"
+            name = "qkv" if last == "v_proj" else "linear1"
+            parts = [weights[f"{block}.{part}.{kind}"] for part in ("q_proj", "k_proj", last)]
+            fused[f"{block}.{name}.{kind}"] = torch.cat(parts)
+        else:
+            fused[key] = tensor
+    return fused
+
+
+class TestLayout:
+    @pytest.mark.parametrize("qkv_bias", [True, False])
+    def test_fused_half_split_file(self, qkv_bias):
+        config = small_config(qkv_bias=qkv_bias)
+        weights = filled(config).state_dict()
+        fused = fuse(weights)
+        assert is_fused(fused)
+        assert not is_fused(weights)
+        back = dict(converter(config, interleaved=False)(fused))
+        assert back.keys() == weights.keys()
+        assert all(torch.equal(back[key], weights[key]) for key in weights)
+
+    def test_fused_files_are_interleaved_unless_told_otherwise(self):
+        config = small_config()
+        fused = fuse(filled(config).state_dict())
+        default, told = (dict(converter(config, interleaved=choice)(fused)) for choice in (None, True))
+        assert all(torch.equal(default[key], told[key]) for key in told)
+        key = "single_blocks.0.q_proj.weight"
+        assert not torch.equal(default[key], dict(converter(config, interleaved=False)(fused))[key])
+
+    def test_permutation_puts_even_rows_of_each_head_first(self):
+        assert interleaved_to_half_split(torch.arange(8), head_dim=4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+        weight = torch.arange(8)[:, None].expand(8, 3)
+        assert interleaved_to_half_split(weight, head_dim=8)[:, 1].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def test_pieces_of_a_fused_tensor_are_views(self):
+        config = small_config()
+        fused = fuse(filled(config).state_dict())
+        source = fused["double_blocks.0.img_attn.qkv.weight"]
+        piece = dict(converter(config)(fused))["double_blocks.0.img_attn.v_proj.weight"]
+        assert piece.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+    def test_tensors_of_a_foreign_shape_pass_for_the_loader_to_refuse(self):
+        strange = {"double_blocks.0.img_attn.qkv.weight": torch.zeros(7, 3), "a.q_proj.bias": torch.zeros(7)}
+        assert dict(converter(small_config())(strange)).keys() == strange.keys()
+
+
+def shard(linear, plan, rank, ranks):
+    """The part of `linear` that a rank holds by the plan; the bias of a row-parallel one is on rank 0 only."""
+    pieces = list(plan.pieces)
+    dim = 0 if plan.split is Split.COLUMN else 1
+    kept = [piece.chunk(ranks, dim)[rank] for piece in linear.weight.split(pieces, dim)]
+    part = nn.Linear(1, 1)
+    part.weight = nn.Parameter(torch.cat(kept, dim))
+    if plan.split is Split.COLUMN:
+        part.bias = nn.Parameter(torch.cat([piece.chunk(ranks)[rank] for piece in linear.bias.split(pieces)]))
+    else:
+        part.bias = nn.Parameter(linear.bias if rank == 0 else torch.zeros_like(linear.bias))
+    return part
+
+
+def sharded(block, linears, rank, ranks):
+    part = copy.deepcopy(block)
+    for plan in linears:
+        part.set_submodule(plan.path, shard(block.get_submodule(plan.path), plan, rank, ranks))
+    return part
+
+
+class TestTables:
+    def test_paths_and_counts_are_the_models(self):
+        config = small_config(depth=3, depth_single_blocks=1)
+        model = MMDiT(config)
+        for blocks in repeated_blocks(config):
+            stack = model.get_submodule(blocks.module_path)
+            assert len(stack) == blocks.count
+            for plan in blocks.linears:
+                linear = stack[0].get_submodule(plan.path)
+                divided = linear.out_features if plan.split is Split.COLUMN else linear.in_features
+                assert sum(plan.pieces) == divided
+
+    def test_sequence_inputs_are_arguments(self):
+        config = small_config()
+        given = inputs(config, frames=2, rows=3, columns=2, text=5)
+        for table, tokens in ((SEQUENCE_INPUTS, 12), (TEXT_SEQUENCE_INPUTS, 5)):
+            assert {given[name].shape[dim] for name, dim in table.items()} == {tokens}
+
+    def test_single_stream_plan_adds_up(self):
+        config = small_config()
+        block = filled(config).single_blocks[0]
+        tokens, vector = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0)), torch.ones(2, 48)
+        rotary = rotary_angles(torch.arange(27).reshape(1, 9, 3), axes_dim=config.axes_dim, theta=config.theta)
+        plan = repeated_blocks(config)[1].linears
+        parts = [sharded(block, plan, rank, 2)(tokens, vector, rotary) - tokens for rank in range(2)]
+        assert torch.allclose(sum(parts), block(tokens, vector, rotary) - tokens, atol=1e-5)
+
+    @pytest.mark.parametrize("silenced", ["mlp.2", "attn.proj"])
+    def test_double_stream_plan_adds_up(self, silenced):
+        # One of the two residual branches at a time: the second starts from the sum over ranks of the first.
+        config = small_config()
+        block = filled(config).double_blocks[0]
+        for stream in ("img", "txt"):
+            for parameter in block.get_submodule(f"{stream}_{silenced}").parameters():
+                nn.init.zeros_(parameter)
+        latents, text = torch.randn(2, 2, 6, 48, generator=torch.Generator().manual_seed(0))
+        vector = torch.ones(2, 48)
+        rotary = rotary_angles(torch.arange(36).reshape(1, 12, 3), axes_dim=config.axes_dim, theta=config.theta)
+        plan = repeated_blocks(config)[0].linears
+        parts = [sharded(block, plan, rank, 2)(latents, text, vector, rotary) for rank in range(2)]
+        whole = block(latents, text, vector, rotary)
+        for stream, start in enumerate((latents, text)):
+            added = sum(part[stream] - start for part in parts)
+            assert torch.allclose(added, whole[stream] - start, atol=1e-5)
+            assert added.abs().max() > 0.1

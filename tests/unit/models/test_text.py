@@ -1,0 +1,386 @@
+"""T5 and CLIP from local folders: the numbers of plain transformers, and plain words about what is missing."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import sentencepiece
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
+from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+
+WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "red", "boat", "on", "the", "sea", "rain", "raining", "at", "night", ","]
+SENTENCES = ["a red boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
+T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
+CLIP_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 12,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 3,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+def save_word_tokenizer(folder, template="$A </s>"):
+    """Write a word-level, lower-casing tokenizer such as the demo has."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if template:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 3), ("</s>", 1)]
+        )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+
+
+def save_model(folder, model_class, config):
+    torch.manual_seed(0)
+    with folders.quiet():
+        model_class(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def t5_words(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5_words")
+    save_model(folder, transformers.T5EncoderModel, transformers.T5Config(vocab_size=len(WORDS), **T5_SIZES))
+    save_word_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t5_pieces(tmp_path_factory):
+    """A folder as published: a whole T5 with an untied head, and spiece.model as its only vocabulary."""
+    folder = tmp_path_factory.mktemp("t5_pieces")
+    config = transformers.T5Config(vocab_size=256, tie_word_embeddings=False, **T5_SIZES)
+    save_model(folder, transformers.T5ForConditionalGeneration, config)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 20),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=3,
+    )
+    (folder / "spiece.vocab").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A whole CLIP, image tower included."""
+    folder = tmp_path_factory.mktemp("clip")
+    text = {"vocab_size": len(WORDS), **CLIP_SIZES}
+    save_model(folder, transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=VISION))
+    save_word_tokenizer(folder, template="<s> $A </s>")
+    return folder
+
+
+@pytest.fixture
+def copied(tmp_path):
+    def copy(folder, *, without=()):
+        target = tmp_path / folder.name
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*without))
+        return target
+
+    return copy
+
+
+def t5(folder, *, max_length=10, dtype=torch.float32):
+    return T5Encoder.from_folder(folder, max_length=max_length, device="cpu", dtype=dtype)
+
+
+def clip_encoder(folder, *, max_length=10, dtype=torch.float32):
+    return ClipEncoder.from_folder(folder, max_length=max_length, device="cpu", dtype=dtype)
+
+
+class TestT5:
+    @pytest.mark.parametrize("folder_name", ["t5_words", "t5_pieces"])
+    def test_equals_transformers_without_attention_mask(self, request, folder_name):
+        folder = request.getfixturevalue(folder_name)
+        texts = ["a red boat on the sea", "rain"]
+        encoder = t5(folder, max_length=24)
+        states = encoder.encode(texts)
+        with folders.quiet():
+            model = transformers.T5EncoderModel.from_pretrained(folder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokens = tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")
+        with torch.no_grad():
+            plain = model(tokens.input_ids).last_hidden_state
+            masked = model(**tokens).last_hidden_state
+        assert states.shape == (2, 24, 16)
+        assert torch.equal(states, plain)
+        assert not torch.allclose(states, masked, atol=1e-3)
+
+    def test_a_long_text_is_cut_and_keeps_its_end(self, t5_words):
+        encoder = t5(t5_words, max_length=4)
+        cut = encoder.encode(["a red boat on the sea"])
+        assert cut.shape == (1, 4, 16)
+        assert torch.equal(cut, encoder.encode(["a red boat rain rain"]))
+        ids = encoder._input_ids(["a red boat on the sea"])
+        assert ids.tolist() == [[WORDS.index(word) for word in ("a", "red", "boat", "</s>")]]
+
+    def test_truncated_counts_special_tokens(self, t5_words, capfd):
+        encoder = t5(t5_words, max_length=4)
+        assert not encoder.truncated("a red boat")
+        assert encoder.truncated("a red boat on")
+        assert encoder.truncated("sea " * 5000)
+        assert capfd.readouterr() == ("", "")
+
+    @pytest.mark.parametrize(
+        ("text", "unknown"),
+        [
+            ("A red BOAT, on the sea!", []),
+            ("a zebra at night. Zebra, a lion: a zebra", ["zebra", "Zebra", "lion"]),
+            ("raining ☃, (sea)", ["☃"]),
+            ("", []),
+        ],
+    )
+    def test_unknown_words(self, t5_words, text, unknown):
+        assert t5(t5_words).unknown_words(text) == unknown
+
+    @pytest.mark.parametrize("text", ["a red boat", " a  red\tboat ", "ﬁne sea", "A zebra, 海.", ""])
+    def test_pieces_are_sentencepieces(self, t5_pieces, text):
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(t5_pieces / "spiece.model"))
+        expected = [*processor.encode(text), 1]
+        ids = t5(t5_pieces, max_length=40)._input_ids([text])[0].tolist()
+        assert ids == expected + [0] * (40 - len(expected))
+
+    def test_unknown_words_of_pieces(self, t5_pieces):
+        assert t5(t5_pieces).unknown_words("a boat left the desert 海") == ["海"]
+
+    def test_dtype_and_no_gradient(self, t5_words):
+        encoder = t5(t5_words, dtype=torch.bfloat16)
+        states = encoder.encode(["sea"])
+        assert states.dtype == torch.bfloat16
+        assert not any(parameter.requires_grad for parameter in encoder.model.parameters())
+        # Not an inference tensor: a model that is trained on it must be able to keep it for its backward pass.
+        assert not states.is_inference()
+        assert not encoder.model.training
+
+
+class TestClip:
+    def test_equals_transformers(self, clip):
+        texts = ["a red boat on the sea", "rain"]
+        pooled = clip_encoder(clip, max_length=12).encode(texts)
+        with folders.quiet():
+            model = transformers.CLIPTextModel.from_pretrained(clip)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(clip)
+        with torch.no_grad():
+            plain = model(tokenizer(texts, padding="max_length", max_length=12, return_tensors="pt").input_ids)
+        assert pooled.shape == (2, 16)
+        assert torch.equal(pooled, plain.pooler_output)
+        assert torch.equal(pooled[0], plain.last_hidden_state[0, 7])
+
+    def test_byte_pair_vocabulary_as_published(self, tmp_path):
+        vocabulary = ["a", "s", "e", "a</w>", "s</w>", "e</w>", "se", "sea</w>", "<|startoftext|>", "<|endoftext|>"]
+        (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(vocabulary)}))
+        (tmp_path / "merges.txt").write_text("#version: 0.2\ns e\nse a</w>\n")
+        # The published file says that its end token is 2, and means the largest id.
+        sizes = CLIP_SIZES | {"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}
+        text = {"vocab_size": len(vocabulary), **sizes}
+        save_model(tmp_path, transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=VISION))
+        encoder = clip_encoder(tmp_path, max_length=6)
+        assert encoder._input_ids(["Sea sea"]).tolist() == [[8, 7, 7, 9, 9, 9]]
+        assert encoder.encode(["sea"]).shape == (1, 16)
+        assert not encoder.truncated("sea sea sea sea")
+        assert encoder.truncated("sea sea sea sea sea")
+
+    def test_truncation_and_unknown_words(self, clip):
+        encoder = clip_encoder(clip, max_length=5)
+        assert not encoder.truncated("a red boat")
+        assert encoder.truncated("a red boat on")
+        assert encoder.unknown_words("a red zebra") == ["zebra"]
+        assert encoder.encode(["a red boat on the sea"]).shape == (1, 16)
+
+    def test_length_over_the_models_positions(self, clip):
+        with pytest.raises(RequestError, match=r"clip_max_length=13 is over the 12 positions"):
+            clip_encoder(clip, max_length=13)
+
+    def test_keys_of_older_versions(self, clip, copied):
+        folder = copied(clip)
+        weights = load_file(folder / "model.safetensors")
+        older = {key: tensor for key, tensor in weights.items() if key.startswith("text_model.")}
+        assert len(older) > 30
+        save_file(older, folder / "model.safetensors", metadata={"format": "pt"})
+        assert torch.equal(clip_encoder(folder).encode(["sea"]), clip_encoder(clip).encode(["sea"]))
+
+    def test_tokenizer_that_does_not_end_texts(self, clip, copied):
+        folder = copied(clip)
+        save_word_tokenizer(folder, template=None)
+        with pytest.raises(CheckpointError, match="does not end a text with token 1"):
+            clip_encoder(folder)
+
+
+class TestIncompleteFolders:
+    def test_missing_folder_names_all_files(self, tmp_path):
+        with pytest.raises(CheckpointError) as caught:
+            t5(tmp_path / "none")
+        assert f"{tmp_path / 'none'} does not exist" in caught.value.message
+        for name in ("config.json", "model.safetensors", "spiece.model or tokenizer.json"):
+            assert str(tmp_path / "none" / name) in caught.value.message
+
+    def test_missing_files_without_loading(self, tmp_path, clip):
+        assert ClipEncoder.missing_files(clip) == []
+        assert T5Encoder.missing_files(clip) == []
+        (tmp_path / "config.json").touch()
+        (tmp_path / "vocab.json").touch()
+        assert ClipEncoder.missing_files(tmp_path) == [
+            str(tmp_path / "model.safetensors"),
+            str(tmp_path / "tokenizer.json or vocab.json + merges.txt"),
+        ]
+
+    def test_vocabulary(self, t5_pieces, copied):
+        folder = copied(t5_pieces, without=["spiece.model"])
+        with pytest.raises(CheckpointError, match=r"is incomplete; missing: \S*spiece\.model or tokenizer\.json$"):
+            t5(folder)
+
+    def test_vocabulary_without_words(self, t5_words, copied):
+        folder = copied(t5_words, without=["tokenizer*"])
+        empty = Tokenizer(models.WordLevel({"<unk>": 0, "<pad>": 1, "</s>": 2}, unk_token="<unk>"))
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=empty, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        ).save_pretrained(folder)
+        with pytest.raises(CheckpointError, match="has no words"):
+            t5(folder)
+
+    def test_weights(self, t5_words, copied):
+        folder = copied(t5_words, without=["model.safetensors"])
+        with pytest.raises(CheckpointError, match=r"missing: \S*model\.safetensors$"):
+            t5(folder)
+
+    def test_shards(self, t5_words, copied):
+        folder = copied(t5_words, without=["model.safetensors"])
+        index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "model-1-of-2.safetensors").touch()
+        assert T5Encoder.missing_files(folder) == [str(folder / "model-2-of-2.safetensors")]
+
+    def test_sharded_and_pickled_weights_load(self, t5_words, copied):
+        expected = t5(t5_words).encode(["a red boat"])
+        sharded = copied(t5_words, without=["model.safetensors"])
+        with folders.quiet():
+            model = transformers.T5EncoderModel.from_pretrained(t5_words)
+            model.save_pretrained(sharded, max_shard_size="5KB")
+        assert (sharded / "model.safetensors.index.json").exists()
+        assert torch.equal(t5(sharded).encode(["a red boat"]), expected)
+        for file in sharded.glob("model*"):
+            file.unlink()
+        torch.save(model.state_dict(), sharded / "pytorch_model.bin")
+        assert torch.equal(t5(sharded).encode(["a red boat"]), expected)
+
+    @pytest.mark.parametrize(
+        ("package", "module"), [("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")]
+    )
+    def test_missing_library(self, t5_pieces, monkeypatch, package, module):
+        find_spec = folders.importlib.util.find_spec
+        monkeypatch.setattr(
+            folders.importlib.util, "find_spec", lambda name, *rest: None if name == module else find_spec(name, *rest)
+        )
+        with pytest.raises(HardwareError, match=f"needs {package}") as caught:
+            t5(t5_pieces)
+        assert caught.value.hint == f"pip install {package}"
+
+
+class TestBrokenFolders:
+    def rewrite(self, folder, change):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def test_missing_weight(self, t5_words, copied):
+        folder = copied(t5_words)
+        self.rewrite(folder, lambda weights: weights.pop("encoder.block.1.layer.0.SelfAttention.q.weight"))
+        with pytest.raises(
+            CheckpointError, match=r"1 missing \(encoder\.block\.1\.layer\.0\.SelfAttention\.q\.weight\)"
+        ):
+            t5(folder)
+
+    def test_unexpected_weight(self, clip, copied):
+        folder = copied(clip)
+        self.rewrite(folder, lambda weights: weights.update(adapter=torch.zeros(1)))
+        with pytest.raises(CheckpointError, match=r"1 unexpected \(adapter\)"):
+            clip_encoder(folder)
+
+    def test_wrong_shape(self, t5_words, copied):
+        folder = copied(t5_words)
+        self.rewrite(folder, lambda weights: weights.update({"shared.weight": torch.zeros(3, 16)}))
+        with pytest.raises(CheckpointError, match=r"weights in .* cannot be loaded") as caught:
+            t5(folder)
+        assert "\n" not in caught.value.message
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+    def test_truncated_file(self, t5_words, copied, name):
+        folder = copied(t5_words)
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(CheckpointError, match=str(folder)) as caught:
+            t5(folder)
+        assert "\n" not in caught.value.message
+
+    def test_truncated_pickle(self, t5_words, copied):
+        folder = copied(t5_words, without=["model.safetensors"])
+        torch.save(load_file(t5_words / "model.safetensors"), folder / "pytorch_model.bin")
+        content = (folder / "pytorch_model.bin").read_bytes()
+        (folder / "pytorch_model.bin").write_bytes(content[: len(content) // 2])
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            t5(folder)
+
+    @pytest.mark.parametrize("content", [b"", b"<html>not found</html>"])
+    def test_broken_pieces(self, t5_pieces, copied, content):
+        folder = copied(t5_pieces)
+        (folder / "spiece.model").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"spiece\.model is no sentencepiece vocabulary"):
+            t5(folder)
+
+    def test_vocabulary_larger_than_the_model(self, t5_words, copied):
+        folder = copied(t5_words, without=["model.safetensors"])
+        save_model(folder, transformers.T5EncoderModel, transformers.T5Config(vocab_size=8, **T5_SIZES))
+        with pytest.raises(CheckpointError, match="ids up to 14, its model only 8 rows"):
+            t5(folder)
+
+
+class TestManners:
+    def test_no_request_and_no_noise(self, t5_pieces, clip, monkeypatch, capfd):
+        def refuse(*args, **kwargs):
+            raise AssertionError("a request to a network")
+
+        monkeypatch.setattr(socket.socket, "connect", refuse)
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
+        t5(t5_pieces).encode(["a red boat"])
+        clip_encoder(clip).encode(["a red boat"])
+        assert capfd.readouterr() == ("", "")
+
+    def test_logging_is_as_before(self, t5_words):
+        control = transformers.utils.logging
+        before = control.get_verbosity(), control.is_progress_bar_enabled()
+        t5(t5_words)
+        assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before
+
+    def test_importing_is_cheap(self):
+        code = "import sys, opensora_cli.models.text.encoders; sys.exit('transformers' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

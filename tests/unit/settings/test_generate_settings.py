@@ -1,0 +1,232 @@
+"""The rules of generate settings: each broken alone, each message naming setting, value, rule and fix."""
+
+import pytest
+from pydantic import ValidationError
+
+from opensora_cli.settings.enums import AspectRatio, ConditionMode, ModelName, OutputFormat
+from opensora_cli.settings.explain import explain
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
+
+RELEASED = load_preset("256px", prompt="raining, sea")
+DEMO = load_preset("demo", prompt="raining, sea")
+
+
+def problems(settings: GenerateSettings, changes: dict[str, object]) -> str:
+    with pytest.raises(ValidationError) as caught:
+        settings.replace(changes)
+    return "\n".join(explain(caught.value))
+
+
+def test_defaults_are_the_released_model_at_256px() -> None:
+    assert GenerateSettings(prompt="raining, sea") == RELEASED
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RELEASED.prompt = "other"  # type: ignore[misc]
+
+
+def test_replace_changes_only_what_it_is_told() -> None:
+    changed = RELEASED.replace({"sampling.seed": 7, "prompt": "snow"})
+    assert (changed.sampling.seed, changed.prompt) == (7, "snow")
+    assert changed.replace({"sampling.seed": 42, "prompt": "raining, sea"}) == RELEASED
+
+
+def test_settings_survive_json() -> None:
+    changed = DEMO.replace({"condition.mode": "i2v_loop", "condition.references": ("a.png", "b.png")})
+    assert GenerateSettings.model_validate_json(changed.model_dump_json()) == changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ""}, "prompt is empty: say what the video shows"),
+        ({"prompt": " \t\n"}, "prompt is empty"),
+        (
+            {"video.num_frames": 130},
+            "video.num_frames=130 must be a multiple of 4, plus 1, and at most 129 with the open-sora-v2 model: "
+            "use 129",
+        ),
+        ({"video.num_frames": 133}, "use 129"),
+        ({"video.num_frames": 100}, "use 101"),
+        ({"video.num_frames": 2}, "use 1"),
+        ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
+        (
+            {"video.resolution": "512px"},
+            "video.resolution=512px is not a size of the open-sora-v2 model: use 256px or 768px",
+        ),
+        ({"video.resolution": "big"}, "video.resolution=big must be a pixel count, as in 256px or 720p"),
+        ({"video.height": 256}, "video.height=256 must come with video.width"),
+        ({"video.width": 256}, "video.width=256 must come with video.height"),
+        ({"video.height": 100, "video.width": 256}, "video.height=100 must be a multiple of 16: use 96 or 112"),
+        ({"video.height": 256, "video.width": 8}, "video.width=8 must be a multiple of 16: use 16"),
+        ({"video.fps": 0}, "video.fps=0 must be at least 1"),
+        ({"sampling.num_inference_steps": 0}, "sampling.num_inference_steps=0 must be at least 1"),
+        ({"sampling.num_inference_steps": "many"}, "sampling.num_inference_steps=many must be a whole number"),
+        ({"sampling.num_inference_steps": 2.5}, "sampling.num_inference_steps=2.5 must be a whole number"),
+        ({"sampling.guidance_scale": "nan"}, "sampling.guidance_scale=nan must be a finite number"),
+        ({"sampling.guidance_scale": -1}, "sampling.guidance_scale=-1 must be at least 0"),
+        ({"sampling.flow_shift": 0}, "sampling.flow_shift=0 must be over 0"),
+        ({"sampling.seed": -1}, "sampling.seed=-1 must be at least 0"),
+        ({"sampling.seed": 2**80}, "sampling.seed="),
+        ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
+        ({"prompt_suffix.motion_score": -1}, "prompt_suffix.motion_score=-1 must be at least 0"),
+        ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
+        ({"runtime.dtype": "float8"}, "runtime.dtype=float8 must be one of auto, float32, bfloat16, float16"),
+        ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be what runtime.model_choice=demo says"),
+        ({"condition.mode": "i2v-head"}, "condition.mode=i2v-head must be one of t2v, i2v_head,"),
+        ({"condition.mode": "i2v-head"}, "did you mean i2v_head?"),
+        (
+            {"condition.mode": "t2v", "condition.references": "a.png"},
+            "condition.mode=t2v takes no reference, and 1 file is given: drop --cond or --ref",
+        ),
+        ({"condition.mode": "i2v_head"}, "condition.mode=i2v_head needs a reference: give the picture with --ref"),
+        ({"condition.mode": "v2v_tail_easy"}, "condition.mode=v2v_tail_easy needs a reference: give the video"),
+        (
+            {"condition.mode": "i2v_tail", "condition.references": "a.png;b.png"},
+            "condition.mode=i2v_tail takes 1 reference, and 2 files are given: drop some",
+        ),
+        (
+            {"condition.mode": "i2v_loop", "condition.references": "a;b;c"},
+            "condition.mode=i2v_loop takes 1 or 2 references, and 3 files are given",
+        ),
+        (
+            {"condition.mode": "v2v_head", "condition.references": "a.mp4", "video.num_frames": 33},
+            "video.num_frames=33 leaves nothing to make, since condition.mode=v2v_head gives 9 latent frames: "
+            "use at least 37",
+        ),
+        (
+            {"condition.mode": "i2v_head", "condition.references": "a.png", "video.num_frames": 1},
+            "gives 1 latent frames: use at least 5",
+        ),
+        (
+            {"condition.mode": "i2v_head", "condition.references": "a.png", "model.cond_embed": False},
+            "condition.mode=i2v_head needs a model that takes references",
+        ),
+        (
+            {"output.path": "a.mp4", "output.format": "gif"},
+            "output.format=gif must agree with the ending of output.path=a.mp4: drop one of them",
+        ),
+        ({"output.path": "a.avi"}, "output.path=a.avi must end in .mp4, .gif, .webp or .png to be a file"),
+        ({"output.path": ""}, "output.path='' must not be empty"),
+        ({"output.format": "avi"}, "output.format=avi must be one of mp4, gif, webp, png"),
+        ({"model.depth": -1}, "model.depth=-1 must be at least 0"),
+        ({"model.in_channels": 32}, "model.in_channels=32 must be vae.latent_channels=16 x model.patch_size=2 squared"),
+        ({"model.in_channels": 32}, ": use 64"),
+        ({"model.num_heads": 7}, "model.num_heads=7 must divide model.hidden_size=3072"),
+        ({"model.axes_dim": "16,56,57"}, "model.axes_dim=16,56,57 must be three even numbers"),
+        ({"model.axes_dim": "64,64"}, "that add up to 128"),
+        ({"model.axes_dim": "a,b"}, "model.axes_dim=a must be a whole number"),
+        ({"vae.norm_num_groups": 48}, "vae.norm_num_groups=48 must divide every width"),
+        ({"vae.tile_overlap_factor": 1}, "vae.tile_overlap_factor=1 must be under 1"),
+        ({"model.deph": 1}, "model.deph is not a setting"),
+        ({"sampling": 1}, "sampling is a section"),
+    ],
+)
+def test_broken_rule_of_the_released_model(changes: dict[str, object], message: str) -> None:
+    assert message in problems(RELEASED, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"video.resolution": "768px"},
+            "video.resolution=768px is not a size of the demo model: use 64px, or get the released model: "
+            "hf download hpcai-tech/Open-Sora-v2 --local-dir ckpts",
+        ),
+        ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 is not one of the demo model: use 1:1"),
+        ({"video.num_frames": 129}, "at most 17 with the demo model: use 17"),
+    ],
+)
+def test_broken_rule_of_the_demo(changes: dict[str, object], message: str) -> None:
+    assert message in problems(DEMO, changes)
+
+
+def test_every_broken_rule_is_told_at_once() -> None:
+    told = problems(RELEASED, {"video.num_frames": 130, "video.resolution": "1px", "prompt": ""})
+    assert [line.partition("=")[0].partition(" ")[0] for line in told.splitlines()] == [
+        "prompt",
+        "video.resolution",
+        "video.num_frames",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"video.num_frames": 1},
+        {"video.height": 256, "video.width": 448, "video.resolution": "512px"},
+        {"prompt": "", "from_latents": "a.safetensors"},
+        {"condition.references": "a.png"},
+        {"condition.references": "a.png;b.png", "condition.mode": "i2v_loop"},
+        {"condition.references": "a.png", "condition.mode": "i2v_loop"},
+        {"runtime.model_choice": "open-sora-v2"},
+        {"runtime.device": "cuda:3"},
+        {"output.path": "v1.2/clips"},
+        {"sampling.seed": 2**62},
+    ],
+)
+def test_allowed(changes: dict[str, object]) -> None:
+    assert RELEASED.replace(changes) != RELEASED
+
+
+@pytest.mark.parametrize("mode", list(ConditionMode))
+@pytest.mark.parametrize("settings", [RELEASED, DEMO], ids=["released", "demo"])
+def test_all_modes_fit_the_full_length(mode: ConditionMode, settings: GenerateSettings) -> None:
+    references = ("file",) if mode.takes_reference else ()
+    changed = settings.replace({"condition.mode": mode, "condition.references": references})
+    assert changed.condition.given_latent_frames(mode) < changed.num_latent_frames
+
+
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    [("t2v", 0), ("i2v_head", 1), ("i2v_loop", 2), ("v2v_head", 9), ("v2v_tail_easy", 17)],
+)
+def test_given_latent_frames(mode: str, given: int) -> None:
+    assert RELEASED.condition.given_latent_frames(ConditionMode(mode)) == given
+
+
+@pytest.mark.parametrize("text", ["none", "None", "null", "~", ""])
+def test_words_for_no_value(text: str) -> None:
+    assert RELEASED.replace({"prompt_suffix.motion_score": text}).prompt_suffix.motion_score is None
+    assert RELEASED.replace({"negative_prompt": text}).negative_prompt == text
+
+
+@pytest.mark.parametrize("text", ["16,56,56", "[16, 56, 56]", " 16 ,56,56,"])
+def test_lists_as_text(text: str) -> None:
+    assert RELEASED.replace({"model.axes_dim": text}).model.axes_dim == (16, 56, 56)
+
+
+def test_references_are_separated_by_semicolons_only() -> None:
+    assert RELEASED.replace({"condition.references": "a,b.png; c d.png;"}).condition.references == (
+        "a,b.png",
+        "c d.png",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "format_", "expected"),
+    [
+        ("samples", None, "mp4"),
+        ("samples", "gif", "gif"),
+        ("a.webp", None, "webp"),
+        ("dir/A.PNG", None, "png"),
+        ("a.mp4", "mp4", "mp4"),
+        ("v1.5", None, "mp4"),
+    ],
+)
+def test_output_format(path: str, format_: str | None, expected: str) -> None:
+    output = RELEASED.replace({"output.path": path, "output.format": format_}).output
+    assert output.resolved_format is OutputFormat(expected)
+
+
+def test_latent_frames_and_size_multiple() -> None:
+    assert (RELEASED.num_latent_frames, RELEASED.size_multiple) == (33, 16)
+    assert RELEASED.replace({"video.num_frames": 1}).num_latent_frames == 1
+
+
+def test_demo_is_not_the_default_model() -> None:
+    assert DEMO.model.name is ModelName.DEMO
+    assert DEMO.video.aspect_ratio is AspectRatio.SQUARE

@@ -1,0 +1,69 @@
+"""The preset files, and where they are found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opensora_cli
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.presets import generate_preset, list_presets, preset_path, presets_folder
+
+PRESETS = list_presets("generate")
+
+
+def test_the_presets_are_there() -> None:
+    assert PRESETS == ["256px", "768px", "demo"]
+    assert list_presets("nothing") == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_parses(name: str) -> None:
+    settings = load_preset(name, prompt="raining, sea")
+    assert (settings.model.name is ModelName.DEMO) == (name == "demo")
+    assert settings.video.resolution == ("64px" if name == "demo" else name)
+    assert read_yaml(preset_path("generate", name))
+
+
+def test_released_presets_differ_only_in_resolution() -> None:
+    small, large = load_preset("256px", prompt="x"), load_preset("768px", prompt="x")
+    assert small.replace({"video.resolution": "768px"}) == large
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(RequestError, match="preset 'dmeo' is not one of 256px, 768px, demo") as caught:
+        preset_path("generate", "dmeo")
+    assert caught.value.hint == "did you mean demo?"
+
+
+@pytest.mark.parametrize("resolution", [None, "512px", "demo"])
+def test_unknown_resolution_starts_from_the_first_preset(resolution: str | None) -> None:
+    assert generate_preset(ModelName.OPEN_SORA_V2, resolution=resolution) == "256px"
+    assert generate_preset(ModelName.DEMO, resolution=resolution) == "demo"
+
+
+def test_packaged_presets_win_over_those_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "opensora_cli"
+    (tmp_path / "configs").mkdir()
+    package.mkdir()
+    monkeypatch.setattr(opensora_cli, "__file__", str(package / "__init__.py"))
+    assert presets_folder() == tmp_path / "configs"
+    (package / "configs").mkdir()
+    assert presets_folder() == package / "configs"
+
+
+def test_settings_have_a_description_for_every_key() -> None:
+    for section in GenerateSettings.model_fields.values():
+        for name, details in getattr(section.annotation, "model_fields", {"": section}).items():
+            if name:
+                assert details.description, name
+
+
+def test_settings_import_no_torch() -> None:
+    code = "import sys, opensora_cli.settings.load; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,83 @@
+"""Strict YAML: scalars stay text, keys are there once, files may extend others."""
+
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.settings.files import read_yaml
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_scalars_stay_text(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "a.yaml", "ratio: 16:9\nrate: 1e-4\nanswer: no\nday: 2026-11-21\noctal: 010\nlist: [1, on]\n"
+    )
+    assert read_yaml(path) == {
+        "ratio": "16:9",
+        "rate": "1e-4",
+        "answer": "no",
+        "day": "2026-11-21",
+        "octal": "010",
+        "list": ["1", "on"],
+    }
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_empty_file(tmp_path: Path, text: str) -> None:
+    assert read_yaml(write(tmp_path, "a.yaml", text)) == {}
+
+
+def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
+    write(tmp_path, "base/a.yaml", "model:\n  depth: 1\n  axes_dim: [1, 2]\nprompt: x\n")
+    write(tmp_path, "base/b.yaml", "extends: a.yaml\nmodel:\n  depth: 2\n")
+    path = write(tmp_path, "c.yaml", "model:\n  axes_dim: [3]\nextends: base/b.yaml\n")
+    assert read_yaml(path) == {"model": {"depth": "2", "axes_dim": ["3"]}, "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompt: a\nprompt: b\n", "line 2, is not valid YAML: 'prompt' is there twice: keep one"),
+        ("video:\n  fps: 1\n  fps: 1\n", "line 3, is not valid YAML: 'fps' is there twice"),
+        ("a: [1\nb: 2\n", "is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is not valid YAML"),
+        ("[a]: 1\n", "line 1, is not valid YAML: a key must be a word"),
+        ("\t- a", "is not valid YAML"),
+        ("- a\n- b\n", "must hold `key: value` lines"),
+        ("just text\n", "must hold `key: value` lines"),
+        ("extends: [a, b]\n", "`extends:` must name one file"),
+        ("extends:\n", "`extends:` must name one file"),
+        ("extends: gone.yaml\n", "gone.yaml does not exist"),
+        ("extends: a.yaml\n", "a.yaml extends itself: a.yaml -> a.yaml"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(FileProblem) as caught:
+        read_yaml(write(tmp_path, "a.yaml", text))
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_cycle_over_several_files(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "extends: b.yaml\n")
+    write(tmp_path, "b.yaml", "extends: c.yaml\n")
+    write(tmp_path, "c.yaml", "extends: b.yaml\n")
+    with pytest.raises(FileProblem, match=r"b\.yaml -> c\.yaml -> b\.yaml"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+def test_missing_folder_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(FileProblem, match="does not exist"):
+        read_yaml(tmp_path / "gone.yaml")
+    with pytest.raises(FileProblem, match="cannot be read"):
+        read_yaml(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileProblem, match="is not a text file"):
+        read_yaml(tmp_path / "binary.yaml")
