@@ -4,6 +4,8 @@ Used by the tests of the engine and by those of the command line.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.configs import mmdit_config, vae_config
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
@@ -22,7 +25,24 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
-WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "boat", "on", "the", "sea", "raining", "at", "night", ",", ".", "24", "fps"]
+WORDS = [
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "<s>",
+    "a",
+    "boat",
+    "on",
+    "the",
+    "sea",
+    "raining",
+    "at",
+    "night",
+    ",",
+    ".",
+    "24",
+    "fps",
+]
 WORDS += ["4", "motion", "score", "12"]
 MAX_LENGTH = 16
 
@@ -51,6 +71,32 @@ RELEASED_SIZES = {
 DEMO_SIZES = {**SIZES, "vae.block_out_channels": "4,4,8", "vae.sample_tsize": "16"}
 
 
+class RecordingReporter(SilentReporter):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.stages: list[str] = []
+        self.totals: dict[str, int | None] = {}
+        self.advanced: dict[str, int] = {}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def advance(self, amount: int = 1) -> None:
+        self.advanced[self.stages[-1]] = self.advanced.get(self.stages[-1], 0) + amount
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        self.stages.append(name)
+        self.totals[name] = total
+        yield self
+
+
 @dataclass(frozen=True)
 class World:
     """Folders of weights, and reference files."""
@@ -63,18 +109,11 @@ class World:
     """Eighty frames at 24 fps."""
 
 
-def released_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
+def released_settings(
+    world: World, output: Path, *, prompt: str = "raining, sea", **changes: object
+) -> GenerateSettings:
     """Return a shrunken preset of the released model; keys of `changes` have `__` for the dot."""
-    overrides = {
-        **RELEASED_SIZES,
-        "video.height": "16",
-        "video.width": "32",
-        "video.num_frames": "9",
-        "sampling.num_inference_steps": "2",
-        "runtime.weights": str(world.released),
-        "output.path": str(output),
-        "prompt": prompt,
-    }
+    overrides = {**released_overrides(world, output), "prompt": prompt}
     return _settings(ModelName.OPEN_SORA_V2, overrides, changes)
 
 
@@ -88,6 +127,19 @@ def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", *
         "prompt": prompt,
     }
     return _settings(ModelName.DEMO, overrides, changes)
+
+
+def released_overrides(world: World, output: Path) -> dict[str, str]:
+    """Return what shrinks a preset of the released model to `world`, as dotted keys."""
+    return {
+        **RELEASED_SIZES,
+        "video.height": "16",
+        "video.width": "32",
+        "video.num_frames": "9",
+        "sampling.num_inference_steps": "2",
+        "runtime.weights": str(world.released),
+        "output.path": str(output),
+    }
 
 
 def _settings(model: ModelName, overrides: dict[str, str], changes: dict[str, object]) -> GenerateSettings:
@@ -171,9 +223,7 @@ def _save_text_model(folder: Path, model_class: type, config: object, *, templat
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 3), ("</s>", 1)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 3), ("</s>", 1)])
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)

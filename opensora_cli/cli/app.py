@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import opensora_cli
-from opensora_cli.cli import errors, generate
+from opensora_cli.cli import errors, generate, train
 
 app = typer.Typer(
     name="osora",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 app.command("generate")(generate.generate)
+app.command("train")(train.train)
 
 
 def _show_version(wanted: bool) -> None:

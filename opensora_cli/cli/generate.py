@@ -55,7 +55,7 @@ def generate(
 
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
 
-      osora generate --from samples/raining-sea.json --seed 7
+      osora generate --from samples/raining-sea_seed42.mp4.json --seed 7
     """
     if list_presets:
         _print_presets(as_json=json_)

@@ -1,18 +1,21 @@
 """How the procedural world looks: places, skies, moving things and weather, painted with numpy.
 
 All lengths are shares of the picture's width, so that the same scene can be filmed at any size. Details are kept large
-enough for an autoencoder that compresses space fourfold or eightfold: nothing that matters is smaller than two pixels at
-64 x 64. Colours are RGB in 0 to 1, pictures (T, H, W, 3) float32.
+enough for an autoencoder that compresses space fourfold or eightfold: nothing that matters is smaller than two pixels
+at 64 x 64. Colours are RGB in 0 to 1, pictures (T, H, W, 3) float32.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-Array = NDArray[np.float32]
+Array = NDArray[np.floating[Any]]
+"""Coverage, distances and pictures; most are float32."""
 
 _SKY = {  # top, horizon
     "day": ((0.36, 0.62, 0.95), (0.78, 0.90, 1.00)),
@@ -47,7 +50,8 @@ class Canvas:
     @cached_property
     def xs(self) -> Array:
         """Pixel centres from left to right, (1, size), in widths."""
-        return ((np.arange(self.size, dtype=np.float32) + 0.5) / self.size)[None, :]
+        centres: Array = (np.arange(self.size, dtype=np.float32) + 0.5) / self.size
+        return centres[None, :]
 
     @cached_property
     def ys(self) -> Array:
@@ -56,11 +60,20 @@ class Canvas:
 
     def inside(self, distance: Array) -> Array:
         """Turn a signed distance (negative inside) into coverage 0 to 1 with an edge one pixel soft."""
-        return np.clip(0.5 - distance * self.size, 0.0, 1.0).astype(np.float32)
+        coverage: Array = np.clip(0.5 - distance * self.size, 0.0, 1.0).astype(np.float32)
+        return coverage
 
 
 def paint_place(canvas: Canvas, place: str, time: str, weather: str, rng: Generator) -> Array:
-    """Return the empty place, (T, H, W, 3)."""
+    """Return the empty place, (T, H, W, 3).
+
+    Args:
+        canvas: size and moments.
+        place: `sea`, `city`, `forest` or `desert`.
+        time: `day`, `sunset` or `night`, which settles the light.
+        weather: `clear`, `rain` or `snow`, of which only clouds and white ground are painted here.
+        rng: settles the details.
+    """
     clouded = weather != "clear"
     horizon = float(rng.uniform(0.48, 0.54))
     sky = _paint_sky(canvas, time, clouded, horizon, rng)
@@ -77,7 +90,18 @@ def paint_place(canvas: Canvas, place: str, time: str, weather: str, rng: Genera
 def paint_thing(
     frames: Array, canvas: Canvas, *, shape: str, colour: str, heading: float, fast: bool, night: bool, rng: Generator
 ) -> None:
-    """Paint the moving thing into `frames`; `heading` is 1 (right) or -1 (left)."""
+    """Paint the moving thing into `frames`, in place.
+
+    Args:
+        frames: (T, H, W, 3).
+        canvas: size and moments.
+        shape: `ball`, `boat`, `bird` or `car`.
+        colour: `red`, `yellow`, `green` or `blue`.
+        heading: 1 to the right, -1 to the left.
+        fast: half of the picture's width in 17 frames at 12 fps, else a quarter.
+        night: whether to paint it a little darker; it keeps its colour.
+        rng: settles height, starting point and phase.
+    """
     altitude, spread = _ALTITUDE[shape]
     y = altitude + float(rng.uniform(-spread, spread))
     travel = 0.50 if fast else 0.25  # in 17 frames at 12 fps
@@ -98,7 +122,7 @@ def paint_thing(
 
 
 def paint_weather(frames: Array, canvas: Canvas, weather: str, rng: Generator) -> None:
-    """Paint rain or snow over everything: drops on a torus that moves by whole pixels from frame to frame."""
+    """Paint rain or snow over `frames`, in place: drops on a torus that moves by whole pixels from frame to frame."""
     steps = canvas.seconds * 12.0
     if weather == "rain":
         colour = np.array((0.80, 0.87, 0.97), np.float32)
@@ -160,7 +184,7 @@ def _paint_city(
     pane = np.array((1.0, 0.86, 0.40) if night else (0.80, 0.88, 0.95), np.float32) * (1.0 if night else light)
     street = horizon + 0.10
     edges = np.linspace(0.0, 1.0, 6)
-    for left, right in zip(edges[:-1], edges[1:], strict=True):
+    for left, right in pairwise(edges):
         top = horizon - float(rng.uniform(0.02, 0.34))
         shade = float(rng.uniform(0.75, 1.1))
         house = _box(canvas.xs - 0.5 * (left + right), canvas.ys - 0.5 * (top + street), 0.095, 0.5 * (street - top))
@@ -170,7 +194,7 @@ def _paint_city(
         v = np.abs((canvas.ys - top - 0.03) % 0.094 - 0.047) - 0.024
         _blend(picture, canvas.inside(np.maximum(np.maximum(u, v), house + 0.012)), pane * 0.95)
     _blend(picture, canvas.inside(np.broadcast_to(street - canvas.ys, picture.shape[:2])), ground)
-    dash = np.maximum(np.abs((canvas.xs + float(rng.uniform())) % 0.25 - 0.125) - 0.07, np.abs(canvas.ys - 0.90) - 0.016)
+    dash = _box((canvas.xs + float(rng.uniform())) % 0.25 - 0.125, canvas.ys - 0.90, 0.07, 0.016)
     _blend(picture, canvas.inside(dash), np.array((0.9, 0.9, 0.85), np.float32) * light)
     frames[1:] = picture
 

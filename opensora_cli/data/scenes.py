@@ -1,9 +1,9 @@
 """A procedural world of captioned clips, rendered on the fly from a seed.
 
 A scene is a place under some weather at some time of day, with or without one moving thing. `sample_scene` draws one,
-`render_scene` films it, and `caption_scene` says it in words: several phrasings and word orders for each. What a caption
-leaves unsaid is either absent (no thing, clear weather) or left to chance (time, colour, direction, speed), so that the
-world answers short prompts too. Combinations chosen by a hash are held out: training never sees them.
+`render_scene` films it, and `caption_scene` says it in words: several phrasings and word orders for each. What a
+caption leaves unsaid is either absent (no thing, clear weather) or left to chance (time, colour, direction, speed), so
+that the world answers short prompts too. Combinations chosen by a hash are held out: training never sees them.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.random import Generator
+from numpy.typing import NDArray
 
 from opensora_cli.data import painting
 
@@ -70,7 +71,7 @@ class Direction(StrEnum):
 
 
 class Speed(StrEnum):
-    """How fast: a quarter or half of the picture's width in 17 frames."""
+    """How fast: a quarter or half of the picture's width in 17 frames at 12 fps."""
 
     SLOW = "slow"
     FAST = "fast"
@@ -168,9 +169,7 @@ def is_held_out(scene: Scene) -> bool:
     if scene.thing is None:
         return False
     thing = scene.thing
-    name = "/".join(
-        (scene.place, scene.weather, scene.time, thing.shape, thing.colour, thing.direction, thing.speed)
-    )
+    name = "/".join((scene.place, scene.weather, scene.time, thing.shape, thing.colour, thing.direction, thing.speed))
     return hashlib.sha256(name.encode()).digest()[0] < 32
 
 
@@ -202,7 +201,7 @@ def sample_scene(rng: Generator, *, held_out: bool = False, thing_share: float =
             return scene
 
 
-def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: float = 12.0) -> np.ndarray:
+def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: float = 12.0) -> NDArray[np.uint8]:
     """Film a scene.
 
     Args:

@@ -1,5 +1,6 @@
 """From settings to the configurations of the models, and what these weigh."""
 
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from opensora_cli.engine.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.tiling import TileGrid, Tiling
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -66,6 +67,18 @@ def vae_config(settings: VAESettings) -> HunyuanVAEConfig:
 def vae_tiling(settings: VAESettings) -> Tiling:
     """Return which axes the autoencoder cuts into tiles."""
     return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
+
+
+def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
+    """Return how often the decoder runs for latents of this (C, T, H, W)."""
+    grid, tiling = TileGrid.of_decoder(vae_config(settings)), vae_tiling(settings)
+    _, frames, rows, columns = latent_shape
+    tiles = 1
+    if tiling.spatial and max(rows, columns) > grid.space.size:
+        tiles *= ceil(rows / grid.space.stride) * ceil(columns / grid.space.stride)
+    if tiling.temporal and frames > grid.time.size:
+        tiles *= ceil(frames / grid.time.stride)
+    return tiles
 
 
 def transformer_on_meta(settings: ModelSettings) -> MMDiT:

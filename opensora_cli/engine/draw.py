@@ -26,7 +26,6 @@ from opensora_cli.engine.weights import Component
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 
-
 _MIB = 2**20
 
 
@@ -74,8 +73,9 @@ def draw_samples(
             latents_CTHW = latents_1CTHW[0].cpu()
             drawn.append(DrawnSample(latents_CTHW, time.perf_counter() - start))
             if sample.latents is not None:
-                save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
+                # Remembered first: an interruption may come when the file is in place and the call has not returned.
                 record.kept_latents.append(sample.latents)
+                save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
     del transformer
     build.release_memory(plan.hardware.device)
     return drawn

@@ -2,14 +2,14 @@
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from opensora_cli.engine import build
-from opensora_cli.engine.configs import vae_tiling
+from opensora_cli.engine.configs import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.draw import DrawnSample, load_vae
 from opensora_cli.engine.hardware import peak_memory_gib
 from opensora_cli.engine.outputs import SampleFiles
@@ -56,10 +56,11 @@ def finish_samples(
     """
     vae = load_vae(plan, record)
     videos = []
+    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
     for sample, latents in zip(files, drawn, strict=True):
         start = time.perf_counter()
-        with record.stage("decode", unit="video"):
-            frames_THWC = decode_latents(plan, vae, latents.latents_CTHW)
+        with record.stage("decode", total=tiles, unit="tiles") as progress:
+            frames_THWC = decode_latents(plan, vae, latents.latents_CTHW, on_tile=progress.advance)
         timings_s = record.timings_s | {"denoise": latents.denoise_s, "decode": time.perf_counter() - start}
         psnr = given_frames_psnr(frames_THWC, references) if references else None
         if psnr is not None:
@@ -110,9 +111,26 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def decode_latents(plan: ExecutionPlan, vae: HunyuanVAE, latents_CTHW: torch.Tensor) -> torch.Tensor:
-    """Return the frames (T, H, W, 3), uint8 on the CPU, cut to what was asked for."""
+def decode_latents(
+    plan: ExecutionPlan,
+    vae: HunyuanVAE,
+    latents_CTHW: torch.Tensor,
+    *,
+    on_tile: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Return the frames (T, H, W, 3), uint8 on the CPU, cut to what was asked for.
+
+    Args:
+        plan: sizes and tiling.
+        vae: on the plan's device.
+        latents_CTHW: of one sample.
+        on_tile: called after each run of the decoder, for progress.
+    """
     settings = plan.settings
     latents_1CTHW = latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype)
-    pixels_1CTHW = vae.decode(latents_1CTHW, tiling=vae_tiling(settings.vae))
+    hook = vae.decoder.register_forward_hook(lambda *_: on_tile())
+    try:
+        pixels_1CTHW = vae.decode(latents_1CTHW, tiling=vae_tiling(settings.vae))
+    finally:
+        hook.remove()
     return to_uint8(pixels_1CTHW[0, :, : settings.video.num_frames, : plan.height, : plan.width])

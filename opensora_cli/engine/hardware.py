@@ -5,7 +5,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-import psutil
+import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
 from opensora_cli.core.dtypes import torch_dtype

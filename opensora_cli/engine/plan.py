@@ -103,14 +103,14 @@ class ExecutionPlan:
         worst = max(self.stages, key=lambda stage: stage.total_bytes)
         hardware = self.hardware
         raise HardwareError(
-            f"weights and latents need {_gib(worst.total_bytes)} in the stage {worst.name}, "
-            f"and {hardware.device} ({hardware.device_name}) has {_gib(hardware.free_bytes)} free",
+            f"weights and latents need {_size(worst.total_bytes)} in the stage {worst.name}, "
+            f"and {hardware.device} ({hardware.device_name}) has {_size(hardware.free_bytes)} free",
             hint=self._what_would_fit(),
         )
 
     def _what_would_fit(self) -> str:
         if self.hardware.dtype is torch.float32 and self.peak_bytes // 2 <= self.hardware.free_bytes:
-            return f"--dtype bfloat16 needs {_gib(self.peak_bytes // 2)}"
+            return f"--dtype bfloat16 needs {_size(self.peak_bytes // 2)}"
         return "use a device with more memory, or --model demo"
 
     def to_json(self) -> dict[str, Any]:
@@ -158,18 +158,18 @@ class ExecutionPlan:
         video = settings.video
         channels, frames, rows, columns = self.latent_shape
         dtype = str(hardware.dtype).removeprefix("torch.")
-        memory = ", ".join(f"{stage.name} {_gib(stage.total_bytes)}" for stage in self.stages)
+        memory = ", ".join(f"{stage.name} {_size(stage.total_bytes)}" for stage in self.stages)
         found = [f"{component}: {path}" for component, path in self.weights.paths.items()]
         missing = [name for names in self.weights.missing.values() for name in names]
         return [
             f"model     {settings.model.name} on {hardware.device} ({hardware.device_name}), {dtype}",
             f"video     {self.num_samples} x {self.width}x{self.height}, {video.num_frames} frames at {video.fps} fps",
-            f"latents   {channels}x{frames}x{rows}x{columns}, {_gib(self.latent_bytes)} a sample",
+            f"latents   {channels}x{frames}x{rows}x{columns}, {_size(self.latent_bytes)} a sample",
             f"tokens    {self.video_tokens} video + {settings.text.t5_max_length} text",
             f"sampling  {self.mode.name}, {len(self.timesteps) - 1} steps, "
             f"{self.evaluations_per_sample * self.num_samples} model evaluations",
             f"memory    {memory} (weights and data; activations come on top)",
-            f"peak      {_gib(self.peak_bytes)} of {_gib(hardware.free_bytes)} free: "
+            f"peak      {_size(self.peak_bytes)} of {_size(hardware.free_bytes)} free: "
             f"{'fits' if self.fits else 'does not fit'}",
             *(f"weights   {line}" for line in found),
             *(f"missing   {line}" for line in missing),
@@ -288,5 +288,8 @@ def _stages(
     return (text, *encode, denoise, decode)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 100 else f"{num_bytes / 2**20:.2f} MiB"
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes / 2**10:.2f} KiB"

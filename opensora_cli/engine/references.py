@@ -21,15 +21,12 @@ from opensora_cli.engine.sampling.conditioning import (
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import Fit, fit_frames
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
 # Identical frames have no finite PSNR, and JSON no infinity.
 _HIGHEST_PSNR_DB = 99.0
-
-WHOLE = Tiling()
-"""No tiles."""
 
 # Rates such as 23.976 and 24 are the same to the eye.
 _SAME_RATE = 0.05
@@ -69,7 +66,7 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
 def _suggested_mode(references: Sequence[str]) -> str:
     if not references:
         return "t2v"
-    pictures = [is_picture(path) for path in references]
+    pictures = [_is_sound_picture(path) for path in references]
     if all(pictures) and len(pictures) <= 2:
         return "i2v_head" if len(pictures) == 1 else "i2v_loop"
     if len(pictures) == 1:
@@ -78,6 +75,14 @@ def _suggested_mode(references: Sequence[str]) -> str:
         f"no condition mode suits these {len(pictures)} references by itself",
         hint="say which one with --cond, and give one file for each end of the video",
     )
+
+
+def _is_sound_picture(path: str) -> bool:
+    """Return False for a video, and raise MediaError for what is neither."""
+    if is_picture(path):
+        return True
+    read_video(path, num_frames=1)
+    return False
 
 
 def _count(references: Sequence[str]) -> str:
@@ -141,7 +146,7 @@ def encode_references(
     references: Sequence[Reference],
     vae: HunyuanVAE,
     *,
-    tiling: Tiling = WHOLE,
+    tiling: Tiling = NO_TILING,
     on_encoded: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
     """Return the latents_CTHW of each reference, encoded on its own.
@@ -170,7 +175,7 @@ def collect_references_batch(
     is_causal: bool = False,
     *,
     fit: Fit | str = Fit.CROP,
-    tiling: Tiling = WHOLE,
+    tiling: Tiling = NO_TILING,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> list[list[torch.Tensor] | None]:
     """Read and encode the references of a batch, for `prepare_inference_condition`.

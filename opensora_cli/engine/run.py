@@ -25,7 +25,7 @@ class RunRecord:
         self.finished: list[Path] = []
         """Results that are complete."""
         self.kept_latents: list[Path] = []
-        """Latents whose results are not."""
+        """Latents whose results are not; those that were being saved when the run ended may not exist."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -66,17 +66,21 @@ class RunRecord:
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt("\n".join(self._what_is_left())) from interrupt
+            left = self._what_is_left() or ["nothing was finished yet: run it again to start anew"]
+            raise KeyboardInterrupt("\n".join(left)) from interrupt
         except Exception:
-            if self.finished or self.kept_latents:
-                for line in self._what_is_left():
-                    self.reporter.warn(line)
+            for line in self._what_is_left():
+                self.reporter.warn(line)
             raise
 
     def _what_is_left(self) -> list[str]:
         finished = [f"finished: {path}" for path in self.finished]
-        kept = [f"go on with: osora generate --from-latents {shlex.quote(str(path))}" for path in self.kept_latents]
-        return [*finished, *kept] or ["nothing was finished yet: run it again to start anew"]
+        kept = [
+            f"go on with: osora generate --from-latents {shlex.quote(str(path))}"
+            for path in self.kept_latents
+            if path.is_file()
+        ]
+        return [*finished, *kept]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -16,8 +16,10 @@ from av.video.reformatter import Interpolation
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media.frames import VideoSource
 
-# Only containers of video. FFmpeg would also open playlists, which name other files, and draw plain text as a video.
-_CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,h264,hevc,m4v,ivf,mxf,yuv4mpegpipe,obu,av1"
+ONLY_VIDEOS = {
+    "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
+}
+"""Options for opening a file: FFmpeg would also open playlists, which name other files, and plain text as a drawing."""
 
 # Phone pictures look like MP4 from outside, and FFmpeg would return one tile of them.
 _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1", b"avif"}
@@ -48,9 +50,7 @@ def open_video(path: Path) -> Iterator[VideoSource]:
         raise MediaError(f"{path} is a HEIF picture, which osora cannot read", hint="convert it to PNG or JPEG")
     try:
         # Absolute: FFmpeg takes a relative name such as `http:x` for an address.
-        with av.open(
-            str(path.absolute()), mode="r", options={"format_whitelist": _CONTAINERS}, metadata_errors="replace"
-        ) as container:
+        with av.open(str(path.absolute()), mode="r", options=ONLY_VIDEOS, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             track = container.streams.video[0]

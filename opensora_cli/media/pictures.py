@@ -14,10 +14,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media.frames import VideoSource
 
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 """What Pillow raises for broken files, by format."""
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PPM")
 """Pillow also knows formats that it tells by almost nothing, that start other programs, or that are videos."""
 
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
@@ -34,11 +34,11 @@ def num_pictures(path: Path) -> int:
         MediaError: a picture that is broken.
     """
     try:
-        with Image.open(path, formats=_FORMATS) as picture:
+        with Image.open(path, formats=FORMATS) as picture:
             return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED_FORMATS else 1
     except UnidentifiedImageError:
         return 0
-    except _BROKEN as error:
+    except BROKEN as error:
         raise _broken(path, error) from error
 
 
@@ -49,9 +49,9 @@ def read_first(path: Path) -> torch.Tensor:
         MediaError: broken.
     """
     try:
-        with Image.open(path, formats=_FORMATS) as picture:
+        with Image.open(path, formats=FORMATS) as picture:
             return _rgb(picture, path)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise _broken(path, error) from error
 
 
@@ -63,11 +63,11 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
         MediaError: broken; also while its frames are read.
     """
     try:
-        with Image.open(path, formats=_FORMATS) as picture:
+        with Image.open(path, formats=FORMATS) as picture:
             durations_ms = _durations_ms(picture)
             mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
             yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise _broken(path, error) from error
 
 

@@ -8,6 +8,8 @@ import av
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from opensora_cli.core.exceptions import MediaError
+from opensora_cli.media.containers import ONLY_VIDEOS
+from opensora_cli.media.pictures import BROKEN, FORMATS
 
 _MUXER_KEYS = {"major_brand", "minor_version", "compatible_brands", "encoder"}
 
@@ -24,14 +26,15 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     if file.is_dir():
         file = min(file.glob("frame_*.png"), default=file)
     try:
-        with Image.open(file) as picture:
+        with Image.open(file, formats=FORMATS) as picture:
             return _picture_metadata(picture)
     except UnidentifiedImageError:
         pass  # then it may be a video
-    except OSError as error:
-        raise MediaError(f"cannot read {file}: {error.strerror or error}") from error
+    except BROKEN as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise MediaError(f"cannot read {file}: {cause}") from error
     try:
-        with av.open(str(file.absolute()), mode="r", metadata_errors="replace") as container:
+        with av.open(str(file.absolute()), mode="r", options=ONLY_VIDEOS, metadata_errors="replace") as container:
             return {key: value for key, value in container.metadata.items() if key not in _MUXER_KEYS}
     except av.FFmpegError as error:
         raise MediaError(f"{file} is neither a picture nor a video") from error

@@ -7,11 +7,14 @@ from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
+from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_yaml
-from opensora_cli.settings.layers import read_environment, read_sections, validate
+from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.presets import list_presets, preset_path
 
 
 class TrainTarget(StrEnum):
@@ -32,93 +35,141 @@ class OptimizerName(StrEnum):
 class SceneSettings(Section):
     """The clips of the procedural world."""
 
-    size: int = Field(64, ge=32, description="width and height in pixels")
-    num_frames: PositiveInt = Field(17, description="frames of a clip, 4k+1")
+    size: int = Field(default=64, ge=32, le=1024, description="width and height in pixels")
+    num_frames: PositiveInt = Field(default=17, description="frames of a clip: a multiple of 4, plus 1")
     fps: float = Field(default=12.0, gt=0, description="frames per second")
-
-    @model_validator(mode="after")
-    def _whole_latent_frames(self) -> Self:
-        if (self.num_frames - 1) % 4:
-            below = (self.num_frames - 1) // 4 * 4 + 1
-            raise ValueError(f"data.num_frames={self.num_frames} must be 4k+1: use {below} or {below + 4}")
-        return self
 
 
 class OptimizerSettings(Section):
     """The optimizer and its learning rate: a linear warm-up, a plateau, and a linear way down to zero."""
 
     name: OptimizerName = Field(
-        OptimizerName.ADAMW,
-        description="muon orthogonalises the updates of matrices inside blocks; adamw does the rest",
+        default=OptimizerName.ADAMW,
+        description="muon orthogonalises the updates of matrices inside blocks, adamw does the rest; adamw does all",
     )
-    learning_rate: float = Field(default=1e-3, gt=0, description="on the plateau, of adamw")
-    muon_learning_rate: float = Field(default=0.02, gt=0, description="on the plateau, of muon")
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.98, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
-    warmup_steps: NonNegativeInt = Field(100)
-    decay_steps: NonNegativeInt = Field(0, description="last steps, over which the rate falls to zero")
+    learning_rate: float = Field(default=1e-3, gt=0, description="of adamw, on the plateau")
+    muon_learning_rate: float = Field(default=0.02, gt=0, description="of muon, on the plateau")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of adamw's mean gradient")
+    beta2: float = Field(default=0.98, ge=0, lt=1, description="decay of adamw's mean squared gradient")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of adamw's mean squared gradient")
+    weight_decay: float = Field(default=0.0, ge=0, description="share of a weight that a step at rate 1 takes away")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="larger gradients are scaled down to this norm")
+    warmup_steps: NonNegativeInt = Field(default=100, description="first steps, over which the rate rises")
+    decay_steps: NonNegativeInt = Field(default=0, description="last steps, over which the rate falls to zero")
 
 
 class LoopSettings(Section):
     """How long to train, and what to keep on the way."""
 
-    steps: PositiveInt = Field(1000, description="optimizer updates in all")
-    batch_size: PositiveInt = Field(8, description="clips, pictures or captions of a step")
-    autocast_bf16: bool = Field(True, description="compute in bfloat16, with weights in float32")
-    ema_decay: float = Field(default=0.999, ge=0, lt=1, description="of the averaged weights, which are what is exported")
-    log_every: PositiveInt = Field(20, description="steps between two lines of the log")
-    checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
-    seed: NonNegativeInt = Field(0)
+    steps: PositiveInt = Field(default=1000, description="steps in all")
+    batch_size: PositiveInt = Field(default=8, description="clips or captions of a step")
+    autocast_bf16: bool = Field(default=True, description="compute in bfloat16, with weights in float32")
+    ema_decay: float = Field(default=0.999, ge=0, lt=1, description="of the averaged weights, which are exported")
+    log_every: PositiveInt = Field(default=20, description="steps between two lines of the log")
+    checkpoint_every: PositiveInt = Field(default=200, description="steps between two checkpoints")
+    seed: NonNegativeInt = Field(default=0, description="of the first weights, and of every step's batch and noise")
 
 
 class VAETrainSettings(Section):
     """The autoencoder's objective: mean absolute and squared error, and a little KL divergence."""
 
-    picture_steps: NonNegativeInt = Field(0, description="first steps, on single frames instead of clips")
-    picture_batch_size: PositiveInt = Field(32, description="pictures of such a step")
-    squared_error_weight: float = Field(default=4.0, ge=0)
-    kl_weight: float = Field(default=1e-4, ge=0, description="times the mean divergence of one latent value, in nats")
+    picture_steps: NonNegativeInt = Field(default=0, description="first steps, on single frames instead of clips")
+    picture_batch_size: PositiveInt = Field(default=32, description="pictures of such a step")
+    squared_error_weight: float = Field(default=4.0, ge=0, description="of the squared error; the absolute one has 1")
+    kl_weight: float = Field(default=1e-4, ge=0, description="of the mean divergence of one latent value, in nats")
+    whitening_clips: PositiveInt = Field(
+        default=64, description="clips from which the mean and variance of the exported latents are measured"
+    )
 
 
 class TextTrainSettings(Section):
     """Sizes of the two small text encoders, trained together to read scenes out of captions, and then frozen."""
 
-    t5_width: PositiveInt = Field(128)
-    t5_layers: PositiveInt = Field(2)
-    t5_heads: PositiveInt = Field(4)
-    t5_max_length: PositiveInt = Field(32)
-    clip_width: PositiveInt = Field(128)
-    clip_layers: PositiveInt = Field(2)
-    clip_heads: PositiveInt = Field(4)
-    clip_max_length: PositiveInt = Field(32)
+    t5_width: PositiveInt = Field(default=128, description="width of T5")
+    t5_layers: PositiveInt = Field(default=2, description="layers of T5")
+    t5_heads: PositiveInt = Field(default=4, description="attention heads of T5; divides its width")
+    t5_max_length: PositiveInt = Field(default=32, description="tokens that T5 reads, its end included")
+    clip_width: PositiveInt = Field(default=128, description="width of CLIP")
+    clip_layers: PositiveInt = Field(default=2, description="layers of CLIP")
+    clip_heads: PositiveInt = Field(default=4, description="attention heads of CLIP; divides its width")
+    clip_max_length: PositiveInt = Field(default=32, description="tokens that CLIP reads, its start and end included")
+
+    @model_validator(mode="after")
+    def _heads_divide_widths(self) -> Self:
+        for name, width, heads in (("t5", self.t5_width, self.t5_heads), ("clip", self.clip_width, self.clip_heads)):
+            if width % heads:
+                raise ValueError(f"text.{name}_heads={heads} must divide text.{name}_width={width}")
+        return self
+
+
+class ModeWeights(Section):
+    """How often each condition mode is trained, compared with the others."""
+
+    t2v: float = Field(default=10.0, ge=0, description="nothing is given")
+    i2v_head: float = Field(default=2.0, ge=0, description="the first frame is given")
+    i2v_tail: float = Field(default=1.0, ge=0, description="the last frame is given")
+    i2v_loop: float = Field(default=1.0, ge=0, description="both are given")
+    v2v_head: float = Field(default=1.0, ge=0, description="the first frames are given")
+    v2v_tail: float = Field(default=1.0, ge=0, description="the last frames are given")
+    v2v_head_easy: float = Field(default=0.5, ge=0, description="more of the first frames are given")
+    v2v_tail_easy: float = Field(default=0.5, ge=0, description="more of the last frames are given")
+
+    def by_mode(self) -> dict[ConditionMode, float]:
+        """Return the weights of the modes that are trained at all."""
+        weights = {mode: float(getattr(self, mode)) for mode in ConditionMode}
+        return {mode: weight for mode, weight in weights.items() if weight > 0}
+
+    @model_validator(mode="after")
+    def _some_mode_is_trained(self) -> Self:
+        if not self.by_mode():
+            raise ValueError("train_mmdit.mode_weights are all 0: give at least one mode a weight over 0")
+        return self
 
 
 class MMDiTTrainSettings(Section):
     """The transformer's objective: flow matching, conditioned by mode."""
 
-    first_clips: PositiveInt = Field(512, description="clips that are encoded before the first step")
-    cached_clips: PositiveInt = Field(4096, description="encoded clips kept in memory, of which a batch is drawn")
-    fresh_clips_per_step: NonNegativeInt = Field(2, description="cached clips that a step replaces by new ones")
-    text_dropout: float = Field(default=0.1, ge=0, le=1, description="how often the prompt becomes the empty one")
-    mode_weights: dict[str, float] = Field(
-        {"t2v": 10, "i2v_head": 2, "i2v_tail": 1, "i2v_loop": 1, "v2v_head": 1, "v2v_tail": 1, "v2v_head_easy": 0.5}
-        | {"v2v_tail_easy": 0.5},
-        description="how often each condition mode is trained",
+    first_clips: PositiveInt = Field(default=512, description="clips that are encoded before the first step")
+    cached_clips: PositiveInt = Field(
+        default=4096, description="encoded clips kept in memory, for batches to draw from"
     )
-    video_latent_frames: PositiveInt = Field(2, description="latent frames given by v2v modes, one more not counted")
-    easy_latent_frames: PositiveInt = Field(3, description="the same of the easy ones")
-    sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise left at the data's end")
+    fresh_clips_per_step: NonNegativeInt = Field(default=2, description="new clips of a step, in place of the oldest")
+    text_dropout: float = Field(default=0.1, ge=0, le=1, description="how often the prompt becomes the empty one")
+    mode_weights: ModeWeights = ModeWeights()
+    video_latent_frames: PositiveInt = Field(
+        default=2, description="latent frames given in the v2v modes, without the causal one"
+    )
+    easy_latent_frames: PositiveInt = Field(default=3, description="likewise in the easy v2v modes")
+    sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise that is left at time 0")
+
+    @model_validator(mode="after")
+    def _first_clips_fit(self) -> Self:
+        if self.first_clips > self.cached_clips:
+            raise ValueError(
+                f"train_mmdit.first_clips={self.first_clips} must be at most "
+                f"train_mmdit.cached_clips={self.cached_clips}"
+            )
+        return self
+
+    def given_latent_frames(self, mode: ConditionMode) -> int:
+        """Return how many latent frames of a clip are given in `mode`."""
+        if mode.takes_video:
+            return (self.easy_latent_frames if mode.is_easy else self.video_latent_frames) + 1
+        if mode.is_loop:
+            return 2
+        return int(mode.takes_reference)
 
 
 class TrainSettings(Section):
     """Everything that a training run depends on."""
 
-    target: TrainTarget
-    output: str = Field("runs/train", description="folder of checkpoints, log and the exported weights")
-    weights: str = Field("", description="folder with the frozen parts: the autoencoder and the text encoders")
+    target: TrainTarget = Field(description="the part that is trained")
+    output: str = Field(
+        default="runs/train", min_length=1, description="folder of checkpoint, log and exported weights"
+    )
+    weights: tuple[str, ...] = Field(
+        default=(), description="folders to look for the frozen parts in: vae.safetensors, t5/ and clip/"
+    )
     data: SceneSettings = SceneSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
@@ -128,15 +179,114 @@ class TrainSettings(Section):
     train_vae: VAETrainSettings = VAETrainSettings()
     train_mmdit: MMDiTTrainSettings = MMDiTTrainSettings()
 
+    @property
+    def num_latent_frames(self) -> int:
+        """Latent frames of a clip."""
+        return (self.data.num_frames - 1) // self.vae.time_compression_ratio + 1
 
-def load_train_settings(
-    *, config: Path, overrides: Mapping[str, Given], environment: Mapping[str, str]
-) -> TrainSettings:
-    """Return the settings of a run: `overrides` above the environment above the YAML file above the defaults.
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        problems = []
+        if self.target in (TrainTarget.VAE, TrainTarget.MMDIT):
+            problems += _clip_problems(self)
+        if self.target is TrainTarget.MMDIT:
+            problems += _transformer_problems(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+_COMMON_SETTINGS = frozenset({"target", "output", "optimizer", "loop"})
+_SETTINGS_OF_TARGET = {
+    TrainTarget.VAE: _COMMON_SETTINGS | {"data", "vae", "train_vae"},
+    TrainTarget.TEXT: _COMMON_SETTINGS | {"text"},
+    TrainTarget.MMDIT: _COMMON_SETTINGS | {"weights", "data", "model", "vae", "text", "train_mmdit"},
+}
+
+
+def find_recipe(name: Path) -> Path:
+    """Return the settings file that `name` means: itself, or the packaged recipe of that name.
 
     Raises:
-        RequestError: a key is unknown, or a value breaks a rule; one line each.
+        RequestError: it looks like a recipe's name, and there is none of that name.
+    """
+    return name if name.suffix or name.is_file() else preset_path("train", str(name))
+
+
+def load_train_settings(*, config: Path | None, overrides: Layer, environment: Mapping[str, str]) -> TrainSettings:
+    """Return the settings of a run: `overrides` above the environment above the file above the defaults.
+
+    Args:
+        config: YAML file, or the name of a packaged recipe. One is needed: no defaults would suit every target.
+        overrides: what the command line gave; see `layers.collect_overrides`.
+        environment: variables to read `OSORA_*` from; `OSORA_WEIGHTS`, the folder of the released model, is not meant
+            for training and left alone.
+
+    Raises:
+        RequestError: no file is given, a key is unknown, a value breaks a rule, or an override has no effect.
         FileProblem: the file is missing or broken.
     """
-    layers = read_sections(TrainSettings, read_yaml(config), source=str(config))
-    return validate(TrainSettings, {**layers, **read_environment(TrainSettings, environment), **overrides})
+    if config is None:
+        raise RequestError("--config is missing: it names what to train", hint=f"use {_recipes()}, or your own file")
+    path = find_recipe(config)
+    file = read_sections(TrainSettings, read_yaml(path), source=str(path))
+    ours = {name: value for name, value in environment.items() if name != "OSORA_WEIGHTS"}
+    settings = validate(TrainSettings, {**file, **read_environment(TrainSettings, ours), **overrides})
+    _refuse_without_effect(overrides, settings.target)
+    return settings
+
+
+def _recipes() -> str:
+    return " or ".join(f"--config {name}" for name in list_presets("train"))
+
+
+def _refuse_without_effect(overrides: Mapping[str, Given], target: TrainTarget) -> None:
+    # In a file, which others may extend, such a key may stand; who types it expects something of it.
+    for key, given in overrides.items():
+        if key.partition(".")[0] not in _SETTINGS_OF_TARGET[target]:
+            raise RequestError(
+                f"{key}={given.value} (from {given.source}) has no effect with target={target}",
+                hint=f"these have: {', '.join(sorted(_SETTINGS_OF_TARGET[target]))}",
+            )
+
+
+def _clip_problems(settings: TrainSettings) -> list[str]:
+    data, vae = settings.data, settings.vae
+    problems = []
+    ratio = vae.time_compression_ratio
+    if (data.num_frames - 1) % ratio:
+        below = (data.num_frames - 1) // ratio * ratio + 1
+        problems.append(
+            f"data.num_frames={data.num_frames} must be a multiple of {ratio}, plus 1: use {below} or {below + ratio}"
+        )
+    multiple = vae.spatial_compression_ratio
+    if settings.target is TrainTarget.MMDIT:
+        multiple *= settings.model.patch_size
+    if data.size % multiple:
+        above = (data.size // multiple + 1) * multiple
+        problems.append(f"data.size={data.size} must be a multiple of {multiple}, the side of a token: use {above}")
+    return problems
+
+
+def _transformer_problems(settings: TrainSettings) -> list[str]:
+    model, vae = settings.model, settings.vae
+    problems = []
+    channels = vae.latent_channels * model.patch_size**2
+    if model.in_channels != channels:
+        problems.append(
+            f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.latent_channels} x "
+            f"model.patch_size={model.patch_size} squared: use {channels}"
+        )
+    if model.guidance_embed:
+        problems.append("model.guidance_embed=true cannot be trained: distillation needs a teacher; use false")
+    modes = settings.train_mmdit.mode_weights.by_mode()
+    if not model.cond_embed and any(mode.takes_reference for mode in modes):
+        problems.append("train_mmdit.mode_weights must be 0 but for t2v with model.cond_embed=false")
+    most = max(settings.train_mmdit.given_latent_frames(mode) for mode in modes)
+    if most >= settings.num_latent_frames:
+        shortest = most * vae.time_compression_ratio + 1
+        problems.append(
+            f"data.num_frames={settings.data.num_frames} leaves nothing to learn in a condition mode that gives {most} "
+            f"latent frames: use at least {shortest}, or 0 for such a mode in train_mmdit.mode_weights"
+        )
+    return problems

@@ -7,16 +7,14 @@ are then frozen: T5's token embeddings and CLIP's pooled one condition the video
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.files import atomic_folder, write_json_atomic
 from opensora_cli.data.scenes import (
     Colour,
     Direction,
@@ -31,10 +29,13 @@ from opensora_cli.data.scenes import (
     sample_scene,
     vocabulary,
 )
+from opensora_cli.engine.train.files import CLIP_FOLDER, T5_FOLDER, VOCABULARY_FILE
+from opensora_cli.engine.train.loop import Chance
+from opensora_cli.models.text.folder import quiet
 from opensora_cli.settings.train import TextTrainSettings
 
 UNKNOWN = "<unk>"
-# One question a head answers; the last answer of the four about the thing is that there is none.
+# What a head answers, and how many answers there are; the last one of the four about the thing is that there is none.
 QUESTIONS: dict[str, int] = {
     "place": len(Place),
     "weather": len(Weather),
@@ -48,15 +49,15 @@ QUESTIONS: dict[str, int] = {
 
 def answers(scene: Scene) -> list[int]:
     """Return the right answer to each of `QUESTIONS`, as an index."""
-    found = [list(Place).index(scene.place), list(Weather).index(scene.weather), list(Time).index(scene.time)]
-    if scene.thing is None:
-        return found + [len(Shape), len(Colour), len(Direction), len(Speed)]
     thing = scene.thing
-    return found + [
-        list(Shape).index(thing.shape),
-        list(Colour).index(thing.colour),
-        list(Direction).index(thing.direction),
-        list(Speed).index(thing.speed),
+    return [
+        list(Place).index(scene.place),
+        list(Weather).index(scene.weather),
+        list(Time).index(scene.time),
+        list(Shape).index(thing.shape) if thing else len(Shape),
+        list(Colour).index(thing.colour) if thing else len(Colour),
+        list(Direction).index(thing.direction) if thing else len(Direction),
+        list(Speed).index(thing.speed) if thing else len(Speed),
     ]
 
 
@@ -77,7 +78,7 @@ def build_tokenizer(*, max_length: int, start: bool) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>" if start else "$A </s>", special_tokens=[(word, words[word]) for word in ("<s>", "</s>")]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="</s>",
@@ -87,84 +88,107 @@ def build_tokenizer(*, max_length: int, start: bool) -> PreTrainedTokenizerFast:
     )
 
 
-class _Encoders(nn.Module):
-    """Both encoders and the heads that question them, which are thrown away after training."""
+class TextEncoders(nn.Module):
+    """Both encoders, and the heads that question them, which are thrown away after training.
 
-    def __init__(self, settings: TextTrainSettings, *, t5_vocabulary: int, clip_tokenizer: Any) -> None:
+    Args:
+        settings: sizes.
+        t5_tokenizer: what T5 reads.
+        clip_tokenizer: what CLIP reads.
+    """
+
+    def __init__(
+        self,
+        settings: TextTrainSettings,
+        *,
+        t5_tokenizer: PreTrainedTokenizerFast,
+        clip_tokenizer: PreTrainedTokenizerFast,
+    ) -> None:
         super().__init__()
-        self.t5 = T5EncoderModel(
-            T5Config(
-                vocab_size=t5_vocabulary,
-                d_model=settings.t5_width,
-                d_kv=settings.t5_width // settings.t5_heads,
-                d_ff=2 * settings.t5_width,
-                num_layers=settings.t5_layers,
-                num_heads=settings.t5_heads,
-                feed_forward_proj="gated-gelu",
-                tie_word_embeddings=False,
-                dropout_rate=0.0,
-            )
-        )
-        self.clip = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(clip_tokenizer),
-                hidden_size=settings.clip_width,
-                intermediate_size=2 * settings.clip_width,
-                projection_dim=settings.clip_width,
-                num_hidden_layers=settings.clip_layers,
-                num_attention_heads=settings.clip_heads,
-                max_position_embeddings=settings.clip_max_length,
-                pad_token_id=clip_tokenizer.pad_token_id,
-                bos_token_id=clip_tokenizer.bos_token_id,
-                eos_token_id=clip_tokenizer.eos_token_id,
-            )
-        )
+        self.t5 = T5EncoderModel(_t5_config(settings, t5_tokenizer))
+        self.clip = CLIPTextModel(_clip_config(settings, clip_tokenizer))
         self.t5_heads = nn.ModuleDict({name: nn.Linear(settings.t5_width, n) for name, n in QUESTIONS.items()})
         self.clip_heads = nn.ModuleDict({name: nn.Linear(settings.clip_width, n) for name, n in QUESTIONS.items()})
 
-    def forward(self, t5_ids: Tensor, clip_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def forward(self, t5_ids_BL: Tensor, clip_ids_BL: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return for each question the logits of T5, from the mean over tokens, and of CLIP, from the pooled output."""
-        t5_BC = self.t5(input_ids=t5_ids).last_hidden_state.mean(dim=1)
-        clip_BC = self.clip(input_ids=clip_ids).pooler_output
+        t5_BC = self.t5(input_ids=t5_ids_BL).last_hidden_state.mean(dim=1)
+        clip_BC = self.clip(input_ids=clip_ids_BL).pooler_output
         return {name: (self.t5_heads[name](t5_BC), self.clip_heads[name](clip_BC)) for name in QUESTIONS}
 
 
 class TextTask:
-    """Cross-entropy of every question, summed over both encoders."""
+    """Cross-entropy of every question, summed over both encoders.
+
+    Args:
+        settings: sizes of the encoders.
+        batch_size: captions of a step.
+    """
 
     def __init__(self, settings: TextTrainSettings, *, batch_size: int) -> None:
-        self._settings = settings
         self._batch_size = batch_size
         self.t5_tokenizer = build_tokenizer(max_length=settings.t5_max_length, start=False)
         self.clip_tokenizer = build_tokenizer(max_length=settings.clip_max_length, start=True)
-        self.encoders = _Encoders(settings, t5_vocabulary=len(self.t5_tokenizer), clip_tokenizer=self.clip_tokenizer)
-        self.module: nn.Module = self.encoders
+        self.module = TextEncoders(settings, t5_tokenizer=self.t5_tokenizer, clip_tokenizer=self.clip_tokenizer)
 
-    def loss(self, step: int, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+    def begin_step(self, step: int, ema: TextEncoders) -> None:
+        """Do nothing: there is one phase."""
+
+    def loss(self, step: int, chance: Chance) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of one batch of captions, and how many questions were answered as the scene has it."""
-        scenes = [sample_scene(rng) for _ in range(self._batch_size)]
-        captions = [_disturbed(caption_scene(scene, rng), rng) for scene in scenes]
-        expected = torch.tensor([answers(scene) for scene in scenes])
-        logits = self.encoders(_ids(self.t5_tokenizer, captions), _ids(self.clip_tokenizer, captions))
+        scenes = [sample_scene(chance.rng) for _ in range(self._batch_size)]
+        captions = [_disturbed(caption_scene(scene, chance.rng), chance.rng) for scene in scenes]
+        answers_BQ = torch.tensor([answers(scene) for scene in scenes])
+        logits = self.module(_ids(self.t5_tokenizer, captions), _ids(self.clip_tokenizer, captions))
         loss = torch.zeros(())
         right = {"t5_right": 0.0, "clip_right": 0.0}
-        for column, (by_t5, by_clip) in enumerate(logits.values()):
-            wanted = expected[:, column]
-            loss = loss + F.cross_entropy(by_t5.float(), wanted) + F.cross_entropy(by_clip.float(), wanted)
-            right["t5_right"] += float((by_t5.argmax(-1) == wanted).float().mean()) / len(logits)
-            right["clip_right"] += float((by_clip.argmax(-1) == wanted).float().mean()) / len(logits)
+        for (by_t5, by_clip), answers_B in zip(logits.values(), answers_BQ.unbind(1), strict=True):
+            for name, logits_BA in (("t5_right", by_t5), ("clip_right", by_clip)):
+                loss = loss + nn.functional.cross_entropy(logits_BA.float(), answers_B)
+                right[name] += float((logits_BA.argmax(-1) == answers_B).float().mean()) / len(logits)
         return loss, right
 
-    def export(self, ema: nn.Module, folder: Path) -> None:
+    def export(self, ema: TextEncoders, folder: Path) -> None:
         """Write the folders `t5` and `clip` in transformers' form, and what they know as `vocabulary.json`."""
-        assert isinstance(ema, _Encoders)
-        for name, model, tokenizer in (("t5", ema.t5, self.t5_tokenizer), ("clip", ema.clip, self.clip_tokenizer)):
-            model.save_pretrained(folder / name)
-            tokenizer.save_pretrained(folder / name)
-        write_json_atomic(folder / "vocabulary.json", vocabulary())
+        for name, model, tokenizer in (
+            (T5_FOLDER, ema.t5, self.t5_tokenizer),
+            (CLIP_FOLDER, ema.clip, self.clip_tokenizer),
+        ):
+            with atomic_folder(folder / name) as temporary, quiet():
+                model.save_pretrained(temporary)
+                tokenizer.save_pretrained(temporary)
+        write_json_atomic(folder / VOCABULARY_FILE, vocabulary())
 
 
-def _ids(tokenizer: Any, captions: Sequence[str]) -> Tensor:
+def _t5_config(settings: TextTrainSettings, tokenizer: PreTrainedTokenizerFast) -> T5Config:
+    return T5Config(
+        vocab_size=len(tokenizer),
+        d_model=settings.t5_width,
+        d_kv=settings.t5_width // settings.t5_heads,
+        d_ff=2 * settings.t5_width,
+        num_layers=settings.t5_layers,
+        num_heads=settings.t5_heads,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+
+
+def _clip_config(settings: TextTrainSettings, tokenizer: PreTrainedTokenizerFast) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.clip_width,
+        intermediate_size=2 * settings.clip_width,
+        projection_dim=settings.clip_width,
+        num_hidden_layers=settings.clip_layers,
+        num_attention_heads=settings.clip_heads,
+        max_position_embeddings=settings.clip_max_length,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str]) -> Tensor:
     tokens = tokenizer(list(captions), padding="max_length", truncation=True, return_tensors="pt")
     ids: Tensor = tokens.input_ids
     return ids

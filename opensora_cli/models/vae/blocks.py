@@ -1,16 +1,20 @@
-"""Layers of the causal video autoencoder. Tensors are (B,C,T,H,W)."""
+"""Layers of the causal video autoencoder: clips (B,C,T,H,W) in and out."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
-from opensora_cli.models.vae.resample import conv_of_upsampled, replicate_pad
+from opensora_cli.models.vae.resample import conv_of_upsampled, fast_layout, replicate_pad
 
 NORM_EPS = 1e-6
+"""Of every group norm of the released weights; a group norm spans all frames and positions of the clip."""
 
 
 class CausalConv3d(nn.Module):
-    """3D convolution that sees no later frame: edges are replicated, in time only before the clip."""
+    """3D convolution in which no frame sees a later one: edges are replicated, in time only before the clip.
+
+    A (B, C_in, T, H, W) clip becomes (B, C_out, (T-1)//stride[0] + 1, H/stride[1], W/stride[2]).
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, *, kernel_size: int = 3, stride: tuple[int, int, int] = (1, 1, 1)
@@ -21,14 +25,12 @@ class CausalConv3d(nn.Module):
         self.conv = nn.Conv3d(in_channels, out_channels, kernel_size, stride)
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        if any(self._padding):
-            hidden_BCTHW = replicate_pad(hidden_BCTHW, self._padding)
-        out: Tensor = self.conv(hidden_BCTHW)
-        return out
+        out_BCTHW: Tensor = self.conv(replicate_pad(fast_layout(hidden_BCTHW), self._padding))
+        return out_BCTHW
 
 
 class ResnetBlock(nn.Module):
-    """Norm, SiLU, convolution, twice, beside a shortcut."""
+    """Group norm, SiLU and convolution, twice, beside a shortcut that is a 1x1x1 convolution where widths differ."""
 
     def __init__(self, in_channels: int, out_channels: int, *, num_groups: int) -> None:
         super().__init__()
@@ -36,85 +38,101 @@ class ResnetBlock(nn.Module):
         self.conv1 = CausalConv3d(in_channels, out_channels)
         self.norm2 = nn.GroupNorm(num_groups, out_channels, eps=NORM_EPS)
         self.conv2 = CausalConv3d(out_channels, out_channels)
-        self.conv_shortcut = CausalConv3d(in_channels, out_channels, kernel_size=1) if in_channels != out_channels else None
+        self.conv_shortcut: CausalConv3d | None = None
+        if in_channels != out_channels:
+            self.conv_shortcut = CausalConv3d(in_channels, out_channels, kernel_size=1)
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        residual = self.conv1(F.silu(self.norm1(hidden_BCTHW)))
-        residual = self.conv2(F.silu(self.norm2(residual)))
+        residual_BCTHW: Tensor = self.conv1(functional.silu(self.norm1(hidden_BCTHW)))
+        residual_BCTHW = self.conv2(functional.silu(self.norm2(residual_BCTHW)))
         if self.conv_shortcut is not None:
             hidden_BCTHW = self.conv_shortcut(hidden_BCTHW)
-        return hidden_BCTHW + residual
-
-
-class Downsample(nn.Module):
-    def __init__(self, channels: int, *, time: int, space: int) -> None:
-        super().__init__()
-        self.conv = CausalConv3d(channels, channels, stride=(time, space, space))
-
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        out: Tensor = self.conv(hidden_BCTHW)
-        return out
-
-
-class Upsample(nn.Module):
-    def __init__(self, channels: int, *, time: int, space: int) -> None:
-        super().__init__()
-        self._time = time
-        self._space = space
-        self.conv = CausalConv3d(channels, channels)
-
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        conv = self.conv.conv
-        return conv_of_upsampled(hidden_BCTHW, conv.weight, conv.bias, time=self._time, space=self._space)
+        return hidden_BCTHW + residual_BCTHW
 
 
 class FrameCausalAttention(nn.Module):
+    """Self-attention of one full-width head over all positions, in which a frame sees itself and the past; residual.
+
+    The usual mask of T*H*W x T*H*W entries takes 4.6 GB at 33 frames of 32x32. But the queries of one frame all see the
+    same keys: frame by frame no mask is needed, half of the products are never computed, and torch's fused kernels keep
+    no scores either, forward or backward.
+    """
+
     def __init__(self, channels: int, *, num_groups: int) -> None:
         super().__init__()
         self.group_norm = nn.GroupNorm(num_groups, channels, eps=NORM_EPS)
         self.to_q = nn.Linear(channels, channels)
         self.to_k = nn.Linear(channels, channels)
         self.to_v = nn.Linear(channels, channels)
+        # A list because the released key is `to_out.0`.
         self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        _, _, num_frames, height, width = hidden_BCTHW.shape
-        tokens_BNC = self.group_norm(hidden_BCTHW).flatten(2).transpose(1, 2)
-        q, k, v = (layer(tokens_BNC).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
-        size = height * width
-        frames = [
-            F.scaled_dot_product_attention(
-                q[:, :, t * size : (t + 1) * size], k[:, :, : (t + 1) * size], v[:, :, : (t + 1) * size]
-            )
-            for t in range(num_frames)
-        ]
-        out_BNC = self.to_out[0](torch.cat(frames, dim=2).squeeze(1))
-        return hidden_BCTHW + out_BNC.transpose(1, 2).unflatten(2, (num_frames, height, width))
+        frame_size = hidden_BCTHW.shape[3] * hidden_BCTHW.shape[4]
+        tokens_BNC = self.group_norm(hidden_BCTHW).flatten(2).transpose(1, 2).contiguous()
+        k_B1NC, v_B1NC = self.to_k(tokens_BNC).unsqueeze(1), self.to_v(tokens_BNC).unsqueeze(1)
+        # Queries and outputs are projected frame by frame too: a clip's worth of each would double the memory.
+        frames: list[Tensor] = []
+        for end, frame_BNC in enumerate(tokens_BNC.split(frame_size, dim=1), start=1):
+            seen = slice(0, end * frame_size)
+            q_B1NC = self.to_q(frame_BNC).unsqueeze(1)
+            out_B1NC = functional.scaled_dot_product_attention(q_B1NC, k_B1NC[:, :, seen], v_B1NC[:, :, seen])
+            frames.append(self.to_out[0](out_B1NC.squeeze(1)))
+        del tokens_BNC, k_B1NC, v_B1NC
+        residual_BCN = torch.cat(frames, dim=1).transpose(1, 2)
+        return hidden_BCTHW + residual_BCN.view(hidden_BCTHW.shape)
 
 
 class MidBlock(nn.Module):
+    """Resnet, attention, resnet, at the lowest resolution."""
+
     def __init__(self, channels: int, *, num_groups: int) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList([ResnetBlock(channels, channels, num_groups=num_groups) for _ in range(2)])
+        self.resnets = nn.ModuleList(ResnetBlock(channels, channels, num_groups=num_groups) for _ in range(2))
         self.attentions = nn.ModuleList([FrameCausalAttention(channels, num_groups=num_groups)])
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        out: Tensor = self.resnets[1](self.attentions[0](self.resnets[0](hidden_BCTHW)))
-        return out
+        out_BCTHW: Tensor = self.resnets[1](self.attentions[0](self.resnets[0](hidden_BCTHW)))
+        return out_BCTHW
+
+
+class Downsample(nn.Module):
+    """Strided convolution by a factor of 1 or 2 in time and in space."""
+
+    def __init__(self, channels: int, *, time: int, space: int) -> None:
+        super().__init__()
+        self.conv = CausalConv3d(channels, channels, stride=(time, space, space))
+
+    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        out_BCTHW: Tensor = self.conv(hidden_BCTHW)
+        return out_BCTHW
+
+
+class Upsample(nn.Module):
+    """Nearest upsampling by a factor of 1 or 2 in time (except the first frame) and in space, then a convolution."""
+
+    def __init__(self, channels: int, *, time: int, space: int) -> None:
+        super().__init__()
+        self._time = time
+        self._space = space
+        # Only its weights are used; the nesting is that of the released keys.
+        self.conv = CausalConv3d(channels, channels)
+
+    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self._time, space=self._space)
 
 
 class DownBlock(nn.Module):
+    """A level of the encoder: resnets, then a downsampling where `time` or `space` is 2."""
+
     def __init__(
         self, in_channels: int, out_channels: int, *, num_layers: int, num_groups: int, time: int, space: int
     ) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(
-            ResnetBlock(in_channels if layer == 0 else out_channels, out_channels, num_groups=num_groups)
-            for layer in range(num_layers)
-        )
-        self.downsamplers = nn.ModuleList(
-            [Downsample(out_channels, time=time, space=space)] if time * space > 1 else []
-        )
+        self.resnets = _resnets(in_channels, out_channels, num_layers=num_layers, num_groups=num_groups)
+        self.downsamplers = nn.ModuleList()
+        if time * space > 1:
+            self.downsamplers.append(Downsample(out_channels, time=time, space=space))
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
         for layer in (*self.resnets, *self.downsamplers):
@@ -123,17 +141,24 @@ class DownBlock(nn.Module):
 
 
 class UpBlock(nn.Module):
+    """A level of the decoder: resnets, then an upsampling where `time` or `space` is 2."""
+
     def __init__(
         self, in_channels: int, out_channels: int, *, num_layers: int, num_groups: int, time: int, space: int
     ) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(
-            ResnetBlock(in_channels if layer == 0 else out_channels, out_channels, num_groups=num_groups)
-            for layer in range(num_layers)
-        )
-        self.upsamplers = nn.ModuleList([Upsample(out_channels, time=time, space=space)] if time * space > 1 else [])
+        self.resnets = _resnets(in_channels, out_channels, num_layers=num_layers, num_groups=num_groups)
+        self.upsamplers = nn.ModuleList()
+        if time * space > 1:
+            self.upsamplers.append(Upsample(out_channels, time=time, space=space))
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
         for layer in (*self.resnets, *self.upsamplers):
             hidden_BCTHW = layer(hidden_BCTHW)
         return hidden_BCTHW
+
+
+def _resnets(in_channels: int, out_channels: int, *, num_layers: int, num_groups: int) -> nn.ModuleList:
+    """Return the resnets of a level, of which the first changes the width."""
+    widths = (in_channels, *[out_channels] * (num_layers - 1))
+    return nn.ModuleList(ResnetBlock(width, out_channels, num_groups=num_groups) for width in widths)

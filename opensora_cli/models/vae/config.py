@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from opensora_cli.core.exceptions import RequestError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HunyuanVAEConfig:
     """Sizes of the autoencoder; the defaults are those of the released `hunyuan_vae.safetensors`.
 
@@ -43,40 +43,56 @@ class HunyuanVAEConfig:
     spatial_compression_ratio: int = 8
 
     def __post_init__(self) -> None:
-        # A list is what JSON gives; the instance must be hashable.
+        # A list is what JSON and YAML give; the configuration must be hashable.
         object.__setattr__(self, "block_out_channels", tuple(self.block_out_channels))
-        levels = len(self.block_out_channels)
-        if levels == 0:
-            raise RequestError("vae.block_out_channels is empty: name the width of at least one level")
-        for name in ("time_compression_ratio", "spatial_compression_ratio"):
+        self._check_levels()
+        self._check_tiles("sample_size", "spatial_compression_ratio")
+        self._check_tiles("sample_tsize", "time_compression_ratio")
+
+    def _check_levels(self) -> None:
+        widths = self.block_out_channels
+        if not widths:
+            raise RequestError("vae.block_out_channels is empty: it names the width of every resolution level")
+        if self.layers_per_block < 1:
+            raise RequestError(f"vae.layers_per_block={self.layers_per_block} must be at least 1")
+        if self.norm_num_groups < 1 or any(width < 1 or width % self.norm_num_groups for width in widths):
+            raise RequestError(
+                f"vae.norm_num_groups={self.norm_num_groups} must divide every width of vae.block_out_channels={widths}"
+            )
+        # The last level never halves time, but may halve space.
+        highest_ratios = {
+            "time_compression_ratio": 2 ** (len(widths) - 1),
+            "spatial_compression_ratio": 2 ** len(widths),
+        }
+        for name, highest in highest_ratios.items():
             ratio = getattr(self, name)
-            if ratio < 1 or ratio & (ratio - 1):
-                raise RequestError(f"vae.{name}={ratio} must be a power of two")
-        for width in self.block_out_channels:
-            if self.norm_num_groups < 1 or width % self.norm_num_groups:
+            if ratio < 1 or ratio & (ratio - 1) or ratio > highest:
+                allowed = ", ".join(str(2**power) for power in range(highest.bit_length()))
                 raise RequestError(
-                    f"vae.norm_num_groups={self.norm_num_groups} must divide every width in "
-                    f"vae.block_out_channels={self.block_out_channels}"
+                    f"vae.{name}={ratio} does not fit the {len(widths)} levels of vae.block_out_channels: use {allowed}"
                 )
-        # Time is never halved after the last level; space may be.
-        if self.time_compression_ratio > 2 ** (levels - 1):
+
+    def _check_tiles(self, size_name: str, ratio_name: str) -> None:
+        """Refuse tiles that would be cut and put together at different places."""
+        size, ratio, overlap = getattr(self, size_name), getattr(self, ratio_name), self.tile_overlap_factor
+        latent_size = size // ratio
+        strides = (int(latent_size * (1 - overlap)) * ratio, int(size * (1 - overlap)))
+        kept = ((latent_size - int(latent_size * overlap)) * ratio, size - int(size * overlap))
+        if strides[0] < 1 or len({*strides, *kept}) > 1:
             raise RequestError(
-                f"vae.time_compression_ratio={self.time_compression_ratio} needs more than the {levels} levels of "
-                f"vae.block_out_channels: with {levels} it is at most {2 ** (levels - 1)}"
+                f"vae.{size_name}={size} and vae.tile_overlap_factor={overlap} must give a tile and a smaller overlap "
+                f"that are multiples of vae.{ratio_name}={ratio}"
             )
-        if self.spatial_compression_ratio > 2**levels:
-            raise RequestError(
-                f"vae.spatial_compression_ratio={self.spatial_compression_ratio} needs more than the {levels} levels "
-                f"of vae.block_out_channels: with {levels} it is at most {2**levels}"
-            )
-        for name, ratio in (
-            ("sample_size", self.spatial_compression_ratio),
-            ("sample_tsize", self.time_compression_ratio),
-        ):
-            if getattr(self, name) < ratio or getattr(self, name) % ratio:
-                raise RequestError(f"vae.{name}={getattr(self, name)} must be a positive multiple of {ratio}")
-        if not 0.0 <= self.tile_overlap_factor < 1.0:
-            raise RequestError(f"vae.tile_overlap_factor={self.tile_overlap_factor} must be in [0, 1)")
+
+    @property
+    def latent_sample_size(self) -> int:
+        """Edge of a spatial tile in latents."""
+        return self.sample_size // self.spatial_compression_ratio
+
+    @property
+    def latent_sample_tsize(self) -> int:
+        """Length of a temporal tile in latent frames, not counting the first, causal one."""
+        return self.sample_tsize // self.time_compression_ratio
 
     @property
     def level_factors(self) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,8 @@
 """The Hunyuan causal video autoencoder."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.vae.blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
         for block in self.down_blocks:
             hidden_BCTHW = block(hidden_BCTHW)
         hidden_BCTHW = self.mid_block(hidden_BCTHW)
-        out: Tensor = self.conv_out(F.silu(self.conv_norm_out(hidden_BCTHW)))
+        out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out
 
 
@@ -53,16 +53,15 @@ class Decoder(nn.Module):
         hidden_BCTHW = self.mid_block(self.conv_in(latents_BCTHW))
         for block in self.up_blocks:
             hidden_BCTHW = block(hidden_BCTHW)
-        out: Tensor = self.conv_out(F.silu(self.conv_norm_out(hidden_BCTHW)))
+        out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out
 
 
 class HunyuanVAE(nn.Module):
     """Causal video autoencoder: 4k+1 frames become k+1 latent frames, the first of them a picture of its own.
 
-    State-dict keys are those of the released `hunyuan_vae.safetensors`. Trainable: every method is differentiable, works under
-    autocast and keeps the channels-last layout, in which convolutions on a CPU are about twice as fast. Architecture:
-    HunyuanVideo (https://arxiv.org/abs/2412.03603), section 4.1.
+    State-dict keys are those of the released `hunyuan_vae.safetensors`. Trainable: every method is differentiable and
+    works under autocast. Architecture: HunyuanVideo (https://arxiv.org/abs/2412.03603), section 4.1.
     """
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
@@ -79,12 +78,13 @@ class HunyuanVAE(nn.Module):
         """Encode a clip, or a picture as a clip of one frame, to scaled latents.
 
         Args:
-            pixels_BCTHW: (B, in_channels, T, H, W) in [-1, 1]; T-1 a multiple of the time compression, H and W of the spatial.
+            pixels_BCTHW: (B, in_channels, T, H, W) in [-1, 1]; T-1 must be a multiple of r = time_compression_ratio,
+                H and W of s = spatial_compression_ratio.
             generator: draws the sample from the posterior, on the pixels' device; None takes the posterior's mode.
             tiling: the axes along which to encode tile by tile.
 
         Returns:
-            (B, latent_channels, (T-1)/time_compression_ratio + 1, H/spatial_compression_ratio, W/spatial_compression_ratio).
+            (B, latent_channels, (T-1)/r + 1, H/s, W/s).
 
         Raises:
             RequestError: the clip has a shape that cannot be encoded.
@@ -122,12 +122,11 @@ class HunyuanVAE(nn.Module):
         """Decode scaled latents to pixels.
 
         Args:
-            latents_BCTHW: (B, latent_channels, t, h, w), as `encode` returns them.
+            latents_BCTHW: (B, latent_channels, T, H, W), as `encode` returns them.
             tiling: the axes along which to decode tile by tile.
 
         Returns:
-            (B, out_channels, (t-1)*time_compression_ratio + 1, h*spatial_compression_ratio, w*spatial_compression_ratio), about
-            [-1, 1] but not clamped.
+            (B, out_channels, (T-1)*r + 1, H*s, W*s) with r and s as in `encode`; about [-1, 1], not clamped.
 
         Raises:
             RequestError: the latents have a shape that cannot be decoded.
@@ -149,7 +148,8 @@ class HunyuanVAE(nn.Module):
         config, shape = self.config, tuple(pixels_BCTHW.shape)
         if len(shape) != 5 or shape[1] != config.in_channels or not pixels_BCTHW.numel():
             raise RequestError(
-                f"pixels of shape {shape} cannot be encoded: expected (batch, {config.in_channels}, frames, height, width)"
+                f"pixels of shape {shape} cannot be encoded: "
+                f"expected (batch, {config.in_channels}, frames, height, width)"
             )
         _, _, num_frames, height, width = shape
         time, space = config.time_compression_ratio, config.spatial_compression_ratio

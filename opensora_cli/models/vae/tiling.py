@@ -1,8 +1,8 @@
 """Overlapping tiles with linear blending, as the reference cuts and blends them.
 
-A tile starts at every stride, also where the tile before already reached the end; of each only the part before the next tile's start is
-kept, after its beginning was blended with the end of the (already blended) tile before it. Group norms span a tile, so
-that tiling is not exact: a tiled result equals another tiled one of the same tile sizes, not the un-tiled one.
+A tile starts at every stride, also where the tile before already reached the end. The beginning of each is blended with
+the end of the (already blended) tile before it, and only its part before the next tile's start is kept. Group norms
+span a tile, so that tiling is not exact: a tiled result equals one with the same tile sizes, not the un-tiled one.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from opensora_cli.models.vae.config import HunyuanVAEConfig
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Which axes are cut into tiles; a clip that fits one tile is never cut.
+    """Which axes are cut into tiles.
 
     Args:
-        spatial: cut height and width into tiles of `sample_size` pixels.
-        temporal: cut the clip into tiles of `sample_tsize` frames, and one more.
+        spatial: cut height and width into tiles of `sample_size` pixels, where one of them is larger.
+        temporal: cut clips of more than `sample_tsize` frames into tiles of that many and one more.
     """
 
     spatial: bool = False
@@ -48,7 +48,7 @@ class TileAxis:
 
     @classmethod
     def from_sizes(cls, size: int, *, output_size: int, overlap: float) -> "TileAxis":
-        """Cut tiles of `size` input positions, each `output_size` output positions, sharing `overlap` of their length."""
+        """Cut tiles of `size` positions, `output_size` of them coming out, that share `overlap` of their length."""
         blend = int(output_size * overlap)
         return cls(size=size, stride=int(size * (1 - overlap)), blend=blend, kept=output_size - blend)
 
@@ -64,22 +64,18 @@ class TileGrid:
     def of_encoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
         """Return the cut of pixels into tiles that become latents."""
         overlap = config.tile_overlap_factor
-        latent_size = config.sample_size // config.spatial_compression_ratio
-        latent_tsize = config.sample_tsize // config.time_compression_ratio
         return cls(
-            space=TileAxis.from_sizes(config.sample_size, output_size=latent_size, overlap=overlap),
-            time=TileAxis.from_sizes(config.sample_tsize, output_size=latent_tsize, overlap=overlap),
+            space=TileAxis.from_sizes(config.sample_size, output_size=config.latent_sample_size, overlap=overlap),
+            time=TileAxis.from_sizes(config.sample_tsize, output_size=config.latent_sample_tsize, overlap=overlap),
         )
 
     @classmethod
     def of_decoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
         """Return the cut of latents into tiles that become pixels."""
         overlap = config.tile_overlap_factor
-        latent_size = config.sample_size // config.spatial_compression_ratio
-        latent_tsize = config.sample_tsize // config.time_compression_ratio
         return cls(
-            space=TileAxis.from_sizes(latent_size, output_size=config.sample_size, overlap=overlap),
-            time=TileAxis.from_sizes(latent_tsize, output_size=config.sample_tsize, overlap=overlap),
+            space=TileAxis.from_sizes(config.latent_sample_size, output_size=config.sample_size, overlap=overlap),
+            time=TileAxis.from_sizes(config.latent_sample_tsize, output_size=config.sample_tsize, overlap=overlap),
         )
 
 
@@ -124,11 +120,11 @@ def _run_spatial_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis
 
 
 def _run_temporal_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Tensor:
-    # A tile has one frame more than its size, so that it is a causal clip of its own. That frame's output repeats what the
-    # tile before has, except in the first tile.
+    # A tile has one frame more than its size, so that it is a causal clip of its own. What comes out for that frame the
+    # tile before has too, except in the first tile: a last tile of one frame would add nothing.
     kept: list[Tensor] = []
     before: Tensor | None = None
-    for start in range(0, clip_BCTHW.shape[2], axis.stride):
+    for start in range(0, clip_BCTHW.shape[2] - 1, axis.stride):
         tile_BCTHW = run(clip_BCTHW[:, :, start : start + axis.size + 1])
         if before is None:
             kept.append(tile_BCTHW[:, :, : axis.kept + 1])

@@ -11,8 +11,10 @@ from PIL import Image
 
 from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.resize import Fit
 from opensora_cli.media.tags import read_metadata
 from opensora_cli.media.write import KNOWN_ENDINGS, MediaFormat, media_path, write_media
+from opensora_cli.settings import enums
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
 ANIMATED = [MediaFormat.MP4, MediaFormat.GIF, MediaFormat.WEBP]
@@ -204,6 +206,11 @@ def test_every_format_has_its_ending() -> None:
         ".webp": "webp",
         ".png": "png",
     }
+
+
+def test_settings_offer_what_can_be_done() -> None:
+    assert list(enums.OutputFormat) == list(MediaFormat)
+    assert list(enums.Fit) == list(Fit)
 
 
 def test_metadata_of_what_is_no_media_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,260 @@
+"""`osora generate` from the command line to the file: exit codes, what goes where, and Ctrl-C."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_world import World, make_world, moving_frames, released_overrides
+
+from opensora_cli.cli import app
+from opensora_cli.media.read import read_video
+from opensora_cli.media.write import write_media
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = make_world(tmp_path_factory.mktemp("world"))
+    gc.freeze()  # see tests/unit/engine/conftest.py
+    yield made
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("OSORA_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def arguments(world: World, out: Path, *more: str) -> list[str]:
+    settings = released_overrides(world, out)
+    weights, path = settings.pop("runtime.weights"), settings.pop("output.path")
+    if "--steps" in more:
+        del settings["sampling.num_inference_steps"]
+    assignments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return ["generate", "--model", "open-sora-v2", "--weights", weights, "--out", path, *assignments, *more]
+
+
+@pytest.fixture
+def osora(world, out, capsys):
+    """Run a shrunken `osora generate`; returns exit code, stdout and stderr."""
+
+    def run(*more: str) -> tuple[int, str, str]:
+        code = app.main(arguments(world, out, *more))
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_a_video(osora, out):
+    code, stdout, stderr = osora("raining, sea", "--seed", "3")
+    assert code == 0
+    assert stdout == f"{out}/raining-sea_seed3.mp4\n"
+    assert len(read_video(out / "raining-sea_seed3.mp4").frames_THWC) == 9
+    for stage in ("load", "text", "denoise", "decode", "save"):
+        assert f"{stage}: " in stderr
+
+
+def test_quiet(osora, out):
+    code, stdout, stderr = osora("raining, sea", "--quiet")
+    assert (code, stdout, stderr) == (0, f"{out}/raining-sea_seed42.mp4\n", "")
+
+
+def test_json_goes_back_in(osora, out, tmp_path, capsys):
+    code, stdout, _ = osora("raining, sea", "--json", "--num-samples", "2")
+    document = json.loads(stdout)
+    assert code == 0
+    assert document["schema"] == "osora.generate/1"
+    assert [Path(output["path"]).name for output in document["outputs"]] == [
+        "raining-sea_seed42.mp4",
+        "raining-sea_seed43.mp4",
+    ]
+    sidecar = document["outputs"][1]["sidecar"]
+    assert app.main(["generate", "--from", sidecar, "--out", str(tmp_path / "again")]) == 0
+    capsys.readouterr()
+    again = tmp_path / "again" / "raining-sea_seed43.mp4"
+    assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
+
+
+def test_dry_run(osora, out):
+    code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
+    plan = json.loads(stdout)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/1", 80)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("resolution", ["256px", "768px"])
+def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolution, monkeypatch):
+    free = torch.iinfo(torch.int64).max
+    monkeypatch.setattr("opensora_cli.engine.plan.pick_hardware", _hardware_with(free))
+    command = [
+        "generate",
+        "sea",
+        "--model",
+        "open-sora-v2",
+        "--weights",
+        str(tmp_path),
+        "--res",
+        resolution,
+        "--dry-run",
+    ]
+    assert app.main(command) == 0
+    assert "missing   hunyuan_vae.safetensors" in capsys.readouterr().out
+    monkeypatch.setattr("opensora_cli.engine.plan.pick_hardware", _hardware_with(2**30))
+    assert app.main(command) == 4
+    printed = capsys.readouterr()
+    assert "does not fit" in printed.out
+    assert "1.00 GiB free" in printed.err
+
+
+def _hardware_with(free_bytes):
+    from opensora_cli.engine.hardware import Hardware
+
+    cpu = Hardware(torch.device("cpu"), "a machine", torch.float32, free_bytes, free_bytes)
+    return lambda device, dtype: cpu
+
+
+def test_reference_and_inferred_mode(osora, world):
+    code, _, stderr = osora("a boat", "--ref", str(world.picture), "--fit", "pad")
+    assert code == 0
+    assert "condition: i2v_head" in stderr
+    assert "dB PSNR" in stderr
+
+
+class TestBadInput:
+    def refused(self, osora, out, *more, code, says):
+        found, stdout, stderr = osora(*more)
+        assert (found, stdout) == (code, "")
+        assert says in stderr
+        assert "Traceback" not in stderr
+        assert not out.exists() or not list(out.iterdir())
+
+    def test_empty_prompt(self, osora, out):
+        self.refused(osora, out, "", code=2, says="prompt")
+
+    def test_130_frames(self, osora, out):
+        self.refused(osora, out, "sea", "--set", "video.num_frames=130", code=2, says="129")
+
+    def test_reference_with_t2v(self, osora, out, world):
+        self.refused(osora, out, "sea", "--cond", "t2v", "--ref", str(world.picture), code=2, says="t2v")
+
+    def test_i2v_without_reference(self, osora, out):
+        self.refused(osora, out, "sea", "--cond", "i2v_head", code=2, says="--ref")
+
+    def test_missing_reference(self, osora, out, tmp_path):
+        self.refused(osora, out, "sea", "--ref", str(tmp_path / "none.png"), code=3, says="none.png")
+
+    def test_broken_picture(self, osora, out, tmp_path, world):
+        path = tmp_path / "broken.png"
+        path.write_bytes(world.picture.read_bytes()[:200])
+        self.refused(osora, out, "sea", "--ref", str(path), code=3, says="broken.png")
+
+    def test_text_named_mp4(self, osora, out, tmp_path):
+        (tmp_path / "text.mp4").write_text("no video at all\n" * 50)
+        for mode in ([], ["--cond", "i2v_head"], ["--cond", "v2v_head", "--set", "condition.video_latent_frames=1"]):
+            self.refused(osora, out, "sea", "--ref", str(tmp_path / "text.mp4"), *mode, code=3, says="text.mp4")
+
+    def test_too_short_video(self, osora, out, tmp_path):
+        write_media(moving_frames(3), tmp_path / "short.mp4", fps=24, format="mp4")
+        more = ["--ref", str(tmp_path / "short.mp4"), "--set", "condition.video_latent_frames=1"]
+        self.refused(osora, out, "sea", "--cond", "v2v_head", *more, code=3, says="has 3 frames, but 5 are needed")
+
+    def test_no_such_device(self, osora, out, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        self.refused(osora, out, "sea", "--device", "cuda", code=4, says="runtime.device=cuda is not there")
+
+    def test_missing_weights(self, tmp_path, out, capsys):
+        command = ["generate", "sea", "--model", "open-sora-v2", "--weights", str(tmp_path / "w"), "--out", str(out)]
+        assert app.main(command) == 3
+        stderr = capsys.readouterr().err
+        for name in ("Open_Sora_v2.safetensors", "hunyuan_vae.safetensors", "google/t5-v1_1-xxl", "openai/clip-vit"):
+            assert name in stderr
+        assert "hf download hpcai-tech/Open-Sora-v2" in stderr
+        assert not out.exists()
+
+    def test_broken_weights(self, world, tmp_path, out, capsys):
+        broken = tmp_path / "weights"
+        broken.mkdir()
+        for entry in world.released.iterdir():
+            if entry.is_dir():
+                (broken / entry.name).symlink_to(entry)
+            else:
+                (broken / entry.name).write_bytes(entry.read_bytes()[:-1])
+        command = arguments(world, out, "sea")
+        command[command.index("--weights") + 1] = str(broken)
+        assert app.main(command) == 3
+        assert "truncated" in capsys.readouterr().err
+
+    def test_existing_file(self, osora, out):
+        assert osora("sea")[0] == 0
+        code, _, stderr = osora("sea")
+        assert code == 3
+        assert "--overwrite" in stderr
+        assert osora("sea", "--overwrite")[0] == 0
+
+    def test_unwritable_folder(self, world, tmp_path, capsys):
+        (tmp_path / "file").write_text("")
+        assert app.main(arguments(world, tmp_path / "file" / "sub", "sea")) == 3
+        assert "cannot write" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_decoding(osora, out, monkeypatch):
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opensora_cli.engine.finish.decode_latents", interrupt)
+    code, stdout, stderr = osora("sea")
+    latents = out / "sea_seed42.latents.safetensors"
+    assert (code, stdout) == (130, "")
+    assert f"osora generate --from-latents {latents}" in stderr
+    monkeypatch.undo()
+    assert app.main(["generate", "--from-latents", str(latents)]) == 0
+    assert (out / "sea_seed42.mp4").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_from_the_keyboard(world, out):
+    """A real signal, in the middle of denoising the second sample or a later one."""
+    command = arguments(world, out, "sea", "--num-samples", "500", "--steps", "50")
+    program = "import sys; from opensora_cli.cli.app import main; sys.exit(main())"
+    running = subprocess.Popen(
+        [sys.executable, "-c", program, *command],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("*.safetensors")) and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        stdout, stderr = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 130, stderr
+    assert stdout == ""
+    kept = sorted(path.name for path in out.iterdir())
+    assert kept[0] == "sea_seed42.latents.safetensors"
+    assert all(name.endswith(".latents.safetensors") for name in kept)
+    assert "osora generate --from-latents" in stderr
+    assert "Traceback" not in stderr

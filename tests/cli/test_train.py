@@ -1,0 +1,177 @@
+"""`osora train`: exit codes, what is printed where, and going on after Ctrl-C."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import tiny_training
+import yaml
+from cli.test_help import HEAVY, modules_after
+
+from opensora_cli.cli.app import main
+from opensora_cli.engine.train.vae import VAETask
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> list[str]:
+    """Arguments that train an autoencoder for four steps."""
+    settings = tiny_training.vae_settings(tmp_path / "run").model_dump(mode="json", exclude={"weights"})
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return ["train", "--config", str(tmp_path / "tiny.yaml")]
+
+
+def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C at a step, once."""
+    begin_step = VAETask.begin_step
+
+    def begin(self: VAETask, at: int, ema: object) -> None:
+        begin_step(self, at, ema)
+        if at == step:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(VAETask, "begin_step", begin)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    modules = modules_after("train", "--help")
+    assert "opensora_cli.cli.train" in modules
+    assert HEAVY & modules == set()
+
+
+def test_a_wrong_request_is_told_without_torch() -> None:
+    assert HEAVY & modules_after_failing("train", "--config", "demo", "--set", "loop.stps=1") == set()
+
+
+def modules_after_failing(*args: str) -> set[str]:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, json; from opensora_cli.cli.app import main; main(sys.argv[1:]);"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert {"--config", "--set", "--resume", "--overwrite", "--json", "--quiet", "--dry-run"} <= named
+
+
+def test_trains_and_prints_what_it_wrote(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(recipe) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{tmp_path / 'run' / 'vae.safetensors'}\n"
+    assert (tmp_path / "run" / "vae.safetensors").is_file()
+    lines = captured.err.splitlines()
+    assert re.fullmatch(r"vae: [\d,]+ parameters, steps 0 to 4", lines[0])
+    assert [line.split()[:2] for line in lines[1:5]] == [["step", str(step)] for step in (1, 2, 3, 4)]
+    assert lines[5].startswith("train: 4 steps, ")
+
+
+def test_json_and_quiet(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*recipe, "--json", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == ""
+    assert document["schema"] == "osora.train/1"
+    assert (document["target"], document["steps"], document["resumed_from"]) == ("vae", 4, None)
+    assert document["exports"] == [str(tmp_path / "run" / "vae.safetensors")]
+
+
+def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*recipe, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^parameters  [\d,]+$", out, re.MULTILINE)
+    assert "target      vae\n" in out
+    assert "steps       4, 2 clips each\n" in out
+    assert f"output      {tmp_path / 'run'}: vae.safetensors\n" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_as_json(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*recipe, "--dry-run", "--json", "--set", "loop.steps=7"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "osora.train-plan/1"
+    assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
+    assert document["parameters"] > 1000
+
+
+@pytest.mark.parametrize("recipe_name", ["demo", "demo_text", "demo_vae"])
+def test_packaged_recipes_by_name(
+    recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", recipe_name, "--dry-run"]) == 0
+    missing = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
+    assert missing == (["vae.safetensors", "t5", "clip"] if recipe_name == "demo" else [])
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ([], 2, "--config is missing"),
+        ([], 2, "use --config demo or --config demo_text or --config demo_vae, or your own file"),
+        (["--config", "demo_vea"], 2, "did you mean demo_vae?"),
+        (["--config", "gone.yaml"], 3, "gone.yaml does not exist"),
+        (["--config", "demo_vae", "--set", "loop.stps=1"], 2, "did you mean loop.steps?"),
+        (["--config", "demo_vae", "--set", "optimiser.name=muon"], 2, "did you mean optimizer.name?"),
+        (["--config", "demo_vae", "--set", "optimizer.name=moon"], 2, "did you mean muon?"),
+        (["--config", "demo_vae", "--set", "loop.steps=many"], 2, "loop.steps=many must be a whole number (from --set)"),
+        (["--config", "demo_vae", "--resum"], 2, "Did you mean --resume?"),
+        (["--config", "demo_vae", "--resume"], 3, "has no checkpoint.pt to resume from"),
+        (["--config", "demo_vae", "--resume", "--overwrite"], 2, "give one of them"),
+        (["--config", "demo"], 3, "has no vae.safetensors, t5, clip"),
+        (["--config", "demo_vae", "--set", "output=/dev/null/run"], 3, "cannot write /dev/null/run"),
+    ],
+)  # fmt: skip
+def test_bad_requests(
+    args: list[str],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *args]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_interrupt_resume_and_overwrite(
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    interrupted_at(3, monkeypatch)
+    assert main([*recipe, "--quiet"]) == 130
+    expected = f"error: interrupted\n       step 3 of 4 is saved in {run}: go on with --resume\n"
+    assert capsys.readouterr().err == expected
+    assert not (run / "vae.safetensors").exists()
+
+    assert main([*recipe, "--quiet"]) == 3
+    assert "go on with --resume, begin anew with --overwrite" in capsys.readouterr().err
+    assert main([*recipe, "--dry-run", "--resume"]) == 0
+    assert f"going on from {run / 'checkpoint.pt'}" in capsys.readouterr().out
+    assert main([*recipe, "--quiet", "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_from"] == 3
+    resumed = (run / "vae.safetensors").read_bytes()
+
+    assert main([*recipe, "--quiet", "--overwrite"]) == 0
+    assert (run / "vae.safetensors").read_bytes() == resumed
+
+
+def test_diverging(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    weights = ["--set", "train_vae.squared_error_weight=1e38", "--set", "loop.steps=9"]
+    assert main([*recipe, *weights]) == 1
+    err = capsys.readouterr().err
+    assert "warning: step 1: loss or gradient is not finite, the step is skipped" in err
+    assert "error: loss or gradient was not finite 5 steps in a row, up to step 5" in err
+    assert "--set optimizer.learning_rate=X" in err

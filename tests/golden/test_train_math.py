@@ -1,0 +1,20 @@
+"""One training step of flow matching against the reference: times, noisy latents, target and loss."""
+
+from opensora_cli.engine.sampling.schedule import flow_shift_for
+from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
+
+
+def test_train_math(golden, assert_close):
+    file = golden("train_math")
+    frames, height, width = file.config["latent_shape"]
+    inputs, outputs, sigma_min = file.inputs, file.outputs, file.config["sigma_min"]
+
+    shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)
+    t = shifted_time(inputs["u"], shift=shift)
+    assert_close(t, outputs["t"], what="time")
+    noisy = noisy_latents(inputs["x0"], inputs["x1"], outputs["t"], sigma_min=sigma_min)
+    assert_close(noisy, outputs["x_t"], what="noisy latents")
+    target = flow_target(inputs["x0"], inputs["x1"], sigma_min=sigma_min)
+    assert_close(target, outputs["velocity"], what="target")
+    loss = get_batch_loss(inputs["pred"], inputs["target"])
+    assert_close(loss.reshape(1), outputs["loss_plain"], what="loss")

@@ -1,0 +1,207 @@
+"""The procedural world: what is drawn, what is said of it, and what is held out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from opensora_cli.data.scenes import (
+    Colour,
+    Direction,
+    Place,
+    Scene,
+    Shape,
+    Speed,
+    Thing,
+    Time,
+    Weather,
+    caption_scene,
+    is_held_out,
+    known_words,
+    render_scene,
+    sample_scene,
+    vocabulary,
+)
+
+THING = Thing(Shape.BALL, Colour.RED, Direction.RIGHT, Speed.SLOW)
+SCENE = Scene(Place.DESERT, Weather.CLEAR, Time.DAY, THING, seed=3)
+
+
+def changed(**attributes: object) -> Scene:
+    """Return `SCENE` with other attributes, of itself or of its thing."""
+    fields = {field.name for field in dataclasses.fields(Scene)}
+    of_scene = {name: value for name, value in attributes.items() if name in fields}
+    of_thing = {name: value for name, value in attributes.items() if name not in fields}
+    return dataclasses.replace(SCENE, **{"thing": dataclasses.replace(THING, **of_thing), **of_scene})
+
+
+def drawn(count: int, **options: object) -> list[Scene]:
+    rng = np.random.default_rng(1)
+    return [sample_scene(rng, **options) for _ in range(count)]
+
+
+def difference(one: Scene, other: Scene, **options: int) -> float:
+    """Return the mean difference of two clips, in levels of 255."""
+    frames = [render_scene(scene, size=32, **options).astype(float) for scene in (one, other)]
+    return float(np.abs(frames[0] - frames[1]).mean())
+
+
+class TestRender:
+    def test_same_scene_same_pixels(self):
+        for scene in drawn(12):
+            assert np.array_equal(render_scene(scene, num_frames=3), render_scene(scene, num_frames=3))
+
+    def test_shape_and_type(self):
+        frames = render_scene(SCENE, size=48, num_frames=5)
+        assert (frames.shape, frames.dtype) == ((5, 48, 48, 3), np.uint8)
+        assert frames.max() > 200
+        assert frames.min() < 60
+
+    @pytest.mark.parametrize("scene", drawn(6), ids=str)
+    def test_a_picture_is_the_first_frame(self, scene):
+        assert np.array_equal(render_scene(scene, num_frames=1), render_scene(scene, num_frames=9)[:1])
+
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            *({"place": place} for place in Place if place is not SCENE.place),
+            *({"weather": weather} for weather in Weather if weather is not SCENE.weather),
+            *({"time": time} for time in Time if time is not SCENE.time),
+            *({"shape": shape} for shape in Shape if shape is not THING.shape),
+            *({"colour": colour} for colour in Colour if colour is not THING.colour),
+            {"direction": Direction.LEFT},
+            {"speed": Speed.FAST},
+            {"thing": None},
+            {"seed": 4},
+        ],
+        ids=str,
+    )
+    def test_every_attribute_is_seen(self, attributes):
+        assert difference(SCENE, changed(**attributes), num_frames=9) > 0.5
+
+    def test_the_same_picture_at_another_size(self):
+        small, large = render_scene(SCENE, size=32, num_frames=1), render_scene(SCENE, size=64, num_frames=1)
+        halved = large.reshape(1, 32, 2, 32, 2, 3).mean(axis=(2, 4))
+        assert np.abs(small - halved).mean() < 3.0
+
+    @pytest.mark.parametrize("shape", Shape)
+    @pytest.mark.parametrize(("speed", "travel"), [(Speed.SLOW, 0.25), (Speed.FAST, 0.5)])
+    @pytest.mark.parametrize(("direction", "sign"), [(Direction.LEFT, -1), (Direction.RIGHT, 1)])
+    def test_things_go_where_and_as_fast_as_said(self, shape, speed, travel, direction, sign):
+        scene = changed(shape=shape, speed=speed, direction=direction)
+        frames = render_scene(scene).astype(float)
+        empty = render_scene(dataclasses.replace(scene, thing=None)).astype(float)
+        there = np.abs(frames - empty).max(axis=-1) > 40
+        columns = np.arange(64) + 0.5
+        centres = [(picture.sum(axis=0) * columns).sum() / picture.sum() / 64 for picture in there]
+        assert centres[-1] - centres[0] == pytest.approx(sign * travel, abs=0.04)
+        assert np.all(sign * np.diff(centres) > -0.01)
+
+    @pytest.mark.parametrize("weather", [Weather.RAIN, Weather.SNOW])
+    def test_what_falls_moves_down(self, weather):
+        scene = changed(weather=weather, place=Place.CITY, time=Time.NIGHT, thing=None)
+        first, second = render_scene(scene, num_frames=2).astype(float).mean(axis=-1)
+        static = render_scene(dataclasses.replace(scene, weather=Weather.CLEAR), num_frames=2)
+        assert np.array_equal(static[0], static[1])
+
+        def mismatch(rows: int) -> float:
+            return float(np.abs(np.roll(first, rows, axis=0) - second)[8:-8].mean())
+
+        down, up = min(mismatch(rows) for rows in range(1, 8)), min(mismatch(-rows) for rows in range(1, 8))
+        assert down < up
+
+
+class TestHeldOut:
+    def test_training_and_test_share_no_combination(self):
+        def combinations(scenes: list[Scene]) -> set[tuple[object, ...]]:
+            return {(scene.place, scene.weather, scene.time, scene.thing) for scene in scenes if scene.thing}
+
+        seen, unseen = combinations(drawn(1500)), combinations(drawn(300, held_out=True))
+        assert not seen & unseen
+        assert all(is_held_out(scene) for scene in drawn(50, held_out=True))
+        assert not any(is_held_out(scene) for scene in drawn(50))
+
+    def test_about_one_in_eight_is_held_out(self):
+        every = [
+            Scene(place, weather, time, Thing(shape, colour, direction, speed), seed=0)
+            for place in Place
+            for weather in Weather
+            for time in Time
+            for shape in Shape
+            for colour in Colour
+            for direction in Direction
+            for speed in Speed
+        ]
+        assert sum(map(is_held_out, every)) / len(every) == pytest.approx(1 / 8, abs=0.02)
+
+    def test_an_empty_place_is_never_held_out(self):
+        assert not is_held_out(changed(thing=None))
+
+    def test_nothing_is_rare(self):
+        scenes = drawn(800)
+        things = [scene.thing for scene in scenes if scene.thing]
+        for kind, found in (
+            (Place, [scene.place for scene in scenes]),
+            (Weather, [scene.weather for scene in scenes]),
+            (Time, [scene.time for scene in scenes]),
+            (Shape, [thing.shape for thing in things]),
+            (Colour, [thing.colour for thing in things]),
+            (Direction, [thing.direction for thing in things]),
+            (Speed, [thing.speed for thing in things]),
+        ):
+            for member in kind:
+                assert found.count(member) > 0.7 * len(found) / len(kind), member
+        assert len(things) / len(scenes) == pytest.approx(0.85, abs=0.05)
+        assert all(scene.thing is None for scene in drawn(30, thing_share=0.0))
+
+
+class TestCaptions:
+    def test_every_word_is_known(self):
+        rng = np.random.default_rng(2)
+        known = set(known_words())
+        said = {word for scene in drawn(1500) for word in caption_scene(scene, rng).replace(",", " ").split()}
+        assert said <= known
+        assert len(said) > 0.9 * len(known)
+
+    @pytest.mark.parametrize("prompt", ["raining, sea", "a sea in the rain at night with a red boat moving left"])
+    def test_promised_prompts_are_of_known_words(self, prompt):
+        assert set(prompt.replace(",", "").split()) <= set(known_words())
+
+    def test_promised_prompts_are_said(self):
+        rng = np.random.default_rng(3)
+        empty = Scene(Place.SEA, Weather.RAIN, Time.DAY, None, seed=0)
+        assert "raining, sea" in {caption_scene(empty, rng) for _ in range(1000)}
+        boat = Thing(Shape.BOAT, Colour.RED, Direction.LEFT, Speed.SLOW)
+        full = Scene(Place.SEA, Weather.RAIN, Time.NIGHT, boat, seed=0)
+        said = {caption_scene(full, rng) for _ in range(20_000)}
+        assert "a sea in the rain at night with a red boat moving left" in said
+
+    def test_many_phrasings_and_word_orders(self):
+        rng = np.random.default_rng(4)
+        captions = {caption_scene(SCENE, rng) for _ in range(200)}
+        assert len(captions) > 100
+        assert any(caption.startswith("a red ball") for caption in captions)
+        assert any("," in caption for caption in captions)
+        assert any(caption.split(",")[0].endswith(("desert", "dunes")) for caption in captions)
+
+    def test_same_rng_same_words(self):
+        captions = [caption_scene(SCENE, np.random.default_rng(5)) for _ in range(2)]
+        assert captions[0] == captions[1]
+
+    def test_a_complete_caption_leaves_nothing_to_chance(self):
+        rng = np.random.default_rng(6)
+        scene = changed(colour=Colour.GREEN, direction=Direction.LEFT, weather=Weather.SNOW, time=Time.NIGHT)
+        for _ in range(100):
+            caption = caption_scene(scene, rng, complete=True)
+            for words in (("desert", "dunes"), ("snow",), ("night",), ("ball",), ("green",), ("left",)):
+                assert any(word in caption for word in words), caption
+
+    def test_rain_is_always_said(self):
+        rng = np.random.default_rng(7)
+        assert all("rain" in caption_scene(changed(weather=Weather.RAIN), rng) for _ in range(100))
+
+    def test_vocabulary_lists_usual_words(self):
+        listed = vocabulary()
+        assert {"sea", "city", "forest", "desert"} == set(listed["places"])
+        assert "raining" in listed["weather"]
+        assert {word for words in listed.values() for word in words} <= set(known_words())

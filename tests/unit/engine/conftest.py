@@ -1,0 +1,33 @@
+"""What the tests of the engine share."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_world import RecordingReporter, World, make_world
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Weights and references; not to be changed."""
+    made = make_world(tmp_path_factory.mktemp("world"))
+    # A run collects garbage between its stages. Of all that the libraries have made so far nothing is garbage, and to
+    # look through it again takes longer than the run.
+    gc.freeze()
+    yield made
+    gc.unfreeze()
+
+
+@pytest.fixture
+def reporter() -> RecordingReporter:
+    return RecordingReporter()
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    """Work this small is slower on several threads, and far slower where other tests have the other cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

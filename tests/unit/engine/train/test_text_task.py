@@ -1,0 +1,64 @@
+"""The demo's text encoders: their tokenizer, and what they are asked."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny_training
+import torch
+
+from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, known_words
+from opensora_cli.engine.train.loop import Chance
+from opensora_cli.engine.train.text import QUESTIONS, TextTask, answers, build_tokenizer
+
+THING = Thing(Shape.BOAT, Colour.BLUE, Direction.RIGHT, Speed.FAST)
+SCENE = Scene(Place.FOREST, Weather.SNOW, Time.SUNSET, THING, seed=0)
+
+
+class TestAnswers:
+    def test_of_a_thing(self):
+        assert answers(SCENE) == [2, 2, 1, 1, 3, 1, 1]
+
+    def test_of_an_empty_place(self):
+        assert answers(dataclasses.replace(SCENE, thing=None)) == [2, 2, 1, 4, 4, 2, 2]
+
+    def test_are_among_the_choices(self):
+        assert list(QUESTIONS.values()) == [4, 3, 3, 5, 5, 3, 3]
+
+
+class TestTokenizer:
+    def test_words_and_marks(self):
+        tokenizer = build_tokenizer(max_length=12, start=False)
+        assert tokenizer.tokenize("Raining, SEA.") == ["raining", ",", "sea", "."]
+        assert tokenizer.tokenize("a zebra on the sea") == ["a", "<unk>", "on", "the", "sea"]
+        assert all(tokenizer.tokenize(word) == [word] for word in known_words())
+
+    @pytest.mark.parametrize("start", [False, True])
+    def test_ends_pads_and_cuts(self, start):
+        tokenizer = build_tokenizer(max_length=6, start=start)
+        begin = ["<s>"] if start else []
+
+        def tokens(text):
+            ids = tokenizer(text, padding="max_length", truncation=True).input_ids
+            return tokenizer.convert_ids_to_tokens(ids)
+
+        assert tokens("sea") == [*begin, "sea", "</s>"] + ["<pad>"] * (4 - start)
+        assert tokens("sea " * 9) == [*begin, *["sea"] * (5 - start), "</s>"]
+        assert tokens("")[: 1 + start] == [*begin, "</s>"]
+
+
+class TestTask:
+    def test_learns_to_answer(self):
+        torch.manual_seed(0)
+        task = TextTask(tiny_training.text_settings("unused").text, batch_size=32)
+        optimizer = torch.optim.AdamW(task.module.parameters(), lr=1e-2)
+        right = []
+        for step in range(30):
+            loss, figures = task.loss(step, Chance.of_step(0, step))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            right.append((figures["t5_right"], figures["clip_right"]))
+        first, last = np.mean(right[:3], axis=0), np.mean(right[-3:], axis=0)
+        assert np.all(last > first + 0.1)
+        assert np.all(last <= 1.0)

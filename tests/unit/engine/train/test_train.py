@@ -1,0 +1,173 @@
+"""`train`: all three targets in small, one after the other, and the files that they hand on."""
+
+import json
+
+import pytest
+import tiny_training
+import torch
+
+from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.engine.configs import transformer_on_meta, vae_on_meta
+from opensora_cli.engine.train.plan import plan_training
+from opensora_cli.engine.train.run import train
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+
+FLOAT32 = {"device": "cpu", "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def vae_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vae")
+    train(tiny_training.vae_settings(folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    train(tiny_training.text_settings(folder / "run"))
+    return folder / "run"
+
+
+def exported(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("checkpoint.pt", "log.jsonl", "settings.json")
+    }
+
+
+class TestVae:
+    def test_export_is_read(self, vae_folder):
+        vae = vae_on_meta(tiny_training.vae_settings(vae_folder).vae)
+        load_into_module(vae, vae_folder / "vae.safetensors", **FLOAT32)
+        assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
+        assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4
+
+    def test_resumed_is_uninterrupted(self, tmp_path, vae_folder):
+        # Between the two phases, where the weights are reworked.
+        settings = tiny_training.vae_settings(tmp_path)
+        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
+            train(settings, reporter=tiny_training.StopAfter(2))
+        result = train(settings, resume=True)
+        assert (result.resumed_from, result.steps) == (2, 4)
+        assert exported(tmp_path) == exported(vae_folder)
+
+
+class TestText:
+    def test_export_is_read(self, text_folder):
+        length = {"max_length": tiny_training.MAX_LENGTH}
+        t5 = T5Encoder.from_folder(text_folder / "t5", **length, **FLOAT32)
+        clip = ClipEncoder.from_folder(text_folder / "clip", **length, **FLOAT32)
+        prompts = ["raining, sea", "a red boat"]
+        assert t5.encode(prompts).shape == (2, tiny_training.MAX_LENGTH, tiny_training.WIDTH)
+        assert clip.encode(prompts).shape == (2, tiny_training.WIDTH)
+        for encoder in (t5, clip):
+            assert encoder.unknown_words("a zebra on the sea") == ["zebra"]
+            assert not torch.equal(*encoder.encode(prompts))
+        assert "sea" in json.loads((text_folder / "vocabulary.json").read_text())["places"]
+
+    def test_resumed_is_uninterrupted(self, tmp_path, text_folder):
+        settings = tiny_training.text_settings(tmp_path)
+        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
+            train(settings, reporter=tiny_training.StopAfter(2))
+        train(settings, resume=True)
+        assert exported(tmp_path) == exported(text_folder)
+
+    def test_nothing_is_printed(self, tmp_path, capfd):
+        train(tiny_training.text_settings(tmp_path))
+        assert capfd.readouterr() == ("", "")
+
+
+class TestMMDiT:
+    def test_all_modes_and_the_export(self, tmp_path, vae_folder, text_folder):
+        settings = tiny_training.mmdit_settings(tmp_path / "run", vae_folder, text_folder)
+        result = train(settings)
+        assert result.exports == (tmp_path / "run" / "transformer.safetensors",)
+        transformer = transformer_on_meta(settings.model)
+        load_into_module(transformer, result.exports[0], **FLOAT32)
+        assert any(weight.abs().sum() > 0 for weight in transformer.final_layer.linear.parameters())
+
+    def test_resumes(self, tmp_path, vae_folder, text_folder):
+        settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
+        # Six clips are encoded before the first step.
+        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
+            train(settings, reporter=tiny_training.StopAfter(6 + 2))
+        assert train(settings, resume=True).resumed_from == 2
+
+    def test_missing_parts_are_named_at_once(self, tmp_path, text_folder):
+        settings = tiny_training.mmdit_settings(tmp_path / "run", text_folder)
+        with pytest.raises(CheckpointError, match=rf"weights={text_folder} has no vae\.safetensors$"):
+            train(settings)
+        with pytest.raises(CheckpointError, match=r"weights=none has no vae\.safetensors, t5, clip$"):
+            train(settings.replace({"weights": ()}))
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("key", ["context_in_dim", "vec_in_dim"])
+    def test_widths_that_do_not_fit(self, tmp_path, vae_folder, text_folder, key):
+        settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder).replace({f"model.{key}": 24})
+        with pytest.raises(RequestError, match=rf"model\.{key}=24 must be the width of .*: use 16"):
+            train(settings)
+
+
+class TestOutput:
+    def test_an_earlier_run_is_not_overwritten(self, tmp_path, vae_folder):
+        settings = tiny_training.vae_settings(vae_folder)
+        before = exported(vae_folder)
+        with pytest.raises(
+            OutputError, match=r"holds an earlier run: checkpoint\.pt, log\.jsonl, vae\.safetensors"
+        ) as e:
+            train(settings)
+        assert "--resume" in e.value.hint
+        assert "--overwrite" in e.value.hint
+        assert exported(vae_folder) == before
+        tmp_path.joinpath("vae.safetensors").touch()
+        with pytest.raises(OutputError, match=r"holds an earlier run: vae\.safetensors") as caught:
+            train(tiny_training.vae_settings(tmp_path))
+        assert "--resume" not in caught.value.hint
+
+    def test_overwrite_begins_anew(self, tmp_path, vae_folder):
+        settings = tiny_training.vae_settings(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings.replace({"loop.seed": 1}), reporter=tiny_training.StopAfter(3))
+        assert train(settings, overwrite=True).resumed_from is None
+        assert exported(tmp_path) == exported(vae_folder)
+        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
+
+    def test_nothing_to_resume(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"has no checkpoint\.pt to resume from"):
+            train(tiny_training.vae_settings(tmp_path), resume=True)
+
+    def test_resume_and_overwrite(self, vae_folder):
+        with pytest.raises(RequestError, match="give one of them"):
+            train(tiny_training.vae_settings(vae_folder), resume=True, overwrite=True)
+
+    def test_settings_are_kept(self, vae_folder):
+        kept = json.loads((vae_folder / "settings.json").read_text())
+        settings = tiny_training.vae_settings(vae_folder)
+        assert type(settings).model_validate(kept) == settings
+
+
+class TestPlan:
+    def test_counts_what_is_trained(self, tmp_path, vae_folder, text_folder):
+        for settings, counted in (
+            (tiny_training.vae_settings(vae_folder), True),
+            (tiny_training.text_settings(text_folder), True),
+            (tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder), False),
+        ):
+            plan = plan_training(settings, resume=counted)
+            if counted:
+                saved = torch.load(plan.output / "checkpoint.pt", weights_only=True)["model"]
+                # Tied weights are saved under two names.
+                assert plan.parameters == sum({w.data_ptr(): w.numel() for w in saved.values()}.values())
+            assert plan.parameters > 1000
+            assert plan.missing_weights == []
+
+    def test_tells_missing_parts_without_failing(self, tmp_path, vae_folder):
+        plan = plan_training(tiny_training.mmdit_settings(tmp_path / "run", vae_folder))
+        assert plan.missing_weights == ["t5", "clip"]
+        assert plan.weights["vae.safetensors"] == vae_folder / "vae.safetensors"
+        assert any("missing" in line and "clip" in line for line in plan.lines())
+        assert plan.to_json()["missing_weights"] == ["t5", "clip"]
+        assert not (tmp_path / "run").exists()

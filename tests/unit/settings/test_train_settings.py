@@ -1,0 +1,146 @@
+"""Settings of `osora train`: the recipes, where values come from, and the rules between them."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.enums import ConditionMode
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.presets import list_presets, preset_path
+from opensora_cli.settings.train import ModeWeights, TrainSettings, TrainTarget, find_recipe, load_train_settings
+
+RECIPES = list_presets("train")
+
+
+def load(recipe: str, environment: dict[str, str] | None = None, **overrides: str) -> TrainSettings:
+    """Load a recipe; keys of `overrides` have `__` for the dot."""
+    given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
+    return load_train_settings(config=Path(recipe), overrides=given, environment=environment or {})
+
+
+def test_the_recipes_are_there() -> None:
+    assert RECIPES == ["demo", "demo_text", "demo_vae"]
+
+
+@pytest.mark.parametrize(("recipe", "target"), [("demo", "mmdit"), ("demo_text", "text"), ("demo_vae", "vae")])
+def test_recipe_parses(recipe: str, target: str) -> None:
+    settings = load(recipe)
+    assert settings.target is TrainTarget(target)
+    assert settings.output == f"runs/{recipe}"
+    assert load(str(preset_path("train", recipe))) == settings
+
+
+def test_the_demo_learns_from_what_the_other_recipes_make() -> None:
+    vae, text, demo = load("demo_vae"), load("demo_text"), load("demo")
+    assert demo.weights == (vae.output, text.output)
+    assert (demo.vae, demo.data) == (vae.vae, vae.data)
+    assert demo.text == text.text
+    assert (demo.model.context_in_dim, demo.model.vec_in_dim) == (text.text.t5_width, text.text.clip_width)
+    assert set(demo.train_mmdit.mode_weights.by_mode()) == set(ConditionMode)
+
+
+def test_every_key_is_described() -> None:
+    def undescribed(section: type[Section]) -> list[str]:
+        missing = []
+        for name, details in section.model_fields.items():
+            kind = details.annotation
+            if isinstance(kind, type) and issubclass(kind, Section):
+                missing += undescribed(kind)
+            elif not details.description:
+                missing.append(f"{section.__name__}.{name}")
+        return missing
+
+    assert undescribed(TrainSettings) == []
+
+
+def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("target: text\nloop:\n  steps: 1\n  seed: 1\n  batch_size: 1\n")
+    environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__BATCH_SIZE": "2"}
+    loop = load(str(path), environment, loop__batch_size="3").loop
+    assert (loop.steps, loop.seed, loop.batch_size) == (1, 2, 3)
+
+
+def test_weights_are_one_folder_or_several() -> None:
+    assert load("demo", weights="a").weights == ("a",)
+    assert load("demo", weights="a, b").weights == ("a", "b")
+    # It says where the released model is.
+    assert load("demo", {"OSORA_WEIGHTS": "/released"}).weights == load("demo").weights
+
+
+def test_single_modes_can_be_weighed() -> None:
+    settings = load("demo", train_mmdit__mode_weights__t2v="0", train_mmdit__mode_weights__i2v_loop="7")
+    by_mode = settings.train_mmdit.mode_weights.by_mode()
+    assert ConditionMode.T2V not in by_mode
+    assert by_mode[ConditionMode.I2V_LOOP] == 7.0
+
+
+def test_every_mode_has_a_weight() -> None:
+    assert list(ModeWeights.model_fields) == list(ConditionMode)
+
+
+class TestFindRecipe:
+    def test_a_file_goes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert find_recipe(Path("demo_vae")) == preset_path("train", "demo_vae")
+        Path("demo_vae").write_text("target: vae")
+        assert find_recipe(Path("demo_vae")) == Path("demo_vae")
+
+    def test_a_folder_is_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("demo").mkdir()
+        assert find_recipe(Path("demo")) == preset_path("train", "demo")
+
+    def test_unknown(self) -> None:
+        with pytest.raises(RequestError, match="'dmeo' is not one of demo, demo_text, demo_vae"):
+            find_recipe(Path("dmeo"))
+        with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
+            load("dmeo.yaml")
+
+    def test_none(self) -> None:
+        with pytest.raises(RequestError, match="--config is missing") as caught:
+            load_train_settings(config=None, overrides={}, environment={})
+        assert "--config demo_vae" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("demo_vae", {"target": "audio"}, "target=audio must be one of vae, text, mmdit"),
+        ("demo_vae", {"loop__steps": "0"}, "loop.steps=0 must be over 0 (from --set)"),
+        ("demo_vae", {"loop__ema_decay": "1"}, "loop.ema_decay=1 must be under 1 (from --set)"),
+        ("demo_vae", {"data__num_frames": "16"}, "data.num_frames=16 must be a multiple of 4, plus 1: use 13 or 17"),
+        ("demo_vae", {"data__size": "62"}, "data.size=62 must be a multiple of 4, the side of a token: use 64"),
+        ("demo", {"data__size": "68"}, "data.size=68 must be a multiple of 16, the side of a token: use 80"),
+        ("demo", {"model__in_channels": "64"}, "model.in_channels=64 must be vae.latent_channels=8 x model.patch_size=4"),
+        ("demo", {"model__guidance_embed": "true"}, "model.guidance_embed=true cannot be trained"),
+        ("demo", {"model__cond_embed": "false"}, "mode_weights must be 0 but for t2v with model.cond_embed=false"),
+        ("demo", {"data__num_frames": "13"}, "data.num_frames=13 leaves nothing to learn in a condition mode that gives 4"),
+        ("demo", {"train_mmdit__cached_clips": "3"}, "must be at most train_mmdit.cached_clips=3"),
+        ("demo", {"train_mmdit__mode_weights__t2v": "-1"}, "train_mmdit.mode_weights.t2v=-1 must be at least 0"),
+        (
+            "demo",
+            {f"train_mmdit__mode_weights__{mode}": "0" for mode in ConditionMode},
+            "train_mmdit.mode_weights are all 0",
+        ),
+        ("demo_text", {"text__t5_heads": "3"}, "text.t5_heads=3 must divide text.t5_width=128"),
+        ("demo_text", {"train_vae__kl_weight": "1"}, "train_vae.kl_weight=1 (from --set) has no effect with target=text"),
+        ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_broken_rules(recipe: str, overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load(recipe, **overrides)
+    assert message in caught.value.message
+    assert "pydantic" not in caught.value.message
+
+
+def test_sizes_that_are_not_used_may_be_anything() -> None:
+    assert load("demo_vae").model.in_channels == 64
+    assert load("demo_text").target is TrainTarget.TEXT
+    with pytest.raises(ValidationError):
+        load("demo_vae").replace({"target": "mmdit"})

@@ -1,0 +1,319 @@
+"""The benchmark of the demo model's quality: its reader, its batches, its figures."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from tiny_world import World, demo_settings, make_world
+
+from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.scenes import (
+    Colour,
+    Direction,
+    Place,
+    Scene,
+    Shape,
+    Speed,
+    Thing,
+    Time,
+    Weather,
+    is_held_out,
+    render_scene,
+    sample_scene,
+)
+from opensora_cli.engine.draw import sample_latents
+from opensora_cli.engine.finish import decode_latents
+from opensora_cli.engine.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.prompts import encode_prompts
+from opensora_cli.engine.references import Reference, encode_references, with_mode
+from opensora_cli.engine.sampling.conditioning import condition_mode
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_one_thread() -> Iterator[None]:
+    """Work this small is slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[None]:
+    """Make the benchmarks importable, as they are for each other when one of them is run."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def scene_reader(benchmarks: None) -> ModuleType:
+    import scene_reader
+
+    return scene_reader
+
+
+@pytest.fixture(scope="module")
+def batch_generate(benchmarks: None) -> ModuleType:
+    import batch_generate
+
+    return batch_generate
+
+
+@pytest.fixture(scope="module")
+def demo_quality(benchmarks: None) -> ModuleType:
+    import demo_quality
+
+    return demo_quality
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def plan(world: World) -> ExecutionPlan:
+    settings = demo_settings(world, Path("unused"), sampling__num_inference_steps="3", sampling__guidance_scale="4")
+    return make_plan(with_mode(settings, SilentReporter()))
+
+
+def scene(*, direction: Direction = Direction.RIGHT, thing: bool = True) -> Scene:
+    moving = Thing(Shape.CAR, Colour.RED, direction, Speed.FAST)
+    return Scene(Place.DESERT, Weather.SNOW, Time.SUNSET, moving if thing else None, seed=4)
+
+
+def test_right_answers_say_what_the_scene_shows(scene_reader: ModuleType) -> None:
+    def said(index_by_attribute: list[int]) -> list[str]:
+        return [
+            answers[index] for answers, index in zip(scene_reader.ANSWERS.values(), index_by_attribute, strict=True)
+        ]
+
+    assert said(scene_reader.right_answers(scene())) == ["desert", "snow", "sunset", "car", "red", "right"]
+    nothing = [scene_reader.NOTHING] * 3
+    assert said(scene_reader.right_answers(scene(thing=False))) == ["desert", "snow", "sunset", *nothing]
+
+
+def test_training_films_only_what_the_reader_will_look_at(scene_reader: ModuleType) -> None:
+    shown = scene()
+    whole = scene_reader.frames_to_read(render_scene(shown)[None], fps=12.0)
+    few = render_scene(shown, num_frames=scene_reader.FRAMES, fps=scene_reader.FRAMES_PER_SECOND)
+    assert torch.equal(whole, scene_reader.frames_to_read(few[None], fps=scene_reader.FRAMES_PER_SECOND))
+    twice_as_large = scene_reader.frames_to_read(render_scene(shown, size=128)[None], fps=12.0)
+    assert (twice_as_large - whole).abs().mean() < 0.02
+    with pytest.raises(ValueError, match="17 frames at 12 fps are needed, not 13"):
+        scene_reader.frames_to_read(render_scene(shown, num_frames=13)[None], fps=12.0)
+
+
+def test_degraded_frames_are_still_the_same_clip(scene_reader: ModuleType) -> None:
+    rng = np.random.default_rng(0)
+    clips = np.stack([render_scene(sample_scene(rng)) for _ in range(16)])
+    frames = scene_reader.frames_to_read(clips, fps=12.0)
+    degraded = scene_reader.degrade(frames, generator=torch.Generator().manual_seed(1))
+    assert degraded.shape == frames.shape
+    assert degraded.min() >= 0
+    assert degraded.max() <= 1
+    error_B = (degraded - frames).abs().mean(dim=(1, 2, 3, 4))
+    assert error_B.min() > 0.005
+    assert error_B.max() < 0.15
+    assert torch.equal(degraded, scene_reader.degrade(frames, generator=torch.Generator().manual_seed(1)))
+
+
+def test_direction_follows_mirror_and_reversal(scene_reader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_reader, "degrade", lambda frames, generator: frames)
+    monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene())
+    frames, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=16)
+    original = scene_reader.frames_to_read(render_scene(scene())[None], fps=12.0)[0]
+    right, left = (list(Direction).index(direction) for direction in (Direction.RIGHT, Direction.LEFT))
+    wanted = [
+        (original, right),
+        (original.flip(3), left),
+        (original.flip(0), left),
+        (original.flip(0).flip(3), right),
+    ]
+    seen = set()
+    for clip, direction in zip(frames, answers[:, 5].tolist(), strict=True):
+        (kind,) = [index for index, (form, _) in enumerate(wanted) if torch.equal(form, clip)]
+        assert direction == wanted[kind][1]
+        seen.add(kind)
+    assert seen == {0, 1, 2, 3}
+
+
+def test_nothing_keeps_no_direction_in_a_mirror(scene_reader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene(thing=False))
+    _, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=8)
+    assert (answers[:, 3:] == torch.tensor([len(Shape), len(Colour), len(Direction)])).all()
+
+
+def test_reader_is_never_trained_on_held_out_scenes(scene_reader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Scene] = []
+
+    def remember(shown: Scene, **options: float) -> np.ndarray:
+        drawn.append(shown)
+        return render_scene(shown, **options)
+
+    monkeypatch.setattr(scene_reader, "render_scene", remember)
+    scene_reader.training_batch(np.random.default_rng(3), batch_size=64)
+    assert len(drawn) == 64
+    assert not any(is_held_out(shown) for shown in drawn)
+
+
+def test_reader_learns_and_comes_back_from_its_file(scene_reader: ModuleType, tmp_path: Path) -> None:
+    said: list[str] = []
+    reader = scene_reader.train_reader(steps=32, batch_size=16, width=8, say=said.append)
+    assert said[-1].startswith("reader: step 32 of 32")
+    rng = np.random.default_rng(5)
+    scenes = [sample_scene(rng, held_out=True) for _ in range(60)]
+    clips = np.stack([render_scene(shown) for shown in scenes])
+    read = reader.read(clips, fps=12.0)
+    shares = scene_reader.accuracy(read, scenes)
+    assert shares["time"] > 0.7  # a third by chance
+    assert shares["mean"] == pytest.approx(np.mean([shares[name] for name in scene_reader.ANSWERS]))
+
+    scene_reader.save_reader(reader, tmp_path / "reader.pt")
+    assert torch.equal(scene_reader.load_reader(tmp_path / "reader.pt").read(clips, fps=12.0), read)
+    (tmp_path / "broken.pt").write_bytes(b"no weights")
+    with pytest.raises(CheckpointError, match=r"broken\.pt is not a reader"):
+        scene_reader.load_reader(tmp_path / "broken.pt")
+
+
+def test_accuracy_counts_each_attribute(scene_reader: ModuleType) -> None:
+    scenes = [scene(), scene(direction=Direction.LEFT)]
+    read = torch.tensor([scene_reader.right_answers(scene())] * 2)
+    shares = scene_reader.accuracy(read, scenes)
+    assert shares.pop("mean") == pytest.approx(5.5 / 6)
+    assert shares == {"place": 1, "weather": 1, "time": 1, "shape": 1, "colour": 1, "direction": 0.5}
+
+
+@pytest.mark.parametrize("mode_name", ["t2v", "i2v_head"])
+def test_batch_of_one_is_what_generate_computes(
+    batch_generate: ModuleType, plan: ExecutionPlan, mode_name: str
+) -> None:
+    plan = dataclasses.replace(plan, mode=condition_mode(mode_name))
+    models = batch_generate.Models(plan)
+    embeds = encode_prompts(plan.settings, models.t5, models.clip)
+    with torch.inference_mode():
+        references = None
+        if plan.mode.needs_reference:
+            picture = batch_generate.as_pixels(plan, render_scene(scene(), num_frames=1))
+            references = encode_references([Reference(picture, at_head=True)], models.vae)
+        expected = sample_latents(plan, models.transformer, embeds, references, seed=7)
+        batched = batch_generate.sample_batch(
+            plan, models.transformer, [embeds], None if references is None else [references], seeds=[7]
+        )
+        assert torch.equal(batched, expected)
+        decoded = decode_latents(plan, models.vae, expected[0]).numpy()
+        assert np.array_equal(batch_generate.decode_batch(plan, models.vae, batched)[0], decoded)
+
+
+def test_videos_do_not_depend_on_their_batch(batch_generate: ModuleType, plan: ExecutionPlan) -> None:
+    models = batch_generate.Models(plan)
+    prompts = ["raining, sea", "a boat at night", "the sea"]
+    pictures = np.stack([render_scene(scene(), num_frames=1)[0]] * 3)
+    pictures[1] = 255 - pictures[1]
+    done: list[int] = []
+
+    def generate(batch: int) -> np.ndarray:
+        return batch_generate.generate_clips(
+            plan, models, prompts, seeds=range(3), pictures_NHWC=pictures, batch=batch, on_done=done.append
+        ).astype(int)
+
+    together, alone = generate(2), generate(1)
+    assert done == [2, 3, 1, 2, 3]
+    assert together.shape == (3, 17, 64, 64, 3)
+    assert np.abs(together - alone).max() <= 1  # rounding
+    assert np.abs(together[0] - together[1]).mean() > 5
+
+
+def test_psnr_is_that_of_each_clip(demo_quality: ModuleType) -> None:
+    clips = np.full((3, 2, 4, 4, 3), 100, np.uint8)
+    others = clips.copy()
+    others[1] += 10
+    others[2, 0] -= 100
+    flat, tenth, half = demo_quality.psnr_db(clips, others)
+    assert flat == 99.0
+    assert tenth == pytest.approx(20 * np.log10(25.5))
+    assert half == pytest.approx(20 * np.log10(255 / np.sqrt(5000)))
+
+
+def test_captions_leave_nothing_to_chance(demo_quality: ModuleType) -> None:
+    scenes, prompts = demo_quality.scene_set(40, seed=0, part=1)
+    assert all(is_held_out(shown) for shown in scenes)
+    for shown, prompt in zip(scenes, prompts, strict=True):
+        assert shown.thing is not None
+        assert {shown.thing.colour, shown.thing.direction} <= set(prompt.replace(",", "").split())
+    assert scenes == demo_quality.scene_set(40, seed=0, part=1)[0]
+    assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
+
+
+def test_misread_prompts_are_listed(demo_quality: ModuleType, scene_reader: ModuleType) -> None:
+    scenes = [scene(), scene(direction=Direction.LEFT)]
+    read = torch.tensor([scene_reader.right_answers(scene())] * 2)
+    wrong = demo_quality.misread(read, scenes, ["one", "two"])
+    assert wrong == [{"index": 1, "prompt": "two", "read": {"direction": "right"}}]
+
+
+def test_whole_benchmark_in_small(
+    demo_quality: ModuleType,
+    scene_reader: ModuleType,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reader, report = tmp_path / "reader.pt", tmp_path / "report.json"
+    scene_reader.save_reader(scene_reader.Reader(width=4), reader)
+    sizes = demo_settings(world, tmp_path).model_dump(mode="json")
+    overrides = [
+        f"{section}.{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for section in ("model", "vae", "text")
+        for key, value in sizes[section].items()
+    ]
+    run: list[list[str]] = []
+    timed = {"seconds": 70.0, "stages_s": {"load": 1.0}, "cores": 2}
+    monkeypatch.setattr(demo_quality, "measure_seconds", lambda arguments: run.append(arguments) or timed)
+    arguments = ["--weights", str(world.demo), "--reader", str(reader), "--json", str(report)]
+    arguments += ["--clips", "3", "--prompts", "3", "--pictures", "2", "--reader-clips", "4", "--batch", "2"]
+    arguments += ["--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
+    assert demo_quality.main([*arguments, *(part for each in overrides for part in ("--set", each))]) == 0
+
+    found = json.loads(report.read_text())
+    assert found["vae"]["clips"] == 3
+    assert np.average(
+        list(found["vae"]["psnr_db_by_weather"].values()),
+        weights=weather_counts(demo_quality.scene_set(3, seed=0, part=0)[0]),
+    ) == pytest.approx(found["vae"]["psnr_db"])
+    assert [trial["guidance_scale"] for trial in found["prompts"]] == [1.0, 4.0]
+    assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
+    assert found["first_frame"]["lowest_psnr_db"] <= found["first_frame"]["psnr_db"] < 40
+    assert run[0][:2] == ["--weights", str(world.demo)]
+    shown = capsys.readouterr().out
+    assert "generate      70.0 s (goal: at most 60, missed) on 2 cores" in shown
+    assert shown.count("worst ") == 2
+
+
+def weather_counts(scenes: list[Scene]) -> list[int]:
+    counts = [sum(shown.weather is weather for shown in scenes) for weather in Weather]
+    return [count for count in counts if count]
+
+
+def test_failed_command_is_not_timed(demo_quality: ModuleType) -> None:
+    with pytest.raises(OsoraError, match=r"exit code 2: .*sampling\.seeed"):
+        demo_quality.measure_seconds(["--set", "sampling.seeed=1"])
+
+
+def test_problems_are_told_in_a_line(demo_quality: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo_quality.main(["--set", "sampling.seeed=1"]) == 2
+    assert "sampling.seeed (from --set) is not a setting" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        demo_quality.parse(["--prompts", "0"])
+    assert demo_quality.parse([]).part == list(demo_quality.PARTS)
