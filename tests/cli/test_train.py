@@ -3,12 +3,13 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny_training
 import yaml
-from cli.test_help import HEAVY, modules_after
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.train.vae import VAETask
@@ -35,26 +36,15 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VAETask, "begin_step", begin)
 
 
-def test_help_imports_nothing_heavy() -> None:
-    modules = modules_after("train", "--help")
-    assert "opensora_cli.cli.train" in modules
-    assert HEAVY & modules == set()
-
-
-def test_a_wrong_request_is_told_without_torch() -> None:
-    assert HEAVY & modules_after_failing("train", "--config", "demo", "--set", "loop.stps=1") == set()
-
-
-def modules_after_failing(*args: str) -> set[str]:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, json; from opensora_cli.cli.app import main; main(sys.argv[1:]);"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    "args", [["--help"], ["train", "--help"], ["train", "--config", "demo", "--set", "loop.stps=1"]], ids=" ".join
+)
+def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
+    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout))
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "opensora_cli.cli.train" in modules
+    assert modules & {"torch", "transformers", "numpy", "safetensors", "tokenizers"} == set()
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,12 +112,12 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--set", "loop.stps=1"], 2, "did you mean loop.steps?"),
         (["--config", "demo_vae", "--set", "optimiser.name=muon"], 2, "did you mean optimizer.name?"),
         (["--config", "demo_vae", "--set", "optimizer.name=moon"], 2, "did you mean muon?"),
-        (["--config", "demo_vae", "--set", "loop.steps=many"], 2, "loop.steps=many must be a whole number (from --set)"),
+        (["--config", "demo_vae", "--set", "loop.steps=many"], 2, "loop.steps=many must be a whole number (from"),
         (["--config", "demo_vae", "--resum"], 2, "Did you mean --resume?"),
         (["--config", "demo_vae", "--resume"], 3, "has no checkpoint.pt to resume from"),
         (["--config", "demo_vae", "--resume", "--overwrite"], 2, "give one of them"),
         (["--config", "demo"], 3, "has no vae.safetensors, t5, clip"),
-        (["--config", "demo_vae", "--set", "output=/dev/null/run"], 3, "cannot write /dev/null/run"),
+        (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),
     ],
 )  # fmt: skip
 def test_bad_requests(
@@ -139,6 +129,7 @@ def test_bad_requests(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     assert main(["train", *args]) == code
     captured = capsys.readouterr()
     assert message in captured.err
