@@ -6,9 +6,11 @@ import tiny_training
 import torch
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.configs import mmdit_config, vae_config
 from opensora_cli.engine.train.loop import Chance
 from opensora_cli.engine.train.mmdit import ClipSource, MMDiTTask, _attention
+from opensora_cli.engine.train.vae import to_pixels
 from opensora_cli.models.attention import math
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.enums import ConditionMode
@@ -77,10 +79,22 @@ class TestClipSource:
         given = [bool(clips.fresh(rng).mask_1THW.any()) for _ in range(24)]
         assert sum(given) / len(given) == pytest.approx(0.75, abs=0.2)
 
-    def test_a_reference_is_encoded_on_its_own(self, vae):
-        clip = source(vae, i2v_tail=1.0).fresh(np.random.default_rng(0))
-        # The last frame as a picture, which knows nothing of the frames before it.
-        assert not torch.allclose(clip.reference_CTHW[:, -1], clip.latents_CTHW[:, -1], atol=1e-2)
+    @pytest.mark.parametrize(
+        ("mode", "frames", "position"),
+        [
+            ("i2v_head", slice(0, 1), slice(0, 1)),
+            ("i2v_tail", slice(-1, None), slice(-1, None)),
+            ("v2v_head", slice(0, 5), slice(0, 2)),
+            ("v2v_tail", slice(-5, None), slice(-2, None)),
+        ],
+    )
+    def test_references_are_encoded_on_their_own(self, vae, mode, frames, position):
+        clip = source(vae, **{mode: 1.0}).fresh(np.random.default_rng(0))
+        pixels = to_pixels(render_scene(sample_scene(np.random.default_rng(0)), size=32, num_frames=13)[None])
+        alone = vae.encode(pixels[:, :, frames])[0]
+        assert torch.allclose(clip.latents_CTHW.float(), vae.encode(pixels)[0], atol=1e-2)
+        assert torch.allclose(clip.reference_CTHW[:, position].float(), alone, atol=1e-2)
+        assert not torch.allclose(clip.latents_CTHW[:, position].float(), alone, atol=1e-2)
 
 
 class TestTask:
