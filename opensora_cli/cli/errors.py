@@ -1,8 +1,13 @@
 """From an exception to a message and an exit code: the one place that knows both."""
 
+import _thread
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import typer
 
@@ -10,6 +15,8 @@ from opensora_cli.cli import output
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 
 INTERRUPTED = 130
+
+_MOMENT_S = 0.02
 
 # Typer brings its own Click and exposes only this subclass of the error that a command line does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -40,15 +47,98 @@ class InterruptError(OsoraError):
 def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into an error with a message, before Typer makes a bare exit of it.
 
-    The engine may hand in one line on how to go on, as the argument of `KeyboardInterrupt`.
+    The engine may hand in lines on how to go on, as the argument of `KeyboardInterrupt`.
 
     Raises:
         InterruptError: Ctrl-C was pressed.
     """
-    try:
+    with _watching() as was_pressed:
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            raise InterruptError("interrupted", hint=str(stop.args[0]) if stop.args else None) from stop
+        except Exception as error:
+            # Compiled modules that are interrupted while they are imported blame something else.
+            if was_pressed():
+                raise InterruptError("interrupted") from error
+            raise
+
+
+@contextmanager
+def _watching() -> Iterator[Callable[[], bool]]:
+    """Yield what tells whether Ctrl-C was pressed inside the block, and let no finaliser swallow it."""
+    pressed = False
+    again: list[threading.Timer] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.default_int_handler(number, frame)
+
+    def press_again(ignored: "sys.UnraisableHookArgs") -> None:
+        # Python drops what is raised in a finaliser, and in this hook too: so a moment later.
+        if ignored.exc_type is KeyboardInterrupt:
+            again.append(threading.Timer(_MOMENT_S, _press))
+            again[-1].start()
+        else:
+            hook(ignored)
+
+    hook = sys.unraisablehook
+    with _handler(note) as is_set:
+        if is_set:
+            sys.unraisablehook = press_again
+        try:
+            yield lambda: pressed
+        finally:
+            for timer in again:
+                timer.cancel()
+            sys.unraisablehook = hook
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, as for the import of torch: interrupted, that can abort the program.
+
+    Raises:
+        KeyboardInterrupt: at the end, if Ctrl-C was pressed.
+    """
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    with _handler(note):
         yield
-    except KeyboardInterrupt as stop:
-        raise InterruptError("interrupted", hint=str(stop.args[0]) if stop.args else None) from stop
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
+    """Let `handle` take Ctrl-C inside the block; yields whether it does.
+
+    It does not outside of the main thread, which alone may set handlers, nor where Ctrl-C is ignored (nohup).
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield False
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield True
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _press() -> None:
+    """Do what the keyboard does, from another thread."""
+    main = threading.main_thread().ident
+    if sys.platform == "win32" or main is None:
+        _thread.interrupt_main()
+    else:
+        # A real signal also ends what the main thread waits for.
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 def run(command: Callable[[], object]) -> int:
@@ -104,5 +194,10 @@ def _usage_line(error: Exception) -> str:
 
 def _usage_hint(error: Exception) -> str:
     path = getattr(getattr(error, "ctx", None), "command_path", "osora")
-    quote = "quote a text that has blanks in it, or " if "unexpected extra argument" in str(error) else ""
-    return f"{quote}see {path} --help"
+    option = getattr(error, "option_name", "")
+    advice = ""
+    if "unexpected extra argument" in str(error):
+        advice = "quote a text that has blanks in it, or "
+    elif option.startswith("-") and not option.startswith("--"):
+        advice = "put a text that begins with - last, after --, or "
+    return f"{advice}see {path} --help"

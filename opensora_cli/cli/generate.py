@@ -120,7 +120,8 @@ def _request(
 
 
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
-    from opensora_cli.engine import generate as engine
+    with errors.uninterrupted():
+        from opensora_cli.engine import generate as engine
 
     reporter = output.make_reporter(quiet=quiet)
     if dry_run:

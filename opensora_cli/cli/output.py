@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter, SilentReporter
 
 
@@ -21,7 +22,8 @@ class Printable(Protocol):
 
 def make_reporter(*, quiet: bool) -> Reporter:
     """Return what shows progress: bars on a terminal, a few plain lines elsewhere, and nothing when `quiet`."""
-    if quiet:
+    # Python has no stderr where the shell closed it (2>&-).
+    if quiet or sys.stderr is None:
         return SilentReporter()
     from opensora_cli.cli.progress import BarReporter, LineReporter
 
@@ -60,10 +62,19 @@ def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
 
 
 def _print(line: str) -> None:
+    if sys.stdout is None:  # closed by the shell (>&-)
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         # A console that cannot show a file's name must not turn a finished run into a crash.
         print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
-        # The reader has seen enough. Python flushes stdout again while it exits, which must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()  # the reader has seen enough
+    except OSError as error:
+        _discard_stdout()
+        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def _discard_stdout() -> None:
+    """Send what is still in the buffer nowhere: Python flushes it again while it exits, which must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

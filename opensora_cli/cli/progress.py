@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -81,8 +81,9 @@ class LineReporter:
         self._clock = clock
 
     def note(self, text: str) -> None:
-        """Print one line."""
-        print(text, file=sys.stderr, flush=True)
+        """Print one line. A reader that has left (`2>&1 | head`) does not end the run."""
+        with suppress(BrokenPipeError):
+            print(text, file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print one line, marked as a warning."""

@@ -56,11 +56,13 @@ def train(
         settings = load_train_settings(config=config, overrides=overrides, environment=os.environ)
         reporter = output.make_reporter(quiet=quiet)
         if dry_run:
-            from opensora_cli.engine.train.plan import plan_training
+            with errors.uninterrupted():
+                from opensora_cli.engine.train.plan import plan_training
 
             output.print_result(plan_training(settings, resume=resume, overwrite=overwrite), as_json=json_)
         else:
-            from opensora_cli.engine.train import run
+            with errors.uninterrupted():
+                from opensora_cli.engine.train import run
 
             result = run.train(settings, resume=resume, overwrite=overwrite, reporter=reporter)
             output.print_result(result, as_json=json_)

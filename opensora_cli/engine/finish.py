@@ -12,7 +12,7 @@ from opensora_cli.engine import build
 from opensora_cli.engine.configs import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.draw import DrawnSample, load_vae
 from opensora_cli.engine.hardware import peak_memory_gib
-from opensora_cli.engine.outputs import SampleFiles
+from opensora_cli.engine.outputs import SampleFiles, refuse_existing_results
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.references import Reference, given_frames_psnr, to_uint8
 from opensora_cli.engine.run import RunRecord
@@ -33,7 +33,7 @@ class GeneratedVideo:
     """How well the given frames came back; None where none were given."""
 
 
-def finish_samples(
+def process_and_save(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
     drawn: Sequence[DrawnSample],
@@ -41,6 +41,8 @@ def finish_samples(
     record: RunRecord,
 ) -> tuple[GeneratedVideo, ...]:
     """Decode and save every sample; the latents that this run saved are removed once their result is complete.
+
+    The name is the one that the Open-Sora community knows.
 
     Args:
         plan: what is made.
@@ -51,7 +53,7 @@ def finish_samples(
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
-        OutputError: a result cannot be written.
+        OutputError: a result cannot be written, or has appeared since the run began.
         HardwareError: out of memory.
     """
     vae = load_vae(plan, record)
@@ -83,6 +85,8 @@ def _save(
 ) -> None:
     """Write a result and its sidecar; both or neither."""
     start = time.perf_counter()
+    # Once more: hours may have passed since the first check, and another run may have used the name.
+    refuse_existing_results(sample, overwrite=plan.settings.output.overwrite)
     write_media(
         frames_THWC,
         sample.target,

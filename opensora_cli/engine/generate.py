@@ -11,7 +11,7 @@ import torch
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.draw import DrawnSample, draw_samples
-from opensora_cli.engine.finish import GeneratedVideo, finish_samples
+from opensora_cli.engine.finish import GeneratedVideo, process_and_save
 from opensora_cli.engine.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.latents import load_latents
 from opensora_cli.engine.outputs import check_outputs, sample_files
@@ -144,7 +144,7 @@ def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) ->
     start_peak_memory(plan.hardware.device)
     with torch.inference_mode(), record.rescue():
         drawn = [saved] if saved is not None else draw_samples(plan, files, references, record)
-        videos = finish_samples(plan, files, drawn, references, record)
+        videos = process_and_save(plan, files, drawn, references, record)
     return GenerateResult(
         plan=plan,
         videos=videos,

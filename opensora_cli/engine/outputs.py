@@ -75,15 +75,26 @@ def check_outputs(files: tuple[SampleFiles, ...], plan: ExecutionPlan, *, create
     """
     overwrite = plan.settings.output.overwrite
     for sample in files:
-        for path in filter(None, (sample.media, sample.sidecar, sample.latents)):
-            if _exists(path) and not overwrite:
-                raise _already_there(path, sample)
+        refuse_existing_results(sample, overwrite=overwrite)
+        # Looked for even with --overwrite: a name that no file can have is to be refused as well.
+        if sample.latents is not None and _exists(sample.latents) and not overwrite:
+            raise OutputError(
+                f"{sample.latents} is there from a run that did not finish",
+                hint=f"go on with osora generate --from-latents {sample.latents}, or begin anew with --overwrite",
+            )
     folder = files[0].media.parent
     if create:
         _make_writable(folder)
     else:
         _look_writable(folder)
     _check_space(folder, files, plan)
+
+
+def refuse_existing_results(sample: SampleFiles, *, overwrite: bool) -> None:
+    """Raise OutputError if the result or the sidecar of `sample` is there, unless it is to be replaced."""
+    for path in filter(None, (sample.media, sample.sidecar)):
+        if _exists(path) and not overwrite:
+            raise OutputError(f"{path} exists already", hint="use --overwrite, another --seed or another --out")
 
 
 def _exists(path: Path) -> bool:
@@ -97,15 +108,6 @@ def _exists(path: Path) -> bool:
         cause = error.strerror if isinstance(error, OSError) else error
         raise OutputError(f"cannot write {path}: {cause}", hint="choose another --out") from error
     return True
-
-
-def _already_there(path: Path, sample: SampleFiles) -> OutputError:
-    if path == sample.latents:
-        return OutputError(
-            f"{path} is there from a run that did not finish",
-            hint=f"go on with osora generate --from-latents {path}, or begin anew with --overwrite",
-        )
-    return OutputError(f"{path} exists already", hint="use --overwrite, another --seed or another --out")
 
 
 def _make_writable(folder: Path) -> None:

@@ -223,7 +223,8 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
     reasons = []
     if not located.complete:
         what = "the weights" if not located.paths else f"weights ({', '.join(located.missing)})"
-        reasons.append(f"{what} of {located.model} are missing")
+        where = "" if weights is None else f" in {weights}"
+        reasons.append(f"{what} of {located.model} are missing{where}")
     if lacks_cuda:
         reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
     return ModelDecision(ModelName.DEMO, " and ".join(reasons))

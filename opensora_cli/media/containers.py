@@ -62,7 +62,7 @@ def open_video(path: Path) -> Iterator[VideoSource]:
             )
             yield VideoSource(frames=frames, fps=rate)
     except av.FFmpegError as error:
-        raise MediaError(f"{path} cannot be read as a video: {error.strerror}") from error
+        raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

@@ -124,5 +124,8 @@ def _readable_file(path: str | os.PathLike[str]) -> Path:
                 raise MediaError(f"{file} is empty")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise MediaError(f"cannot read {file}: {cause}") from error
+        address = "://" in str(path)
+        raise MediaError(
+            f"cannot read {path}: {cause}", hint="osora reads files: download it first" if address else None
+        ) from error
     return file

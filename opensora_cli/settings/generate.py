@@ -14,6 +14,7 @@ from opensora_cli.settings.components import FileSettings, ModelSettings, TextSe
 from opensora_cli.settings.enums import AspectRatio, ConditionMode, DType, Fit, ModelChoice, ModelName, OutputFormat
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
+MAX_SEED = 2**62
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Endings that people type and that would otherwise quietly become the name of a folder.
 _FOREIGN_ENDINGS = frozenset({"apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"})
@@ -72,7 +73,7 @@ class SamplingSettings(Section):
     flow_shift: float | None = Field(
         default=None, gt=0, description="shift of the timesteps; none: from the video's size"
     )
-    seed: int = Field(default=42, ge=0, le=2**62, description="seed of the noise; sample i takes seed + i")
+    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the noise; sample i takes seed + i")
     num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
     embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="guidance input of a distilled model")
 
@@ -197,6 +198,7 @@ class GenerateSettings(Section):
             *_model_problems(self),
             *_size_problems(self),
             *_length_problems(self),
+            *_seed_problems(self),
             *_condition_problems(self),
         ]
         if problems:
@@ -258,6 +260,16 @@ def _length_problems(settings: GenerateSettings) -> list[str]:
     return [
         f"video.num_frames={frames} must be a multiple of {ratio}, plus 1, and at most {longest} "
         f"with the {settings.model.name} model: use {nearest}"
+    ]
+
+
+def _seed_problems(settings: GenerateSettings) -> list[str]:
+    seed, samples = settings.sampling.seed, settings.sampling.num_samples
+    if seed + samples - 1 <= MAX_SEED:
+        return []
+    return [
+        f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: "
+        f"use at most {MAX_SEED - samples + 1}"
     ]
 
 

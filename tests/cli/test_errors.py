@@ -3,11 +3,14 @@
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from cli.fake_engine import FakeEngine
 
+from opensora_cli.cli import errors
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, MediaError, OsoraError, OutputError
 from opensora_cli.core.progress import Reporter
@@ -30,6 +33,7 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generate", "x", "--num_frames", "5"], "no such option: --num_frames. Did you mean --num-frames?"),
         (["generate", "x", "--cfg-scale", "5"], "--cfg-scale"),
         (["generate", "raining,", "sea"], "quote a text that has blanks in it"),
+        (["generate", "-sea, raining"], "put a text that begins with - last, after --"),
         (["generate", "x", "--cond", "i2v"], "'i2v' is not one of 't2v', 'i2v_head', 'i2v_tail', 'i2v_loop'"),
         (["generate", "x", "--fit", "zoom"], "'zoom' is not one of 'crop', 'pad', 'stretch'"),
         (["generate", "x", "--format", "avi"], "'avi' is not one of 'mp4', 'gif', 'webp', 'png'"),
@@ -175,6 +179,47 @@ def test_interrupt_by_a_signal() -> None:
     assert (process.returncode, err) == (130, "error: interrupted\n")
 
 
+def test_interrupt_that_turns_into_another_error(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """A compiled module whose import is interrupted complains of itself."""
+
+    def interrupted_import(reporter: Reporter) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise AttributeError("module 'numpy' has no attribute 'multiply'")
+
+    engine.while_running = interrupted_import
+    assert run(["generate", "x"], capsys) == (130, "error: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_is_held_back() -> None:
+    def hold() -> None:
+        with errors.uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end")
+
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    assert reached == ["the end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_in_a_finaliser_is_not_lost(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    class Finalised:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def collect(reporter: Reporter) -> None:
+        Finalised()
+        time.sleep(30)
+
+    engine.while_running = collect
+    hook = sys.unraisablehook
+    assert run(["generate", "x"], capsys) == (130, "error: interrupted\n")
+    assert sys.unraisablehook is hook
+
+
 @pytest.mark.parametrize("error", [RuntimeError("bug"), KeyError("bug"), OSError("bug"), ValueError("bug")])
 def test_a_bug_keeps_its_traceback(error: Exception, engine: FakeEngine) -> None:
     engine.while_running = raising(error)
@@ -206,6 +251,35 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=30) == 0
+
+
+PRINT = "import sys; from opensora_cli.cli.app import main; sys.exit(main(['generate', '--list-presets']))"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_full_standard_output() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINT], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (3, "error: cannot write to standard output: No space left on device\n")
+
+
+def test_streams_that_the_shell_closed(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chatter(reporter: Reporter) -> None:
+        reporter.note("a note")
+
+    engine.while_running = chatter
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stderr", None)
+        assert main(["generate", "x"]) == 0
+        assert main(["generate", ""]) == 2
+    assert capsys.readouterr().out == "samples/原野.mp4\n"
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)
+        assert main(["generate", "x"]) == 0
 
 
 def test_messages_are_not_wrapped_nor_coloured(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

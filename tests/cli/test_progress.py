@@ -1,6 +1,8 @@
 """Progress: the time left, plain lines in logs, bars on terminals."""
 
 import io
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -151,3 +153,14 @@ def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
     output.print_lines(["é.mp4"])
     assert raw.getvalue() == b"\\xe9.mp4\n"
+
+
+def test_a_reader_of_lines_that_has_left_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    # Line by line, so that nothing is left to be flushed when the file is closed.
+    with open(writing, "wb", buffering=0) as pipe, monkeypatch.context() as gone:
+        gone.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
+        LineReporter().warn("nobody hears this")
+        with pytest.raises(BrokenPipeError):
+            pipe.write(b"x")

@@ -1,7 +1,7 @@
 """What a clip is conditioned on: the table of modes, and the mask and reference latents that a mode asks for.
 
-A mode is one row: where the given frames come from, where they go, how many there are. Nothing else in the program
-knows a mode by its name; a further mode is a further row.
+A mode is one row: where the given frames come from, where they go, how many there are. A further mode is a further
+row; to offer it, the settings, which know modes by name only, list that name.
 """
 
 from collections.abc import Mapping, Sequence

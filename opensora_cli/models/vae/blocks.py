@@ -25,6 +25,7 @@ class CausalConv3d(nn.Module):
         self.conv = nn.Conv3d(in_channels, out_channels, kernel_size, stride)
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up."""
         out_BCTHW: Tensor = self.conv(replicate_pad(fast_layout(hidden_BCTHW), self._padding))
         return out_BCTHW
 
@@ -43,6 +44,7 @@ class ResnetBlock(nn.Module):
             self.conv_shortcut = CausalConv3d(in_channels, out_channels, kernel_size=1)
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return (B,out_channels,T,H,W)."""
         residual_BCTHW: Tensor = self.conv1(functional.silu(self.norm1(hidden_BCTHW)))
         residual_BCTHW = self.conv2(functional.silu(self.norm2(residual_BCTHW)))
         if self.conv_shortcut is not None:
@@ -68,6 +70,7 @@ class FrameCausalAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return the same shape."""
         frame_size = hidden_BCTHW.shape[3] * hidden_BCTHW.shape[4]
         tokens_BNC = self.group_norm(hidden_BCTHW).flatten(2).transpose(1, 2).contiguous()
         k_B1NC, v_B1NC = self.to_k(tokens_BNC).unsqueeze(1), self.to_v(tokens_BNC).unsqueeze(1)
@@ -92,6 +95,7 @@ class MidBlock(nn.Module):
         self.attentions = nn.ModuleList([FrameCausalAttention(channels, num_groups=num_groups)])
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return the same shape."""
         out_BCTHW: Tensor = self.resnets[1](self.attentions[0](self.resnets[0](hidden_BCTHW)))
         return out_BCTHW
 
@@ -104,6 +108,7 @@ class Downsample(nn.Module):
         self.conv = CausalConv3d(channels, channels, stride=(time, space, space))
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return the same channels, T, H and W divided by the factors, rounded up."""
         out_BCTHW: Tensor = self.conv(hidden_BCTHW)
         return out_BCTHW
 
@@ -119,6 +124,7 @@ class Upsample(nn.Module):
         self.conv = CausalConv3d(channels, channels)
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return the same channels, H and W times `space`; of T frames, (T-1) times `time`, plus 1."""
         return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self._time, space=self._space)
 
 
@@ -135,6 +141,7 @@ class DownBlock(nn.Module):
             self.downsamplers.append(Downsample(out_channels, time=time, space=space))
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return (B,out_channels,T,H,W), smaller by the factors."""
         for layer in (*self.resnets, *self.downsamplers):
             hidden_BCTHW = layer(hidden_BCTHW)
         return hidden_BCTHW
@@ -153,6 +160,7 @@ class UpBlock(nn.Module):
             self.upsamplers.append(Upsample(out_channels, time=time, space=space))
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
+        """Return (B,out_channels,T,H,W), larger by the factors."""
         for layer in (*self.resnets, *self.upsamplers):
             hidden_BCTHW = layer(hidden_BCTHW)
         return hidden_BCTHW

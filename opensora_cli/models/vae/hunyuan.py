@@ -26,6 +26,7 @@ class Encoder(nn.Module):
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels)
 
     def forward(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Return the moments (B,2*latent_channels,t,h,w), before their projection."""
         hidden_BCTHW = self.conv_in(pixels_BCTHW)
         for block in self.down_blocks:
             hidden_BCTHW = block(hidden_BCTHW)
@@ -50,6 +51,7 @@ class Decoder(nn.Module):
         self.conv_out = CausalConv3d(widths[-1], config.out_channels)
 
     def forward(self, latents_BCTHW: Tensor) -> Tensor:
+        """Return pixels (B,out_channels,T,H,W), about in [-1,1]."""
         hidden_BCTHW = self.mid_block(self.conv_in(latents_BCTHW))
         for block in self.up_blocks:
             hidden_BCTHW = block(hidden_BCTHW)

@@ -315,6 +315,21 @@ def test_existing_files_stay(world, tmp_path, monkeypatch, which):
     assert (tmp_path / which).read_bytes() != b"mine"
 
 
+def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):
+    decode = finish.decode_latents
+
+    def meanwhile(*args, **options):
+        (tmp_path / "raining-sea_seed42.mp4").write_text("of another run")
+        return decode(*args, **options)
+
+    monkeypatch.setattr(finish, "decode_latents", meanwhile)
+    with pytest.raises(OutputError, match="exists already"):
+        generate(released_settings(world, tmp_path), reporter=reporter)
+    assert (tmp_path / "raining-sea_seed42.mp4").read_text() == "of another run"
+    assert "--from-latents" in reporter.warnings[-1]
+    assert (tmp_path / "raining-sea_seed42.latents.safetensors").exists()
+
+
 def test_result_document(world, tmp_path):
     result = generate(released_settings(world, tmp_path, sampling__num_samples="2"))
     document = json.loads(json.dumps(result.to_json(), allow_nan=False))

@@ -159,7 +159,7 @@ def test_auto_with_cuda_but_without_some_weights(world, tmp_path):
     shutil.copytree(world.released, tmp_path / "w", ignore=shutil.ignore_patterns("openai"))
     decision = choose_model(ModelChoice.AUTO, weights=str(tmp_path / "w"))
     assert decision.name is ModelName.DEMO
-    assert decision.reason == "weights (clip) of open-sora-v2 are missing"
+    assert decision.reason == f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
 
 
 @pytest.mark.usefixtures("cuda")

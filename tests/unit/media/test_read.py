@@ -197,6 +197,17 @@ class TestProblems:
                 read(tmp_path / name)
             self.one_line(caught.value, tmp_path / name)
 
+    def test_an_address_is_no_file(self) -> None:
+        for read in (is_picture, read_picture, read_video):
+            with pytest.raises(MediaError, match=r"cannot read https://example\.org/a\.png: No such file") as caught:
+                read("https://example.org/a.png")
+            assert caught.value.hint == "osora reads files: download it first"
+
+    def test_garbage_is_called_neither(self, tmp_path: Path) -> None:
+        (tmp_path / "a.png").write_bytes(bytes(range(1, 200)) * 10)
+        with pytest.raises(MediaError, match=r"a\.png cannot be read as a picture or a video: "):
+            read_video(tmp_path / "a.png")
+
     @pytest.mark.parametrize(
         "text",
         ["A text, and nothing else.\n" * 50, "ffconcat version 1.0\nfile a.mp4\n", "#EXTM3U\n#EXTINF:1\na.mp4\n"],

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -293,6 +294,30 @@ class TestIncompleteFolders:
         torch.save(model.state_dict(), sharded / "pytorch_model.bin")
         assert torch.equal(t5(sharded).encode(["a red boat"]), expected)
 
+    def test_pickled_shards_as_published(self, t5_words, copied):
+        folder = copied(t5_words, without=["model.safetensors"])
+        state = load_file(t5_words / "model.safetensors")
+        names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+        shard_of = {key: names[index % 2] for index, key in enumerate(state)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
+        assert T5Encoder.missing_files(folder) == [str(folder / name) for name in names]
+        for name in names:
+            torch.save({key: tensor for key, tensor in state.items() if shard_of[key] == name}, folder / name)
+        assert T5Encoder.missing_files(folder) == []
+        assert torch.equal(t5(folder).encode(["a red boat"]), t5(t5_words).encode(["a red boat"]))
+
+    def test_no_code_in_pickled_weights_is_run(self, t5_words, copied):
+        folder = copied(t5_words, without=["model.safetensors"])
+
+        class Harmful:
+            def __reduce__(self):
+                return (open, (str(folder / "harm"), "w"))
+
+        torch.save({**load_file(t5_words / "model.safetensors"), "x": Harmful()}, folder / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            t5(folder)
+        assert not (folder / "harm").exists()
+
     @pytest.mark.parametrize(
         ("package", "module"), [("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")]
     )
@@ -384,3 +409,46 @@ class TestManners:
     def test_importing_is_cheap(self):
         code = "import sys, opensora_cli.models.text.encoders; sys.exit('transformers' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MEASURE = """
+import re, sys, threading, torch
+from transformers import AutoTokenizer, T5EncoderModel
+from opensora_cli.models.text.encoders import T5Encoder
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+
+AutoTokenizer.from_pretrained(sys.argv[1])
+peak = baseline = anonymous()
+done = threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+encoder = T5Encoder.from_folder(sys.argv[1], max_length=10, device="cpu", dtype=getattr(torch, sys.argv[2]))
+encoder.encode(["a red boat"])
+done.set()
+watcher.join()
+print(max(peak, anonymous()) - baseline)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from Linux's /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_anonymous_memory_of_loading(t5_words, copied, dtype):
+    folder = copied(t5_words, without=["model.safetensors", "config.json"])
+    sizes = {**T5_SIZES, "d_model": 1024, "d_ff": 8192}
+    save_model(folder, transformers.T5EncoderModel, transformers.T5Config(vocab_size=len(WORDS), **sizes))
+    size = (folder / "model.safetensors").stat().st_size
+    assert size > 200e6
+    command = [sys.executable, "-c", MEASURE, str(folder), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (folder / "model.safetensors").unlink()
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 1.1 * size
+    # The measurement itself must notice memory: another dtype cannot do without a copy.
+    if dtype == "bfloat16":
+        assert int(done.stdout) > 0.4 * size

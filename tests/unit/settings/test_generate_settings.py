@@ -70,6 +70,10 @@ def test_settings_survive_json() -> None:
         ({"sampling.flow_shift": 0}, "sampling.flow_shift=0 must be over 0"),
         ({"sampling.seed": -1}, "sampling.seed=-1 must be at least 0"),
         ({"sampling.seed": 2**80}, "sampling.seed="),
+        (
+            {"sampling.seed": 2**62, "sampling.num_samples": 3},
+            f"must leave room for the seeds of sampling.num_samples=3: use at most {2**62 - 2}",
+        ),
         ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
         ({"prompt_suffix.motion_score": -1}, "prompt_suffix.motion_score=-1 must be at least 0"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),

@@ -21,6 +21,7 @@ from opensora_cli.engine.sampling.conditioning import (
     reference_parts,
     restore_references,
 )
+from opensora_cli.settings import enums
 
 DEMO = ReferenceLengths(video=2, easy=3)
 MODES_WITH_REFERENCE = [name for name, mode in CONDITION_MODES.items() if mode.needs_reference]
@@ -219,3 +220,13 @@ def test_only_picture_modes_are_restored_and_scaled_in_time():
         "i2v_tail",
         "i2v_loop",
     ]
+
+
+def test_settings_offer_every_row_and_read_its_name_rightly():
+    assert list(enums.ConditionMode) == list(CONDITION_MODES)
+    for offered, row in zip(enums.ConditionMode, CONDITION_MODES.values(), strict=True):
+        assert offered.takes_reference == row.needs_reference
+        assert offered.takes_video == (row.source is Source.VIDEO)
+        assert offered.is_loop == (row.position is Position.BOTH)
+        assert offered.is_easy == (row.length is Length.EASY)
+        assert offered.max_references == {Source.NONE: 0, Source.BOTH_PICTURES: 2}.get(row.source, 1)

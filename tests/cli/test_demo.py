@@ -1,0 +1,65 @@
+"""The demo model that comes with osora, as a newcomer meets it."""
+
+import importlib.resources
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora_cli.media.read import read_video
+from opensora_cli.media.tags import read_metadata
+
+MOST_BYTES = 40_000_000
+PROMPT = "raining, sea with a zeppelin"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One video and what was said on the way."""
+    out = tmp_path_factory.mktemp("demo") / "sea.mp4"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OSORA_")}
+    finished = subprocess.run(
+        [sys.executable, "-m", "opensora_cli", "generate", PROMPT, "--out", str(out), "--model", "demo"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return out, finished.stderr
+
+
+def test_makes_a_video_of_the_size_it_promises(run):
+    clip = read_video(run[0])
+
+    assert tuple(clip.frames_THWC.shape) == (17, 64, 64, 3)
+    assert clip.fps == 12
+    assert read_metadata(run[0])["prompt"] == PROMPT
+
+
+def test_the_video_shows_a_rainy_sea(run):
+    frames_THWC = read_video(run[0]).frames_THWC.float()
+
+    sky, water = frames_THWC[:, 4:24].mean(dim=(0, 1, 2)), frames_THWC[:, 44:].mean(dim=(0, 1, 2))
+    # Water is bluer than it is red, at any time of day, and darker than the sky above it unless it is night.
+    assert water[2] > water[0] + 15
+    assert sky.sum() > 0.5 * water.sum()
+    # It rains: the upper half, where nothing else moves, changes from frame to frame.
+    assert torch.diff(frames_THWC[:, :24], dim=0).abs().mean() > 2
+
+
+def test_says_once_which_words_it_knows(run):
+    warnings = [line for line in run[1].splitlines() if "zeppelin" in line]
+
+    assert len(warnings) == 1
+    assert "boat" in warnings[0]
+    assert "desert" in warnings[0]
+
+
+def test_is_small_enough_to_be_embedded():
+    folder = Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
+
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MOST_BYTES
