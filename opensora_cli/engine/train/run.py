@@ -52,8 +52,8 @@ def train(
 
     Args:
         settings: the run.
-        resume: go on from the checkpoint in the output folder. Autoencoder and text encoders then become, bit for bit,
-            what an uninterrupted run would have made of them; for the transformer see `MMDiTTask`.
+        resume: go on from the checkpoint in the output folder. Autoencoder and text encoders then become what an
+            uninterrupted run would have made of them, on one thread bit for bit; for the transformer see `MMDiTTask`.
         overwrite: begin anew although the folder holds an earlier run.
         reporter: shown progress and warnings; None: nobody.
 
