@@ -1,46 +1,58 @@
-"""Streaming, strict, memory-mapped loading of a safetensors file into a module."""
+"""Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.remote import fetch_from_hub
+from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.listing import first_few
+
+Shape = tuple[int, ...]
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
-_LISTED = 3
 
+class _MappedTensors(Mapping[str, Tensor]):
+    """The tensors of an open checkpoint; each is mapped or read when it is asked for, and none is kept."""
 
-class _FileTensors(Mapping[str, Tensor]):
-    """The tensors of an open file; each is mapped when it is asked for, and none is kept."""
-
-    def __init__(self, file: Any) -> None:  # safe_open has no public type for its handle
-        self._file = file
-        self._keys: list[str] = list(file.keys())
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._maps: dict[Path, torch.UntypedStorage] = {}
 
     def __getitem__(self, key: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(key)
-        return tensor
+        entry = self._entries[key]
+        extents = entry.extents()
+        if extents is None or len(extents) != 1 or extents[0].offset % entry.dtype.itemsize or not extents[0].length:
+            # The formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+            return entry.read()
+        (extent,) = extents
+        if extent.path not in self._maps:
+            self._maps[extent.path] = _map(extent.path)
+        whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
+        return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
 
-class _FileShapes(_FileTensors):
+class _MetaTensors(_MappedTensors):
     """The same tensors on the meta device: a conversion runs over them without reading a weight."""
 
     def __getitem__(self, key: str) -> Tensor:
-        return torch.empty(self._file.get_slice(key).get_shape(), device="meta")
+        return torch.empty(self._entries[key].shape, device="meta")
 
 
 def load_into_module(
@@ -53,7 +65,7 @@ def load_into_module(
     allowed_missing: Sequence[str] = (),
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill a module with the weights of a safetensors file, tensor by tensor.
+    """Fill a module with the weights of a checkpoint, tensor by tensor.
 
     Keys and shapes are checked, conversion included, before the first weight is read. On the CPU a tensor that needs
     no other dtype stays a private map of the file: it costs no memory of its own until it is written to. Elsewhere
@@ -61,7 +73,7 @@ def load_into_module(
 
     Args:
         module_on_meta: made under `torch.device("meta")`; parameters and buffers are replaced, `requires_grad` kept.
-        path: the file.
+        path: the file or folder, in any of the formats.
         device: where the weights go.
         dtype: of all floating-point tensors; others keep theirs.
         convert: maps the file's tensors to the module's keys; None where they are the same. It must also run on tensors
@@ -71,25 +83,83 @@ def load_into_module(
         advance: called with the bytes of each tensor as it is loaded, to show progress.
 
     Raises:
-        CheckpointError: no such file, a file that is broken or no safetensors, or keys or shapes that don't fit the
+        CheckpointError: no such file, a file that is broken or of no known format, or keys or shapes that don't fit the
             module.
         ValueError: the module has a non-persistent buffer on the meta device, which no file can fill.
     """
     path = Path(path)
     _refuse_unfillable(module_on_meta)
     expected = module_on_meta.state_dict()
-    with _open(path) as file:
-        read = convert or _as_is
-        found = {key: tuple(tensor.shape) for key, tensor in read(_FileShapes(file))}
-        _check(path, found, {key: tuple(t.shape) for key, t in expected.items()}, allowed_missing)
-        for key, tensor in read(_FileTensors(file)):
-            _assign(module_on_meta, key, _placed(tensor, device=device, dtype=dtype))
-            if advance is not None:
-                advance(tensor.nbytes)
+    entries = open_checkpoint(path).entries
+    read = convert or _as_is
+    found = {key: tuple(tensor.shape) for key, tensor in read(_MetaTensors(entries))}
+    shapes = {key: tuple(tensor.shape) for key, tensor in expected.items()}
+    required = {
+        key: shape
+        for key, shape in shapes.items()
+        if key in found or not any(fnmatchcase(key, pattern) for pattern in allowed_missing)
+    }
+    mismatch = _Mismatch.between(found, required)
+    if mismatch:
+        raise CheckpointError(f"{path} does not fit the model: {mismatch}")
+    for key, tensor in read(_MappedTensors(entries)):
+        _assign(module_on_meta, key, _placed(tensor, device=device, dtype=dtype))
+        if advance is not None:
+            advance(tensor.nbytes)
     for key in expected.keys() - found.keys():
         if expected[key].is_meta:
             zeros = torch.zeros(expected[key].shape, dtype=expected[key].dtype, device=device)
             _assign(module_on_meta, key, _placed(zeros, device=device, dtype=dtype))
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    cache_dir: str | Path | None = None,
+    device_map: torch.device | str = "cpu",
+    cai_model_name: str = "model",
+    strict: bool = True,
+    rename_keys: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
+
+    Weights that the model has already are overwritten in place: an optimizer that holds them goes on holding them, and
+    their dtype and device stay. Weights on the meta device get the checkpoint's dtype.
+
+    Args:
+        model: what is filled.
+        path: a file or folder; or, where there is none of that name, `owner/repository` on the Hub, or
+            `owner/repository/file`.
+        cache_dir: where files of the Hub are kept; None is the usual place.
+        device_map: where weights on the meta device go.
+        cai_model_name: the subfolder of a ColossalAI checkpoint that is loaded, where `path` has one.
+        strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
+        rename_keys: old to new starts of names, changed before anything is compared.
+
+    Raises:
+        CheckpointError: nothing to load, a broken file, or keys or shapes that don't fit the model.
+        RequestError: `rename_keys` matches nothing, or gives two tensors one name.
+    """
+    found = Path(path) if Path(path).exists() else fetch_from_hub(str(path), cache_dir=cache_dir)
+    if (found / cai_model_name).is_dir():
+        found = found / cai_model_name
+    entries = open_checkpoint(found).entries
+    if rename_keys:
+        entries = rename(entries, [f"{old}={new}" for old, new in rename_keys.items()])
+    expected = model.state_dict()
+    shapes = {key: tuple(entry.shape) for key, entry in entries.items()}
+    mismatch = _Mismatch.between(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
+    if mismatch.wrong or (strict and mismatch):
+        raise CheckpointError(f"{found} does not fit the model: {mismatch}")
+    if mismatch:
+        warnings.warn(f"{found} does not fit the model: {mismatch}", stacklevel=2)
+    tensors = _MappedTensors(entries)
+    for key in expected.keys() & entries.keys():
+        if expected[key].is_meta:
+            _assign(model, key, tensors[key].to(device_map))
+        else:
+            expected[key].copy_(tensors[key])
+    return model
 
 
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -97,60 +167,46 @@ def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield key, tensors[key]
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; whatever is wrong with it becomes one line that names it."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file")
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"{path} is empty", hint="fetch it again")
+def _map(path: Path) -> torch.UntypedStorage:
+    """Map a file privately: its pages are shared with whoever else maps it, until they are written to."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except SafetensorError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint="fetch it again") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be mapped: {' '.join(str(error).split())}") from error
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage
 
 
-def _check(
-    path: Path,
-    found: Mapping[str, tuple[int, ...]],
-    expected: Mapping[str, tuple[int, ...]],
-    allowed_missing: Sequence[str],
-) -> None:
-    missing = [
-        key
-        for key in expected
-        if key not in found and not any(fnmatchcase(key, pattern) for pattern in allowed_missing)
-    ]
-    unexpected = [key for key in found if key not in expected]
-    wrong = [
-        f"{key}: file {list(shape)}, model {list(expected[key])}"
-        for key, shape in found.items()
-        if key in expected and shape != expected[key]
-    ]
-    problems = [
-        f"{len(keys)} {kind} ({_first_few(keys)})"
-        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
-        if keys
-    ]
-    if problems:
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    """What keeps a checkpoint from fitting a model."""
 
+    missing: list[str]
+    unexpected: list[str]
+    wrong: list[str]
 
-def _first_few(keys: Sequence[str]) -> str:
-    rest = len(keys) - _LISTED
-    return ", ".join(keys[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    @classmethod
+    def between(cls, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> "_Mismatch":
+        return cls(
+            missing=[key for key in expected if key not in found],
+            unexpected=[key for key in found if key not in expected],
+            wrong=[
+                f"{key}: file {list(shape)}, model {list(expected[key])}"
+                for key, shape in found.items()
+                if key in expected and shape != expected[key]
+            ],
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.wrong)
+
+    def __str__(self) -> str:
+        kinds = ((self.missing, "missing"), (self.unexpected, "unexpected"), (self.wrong, "of another shape"))
+        return "; ".join(f"{len(keys)} {kind} ({first_few(keys)})" for keys, kind in kinds if keys)
 
 
 def _placed(tensor: Tensor, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    placed = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-    # The format does not promise that data starts at a multiple of its item size, but kernels may rely on it.
-    return placed.clone() if placed.device.type == "cpu" and placed.data_ptr() % placed.element_size() else placed
+    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
 
 
 def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
@@ -167,4 +223,4 @@ def _refuse_unfillable(module: nn.Module) -> None:
     persistent = module.state_dict().keys()
     left = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in persistent]
     if left:
-        raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {_first_few(left)}")
+        raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")

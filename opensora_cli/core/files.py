@@ -1,15 +1,19 @@
 """Writing files so that a crash leaves the old file or the new one, never half of one."""
 
+import ctypes
 import errno
 import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 @contextmanager
@@ -36,8 +40,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with everything in it.
 
-    A folder that is already there is replaced as a whole. No system call swaps two folders on every platform, so the
-    old one is renamed first: a crash in that instant leaves both complete, the old one under a temporary name.
+    A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
+    in one step. Elsewhere the old one is renamed first, and a crash in that instant leaves both complete, the old one
+    under a temporary name. A link to a folder is replaced by a folder of its own; what it points to stays.
 
     Raises:
         OutputError: as `atomic_path`.
@@ -46,18 +51,10 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     with _temporary_beside(target) as temporary:
         temporary.mkdir()
         yield temporary
-        for written in sorted(temporary.rglob("*")):
-            if written.is_file():
-                _flush_to_disk(written)
+        for written in [*sorted(temporary.rglob("*")), temporary]:
+            _flush_to_disk(written)
         if target.is_dir():
-            retired = _temporary_name(target)
-            target.rename(retired)
-            try:
-                temporary.rename(target)
-            except BaseException:
-                retired.rename(target)
-                raise
-            shutil.rmtree(retired)
+            _swap_names(temporary, target)
         else:
             temporary.rename(target)
         _flush_to_disk(target.parent)
@@ -106,8 +103,32 @@ def _temporary_name(target: Path) -> Path:
     return target.parent / f".osora-{secrets.token_hex(6)}.tmp"
 
 
+def _swap_names(temporary: Path, target: Path) -> None:
+    if _swap_in_one_step(temporary, target):
+        return
+    retired = _temporary_name(target)
+    target.rename(retired)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        retired.rename(target)
+        raise
+    retired.rename(temporary)
+
+
+def _swap_in_one_step(first: Path, second: Path) -> bool:
+    """Let the kernel swap two names; False if it didn't, for whatever reason."""
+    if sys.platform != "linux":
+        return False
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    failed: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return not failed
+
+
 def _remove(temporary: Path) -> None:
-    if temporary.is_dir():
+    if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary)
     else:
         temporary.unlink(missing_ok=True)

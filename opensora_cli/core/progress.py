@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+BYTES = "bytes"
+"""The unit of stages that read or write so much: shown as sizes."""
+
 
 class StageProgress(Protocol):
     """The running stage."""

@@ -176,25 +176,32 @@ class TestBrokenFiles:
         assert words in caught.value.message
         assert "\n" not in caught.value.message
 
-    @pytest.mark.parametrize("keep", [3, 40, -1])
+    @pytest.mark.parametrize("keep", [40, -1])
     def test_truncated(self, file, keep):
         file.write_bytes(file.read_bytes()[:keep])
-        self.check(file, "truncated or no safetensors file")
+        self.check(file, "is truncated")
 
     def test_empty(self, file):
         file.write_bytes(b"")
         self.check(file, "is empty")
 
-    @pytest.mark.parametrize("content", [b"<html>404 not found</html>", b"\0" * 64, b"PK\x03\x04" + b"x" * 100])
-    def test_something_else(self, file, content):
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"<html>404 not found</html>", "is a web page"),
+            (b"\0" * 64, "holds no weights"),
+            (b"PK\x03\x04" + b"x" * 100, "truncated or no zip archive"),
+        ],
+    )
+    def test_something_else(self, file, content, words):
         file.write_bytes(content)
-        self.check(file, "truncated or no safetensors file")
+        self.check(file, words)
 
     def test_missing(self, tmp_path):
         self.check(tmp_path / "none.safetensors", "does not exist")
 
     def test_folder(self, tmp_path):
-        self.check(tmp_path, "is not a file")
+        self.check(tmp_path, "holds no checkpoint")
 
     def test_data_at_odd_addresses_is_aligned(self, tmp_path):
         header = json.dumps({"weight": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}}).encode()

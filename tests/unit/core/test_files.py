@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from opensora_cli.core import files
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic, write_json_atomic
 
@@ -99,3 +101,81 @@ def test_a_failing_block_leaves_the_old_folder(tmp_path: Path) -> None:
         write_half()
     assert os.listdir(tmp_path) == ["frames"]
     assert os.listdir(tmp_path / "frames") == ["old.txt"]
+
+
+def write_folder(path: Path, content: str) -> None:
+    with atomic_folder(path) as temporary:
+        (temporary / "inner").mkdir()
+        (temporary / "inner" / content).write_text(content)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to swap names")
+def test_the_old_folder_is_at_its_name_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel can swap names, there is no instant without a folder."""
+    seen = []
+    swap = files._swap_in_one_step
+    monkeypatch.setattr(files, "_swap_in_one_step", lambda *names: seen.append(swap(*names)) or seen[-1])
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("a name was given up"))
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "old.txt").write_text("old")
+    write_folder(tmp_path / "frames", "new")
+    assert seen == [True]
+    assert os.listdir(tmp_path) == ["frames"]
+    assert os.listdir(tmp_path / "frames") == ["inner"]
+
+
+@pytest.mark.parametrize("old", ["folder", "link"])
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_both_ways_to_swap_do_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, in_one_step: bool
+) -> None:
+    if not in_one_step:
+        monkeypatch.setattr(files, "_swap_in_one_step", lambda *_: False)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "old.txt").write_text("old")
+    if old == "link":
+        (tmp_path / "frames").symlink_to("elsewhere")
+    else:
+        (tmp_path / "elsewhere").rename(tmp_path / "frames")
+    write_folder(tmp_path / "frames", "new")
+    assert not (tmp_path / "frames").is_symlink()
+    assert (tmp_path / "frames" / "inner" / "new").read_text() == "new"
+    # What a link points to belongs to somebody else.
+    assert sorted(os.listdir(tmp_path)) == (["elsewhere", "frames"] if old == "link" else ["frames"])
+    assert old == "folder" or os.listdir(tmp_path / "elsewhere") == ["old.txt"]
+
+
+def test_a_swap_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "frames", "old")
+    monkeypatch.setattr(files, "_swap_in_one_step", lambda *_: False)
+    renamed: list[Path] = []
+    rename = Path.rename
+
+    def fail_the_second_time(self: Path, target: Path) -> Path:
+        renamed.append(self)
+        if len(renamed) == 2:
+            raise OSError(errno.EIO, "broken disk")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_the_second_time)
+    with pytest.raises(OutputError, match="broken disk"):
+        write_folder(tmp_path / "frames", "new")
+    assert os.listdir(tmp_path) == ["frames"]
+    assert os.listdir(tmp_path / "frames" / "inner") == ["old"]
+
+
+def test_a_folder_and_all_that_is_in_it_is_flushed_before_it_takes_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, bool]] = []
+
+    def note(descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        names = {os.stat(path).st_ino: path.name for path in [tmp_path, *tmp_path.rglob("*")]}
+        flushed.append((names[inode], (tmp_path / "frames").exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_folder(tmp_path / "frames", "new")
+    temporary = flushed[2][0]
+    assert temporary.startswith(".osora-")
+    assert flushed == [("inner", False), ("new", False), (temporary, False), (tmp_path.name, True)]

@@ -1,0 +1,256 @@
+"""Folders of `torch.distributed.checkpoint`: tensors in chunks, each as `torch.save` writes it, in one file per rank.
+
+`.metadata` says which chunk is where. It is a pickle, so it is read without running anything, and it is written last:
+a folder without it is not complete.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from opensora_cli.checkpoint.entries import Entry, Extent, JoinedEntry, StoredEntry
+from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.pickles import open_tensor, write_tensor
+from opensora_cli.checkpoint.saved_tensors import PLAIN_NAMES, as_shape, as_sizes
+from opensora_cli.checkpoint.shards import refuse_outside
+from opensora_cli.checkpoint.state_dicts import find_weights
+from opensora_cli.checkpoint.strict_json import shown
+from opensora_cli.checkpoint.unpickling import Constructor, Record, unpickle
+from opensora_cli.checkpoint.views import Tile, TiledEntry
+from opensora_cli.core.exceptions import CheckpointError
+
+METADATA_FILE = ".metadata"
+"""What makes a folder one of these, and a complete one."""
+
+DATA_SUFFIX = ".distcp"
+"""How the files with the chunks end."""
+
+_LISTED = 20
+_DATA_FILE = f"__0_0{DATA_SUFFIX}"
+_VERSION = "1.0.0"
+_MAX_METADATA_BYTES = 2**29
+_MAX_OPERATIONS = 32_000_000
+"""Of the pickle: enough for 5,000 tensors that are cut over 100 ranks."""
+
+
+def _nothing(*_: object) -> None:
+    """Make nothing of what is no part of a tensor."""
+
+
+_NAMES: dict[str, object] = {
+    **PLAIN_NAMES,
+    **{
+        f"torch.distributed.checkpoint.metadata.{name}": Constructor(Record)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
+            *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    },
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Constructor(Record),
+    **{
+        f"{module}.{name}": Constructor(_nothing)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+"""What `.metadata` may ask for."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor as `.metadata` describes it: its chunks are offsets and shapes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+_Places = dict[tuple[str, tuple[int, ...]], Extent]
+"""Where the chunks are, by the name of the tensor and their offsets in it."""
+
+
+def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
+    """Open a folder of `torch.distributed.checkpoint`.
+
+    Args:
+        folder: holds `.metadata`.
+        select: which weights, where there are several; None: those of the model.
+
+    Raises:
+        CheckpointError: the folder is not complete, broken, or asks for something else than weights.
+        RequestError: it has no such weights.
+    """
+    path = folder / METADATA_FILE
+    metadata = _read_metadata(path)
+    try:
+        tree = _tree(metadata["state_dict_metadata"], metadata["planner_data"])
+        weights = find_weights(tree, _Tensor, path=folder, select=select)
+        places = _places(folder, metadata["storage_data"], {tensor.name for tensor in weights.leaves.values()})
+        entries = {name: _entry(tensor, places, path) for name, tensor in weights.leaves.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} is broken: {shown(str(error))}") from error
+    return Checkpoint(
+        format=Format.DCP,
+        path=folder,
+        selection=weights.selection,
+        selections=weights.selections,
+        entries=entries,
+        metadata={},
+        files=(path, *sorted({place.path for place in places.values()})),
+    )
+
+
+def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[int], None] | None = None) -> None:
+    """Write a folder that `torch.distributed.checkpoint.load` reads, piece by piece, straight to its names.
+
+    Args:
+        folder: exists already.
+        entries: its tensors.
+        advance: called with the number of bytes that were written, again and again.
+
+    Raises:
+        RequestError: a tensor has a dtype that `torch.save` does not write.
+        CheckpointError: a tensor cannot be read.
+        OSError: the folder cannot be written.
+    """
+    # These take a second to import, and reading needs none of them.
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    places = {}
+    with (folder / _DATA_FILE).open("wb") as file:
+        for name, entry in entries.items():
+            start = file.tell()
+            write_tensor(file, entry, advance=advance)
+            index = dcp.MetadataIndex(name, torch.Size([0] * len(entry.shape)))
+            places[index] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
+    described = dcp.Metadata(
+        state_dict_metadata={
+            name: dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=entry.dtype),
+                torch.Size(entry.shape),
+                [dcp.ChunkStorageMetadata(torch.Size([0] * len(entry.shape)), torch.Size(entry.shape))],
+            )
+            for name, entry in entries.items()
+        },
+        planner_data={name: (name,) for name in entries},
+        storage_data=places,
+        storage_meta=dcp.StorageMeta(),
+        version=_VERSION,
+    )
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(described))
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    refuse_outside(path, path.parent)
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path.parent} was not written to its end: it lacks {METADATA_FILE}")
+        if path.stat().st_size > _MAX_METADATA_BYTES:
+            raise CheckpointError(f"{path} is too long for a description of tensors")
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    found, _ = unpickle(content, path=path, names=_NAMES, max_operations=_MAX_OPERATIONS)
+    if not isinstance(found, Record) or not isinstance(found.state, dict):
+        raise CheckpointError(f"{path} describes something else than tensors")
+    return found.state
+
+
+def _tree(described: dict[str, Record], nesting: dict[str, tuple[str | int, ...]] | None) -> dict[Any, Any]:
+    """Return the tensors in the dictionaries that they came from."""
+    tree: dict[Any, Any] = {}
+    for name, record in described.items():
+        state = record.state
+        if not isinstance(state, dict):
+            continue  # some other value
+        dtype = state["properties"].state[0]
+        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+            raise ValueError("it holds a tensor of unknown dtype")
+        chunks = tuple((as_sizes(chunk.state["offsets"]), as_sizes(chunk.state["sizes"])) for chunk in state["chunks"])
+        keys = (nesting or {}).get(name, (name,))
+        if not keys or not isinstance(keys, tuple) or not all(isinstance(key, str | int) for key in keys):
+            raise ValueError("it holds a tensor without a name")
+        node = tree
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        if not isinstance(node, dict) or keys[-1] in node:
+            raise ValueError("it has two tensors of the same name")
+        node[keys[-1]] = _Tensor(name, dtype, as_shape(state["size"], dtype), chunks)
+    return tree
+
+
+def _places(folder: Path, stored: dict[Record, Record], wanted: set[str]) -> _Places:
+    """Return where the chunks of some tensors are, having looked whether the files are there."""
+    places: _Places = {}
+    for index, info in stored.items():
+        name, offsets = index.state["fqn"], index.state.get("offset")
+        if isinstance(name, str) and name in wanted and offsets is not None:
+            place = info.state
+            if place.get("transform_descriptors"):
+                raise ValueError("its files are transformed, such as compressed, which is not supported")
+            start, length = as_sizes((place["offset"], place["length"]))
+            places[name, as_sizes(offsets)] = Extent(folder / _file_name(place["relative_path"]), start, length)
+    files = {place.path for place in places.values()}
+    missing = sorted(shown(file.name) for file in files if not refuse_outside(file, folder).is_file())
+    if missing:
+        raise CheckpointError(f"{folder} lacks {len(missing)} of its files: {', '.join(missing[:_LISTED])}")
+    sizes = {file: file.stat().st_size for file in files}
+    for place in places.values():
+        if place.offset + place.length > sizes[place.path]:
+            raise CheckpointError(
+                f"{place.path} is truncated: {sizes[place.path]} bytes are there", hint="fetch it again"
+            )
+    return places
+
+
+def _file_name(name: str) -> str:
+    if name != Path(name).name or not name.isprintable():
+        raise ValueError(f"it refers to a file outside its folder: {shown(name)}")
+    return name
+
+
+def _entry(tensor: _Tensor, places: _Places, path: Path) -> Entry:
+    """Put a tensor together."""
+    name = shown(tensor.name)
+    if not prod(tensor.shape):
+        return StoredEntry(tensor.shape, tensor.dtype, [])
+    _check_cover(tensor)
+    tiles = []
+    for offsets, shape in tensor.chunks:
+        if prod(shape):
+            place = places.get((tensor.name, offsets))
+            if place is None:
+                raise ValueError(f"a chunk of {name} is in no file")
+            part = open_tensor(place.path, start=place.offset, length=place.length)
+            if part.shape != shape or part.dtype != tensor.dtype:
+                raise CheckpointError(f"{place.path} holds another tensor than {path.name} says, in place of {name}")
+            tiles.append(Tile(offsets, part))
+    tiles.sort(key=lambda tile: tile.offsets)
+    if all(tile.entry.shape[1:] == tensor.shape[1:] for tile in tiles):
+        return tiles[0].entry if len(tiles) == 1 else JoinedEntry([tile.entry for tile in tiles])
+    return TiledEntry(tensor.shape, tensor.dtype, tiles)
+
+
+def _check_cover(tensor: _Tensor) -> None:
+    """Refuse chunks that leave something out, overlap, or reach beyond their tensor."""
+    ends = []
+    for offsets, shape in tensor.chunks:
+        end = tuple(offset + size for offset, size in zip(offsets, shape, strict=True))
+        if len(end) != len(tensor.shape) or any(last > size for last, size in zip(end, tensor.shape, strict=True)):
+            raise ValueError(f"a chunk of {shown(tensor.name)} reaches beyond it")
+        if prod(shape):
+            ends.append((offsets, end))
+    ends.sort()
+    for number, (start, end) in enumerate(ends):
+        for other_start, other_end in ends[number + 1 :]:
+            if start and other_start[0] >= end[0]:
+                break
+            if all(a < d and c < b for a, b, c, d in zip(start, end, other_start, other_end, strict=True)):
+                raise ValueError(f"two chunks of {shown(tensor.name)} overlap")
+    if sum(prod(shape) for _, shape in tensor.chunks) != prod(tensor.shape):
+        raise ValueError(f"chunks of {shown(tensor.name)} are missing")

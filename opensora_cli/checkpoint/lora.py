@@ -1,0 +1,186 @@
+"""Adapters as PEFT saves them, added to the weights they were trained for, and taken out again.
+
+An adapter (Hu et al. 2021, LoRA) holds for each of its modules two small matrices A and B; the module computes with
+W + scale · B·A. Here this sum is taken once, in fp32, and rounded once to the dtype of W.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.computing import ComputedEntry
+from opensora_cli.checkpoint.entries import CastEntry, Entry
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES
+from opensora_cli.checkpoint.peft_files import Adapter, LowRank
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import first_few
+
+# Of the two roundings of 16-bit sums, the one to fp32 is at most 2^-13 of the other.
+_FP32_SHARE = 2.0**-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnmergeError:
+    """How far weights can be from what they were before an adapter was merged and unmerged.
+
+    Args:
+        bound: no weight differs by more.
+        tensor: where it is as large.
+    """
+
+    bound: float
+    tensor: str
+
+
+def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0) -> dict[str, Entry]:
+    """Add an adapter to the weights it is for; tensors that it replaces altogether are replaced.
+
+    Args:
+        entries: the model's tensors, under the names they had in training.
+        adapter: the adapter.
+        scale: how much of it is added, beside its own scale.
+
+    Raises:
+        CheckpointError: the adapter is for tensors that are not there, have other shapes, or are not floating point of
+            16 bits or more.
+    """
+    _check(entries, adapter)
+    merged = dict(entries)
+    for name, replacement in adapter.replacements.items():
+        merged[name] = CastEntry(replacement, entries[name].dtype)
+    for name, update in adapter.updates.items():
+        merged[name] = MergedEntry(merged[name], update, scale=scale)
+    return merged
+
+
+def unmerge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0) -> dict[str, Entry]:
+    """Take out an adapter that `merge` has added with the same scale, as far as rounding allows; see `unmerge_error`.
+
+    Raises:
+        RequestError: the adapter replaced tensors, so that what these were is not known.
+        CheckpointError: as `merge`.
+    """
+    if adapter.replacements:
+        raise RequestError(
+            f"{adapter.path} cannot be unmerged: it replaced {first_few(list(adapter.replacements))}",
+            hint="take these from the original checkpoint",
+        )
+    return merge(entries, adapter, scale=-scale)
+
+
+def unmerge_error(
+    entries: Mapping[str, Entry],
+    adapter: Adapter,
+    *,
+    scale: float = 1.0,
+    advance: Callable[[int], None] | None = None,
+) -> UnmergeError:
+    """Return how exact `unmerge` is, from one reading of the weights that it changes.
+
+    Merging rounded each sum to the nearest number of the dtype, and unmerging rounds each difference: the result is off
+    by at most half the distance of neighbouring numbers at the one, plus half of that at the other.
+
+    Args:
+        entries, adapter, scale: as `unmerge` takes them.
+        advance: called with the bytes of the weights as they are read.
+
+    Raises:
+        RequestError, CheckpointError: as `unmerge`.
+    """
+    unmerged = unmerge(entries, adapter, scale=scale)
+    worst = UnmergeError(bound=0.0, tensor="")
+    for name in adapter.updates:
+        before, after = entries[name], unmerged[name]
+        largest = [0.0, 0.0]
+        # `after` reads `before` as well, but in steps that are still in the system's cache.
+        for merged_piece, piece in zip(before.pieces(), after.pieces(), strict=True):
+            largest = [max(old, _magnitude(new)) for old, new in zip(largest, (merged_piece, piece), strict=True)]
+            if advance is not None:
+                advance(piece.nbytes)
+        bound = sum(_spacing(magnitude, before.dtype) / 2 for magnitude in largest) * (1 + _FP32_SHARE)
+        if bound > worst.bound or not worst.tensor:
+            worst = UnmergeError(bound=bound, tensor=name)
+    return worst
+
+
+class MergedEntry(ComputedEntry):
+    """A weight and a low-rank update of it.
+
+    Args:
+        base: the weight.
+        update: what is added.
+        scale: how much of it.
+    """
+
+    def __init__(self, base: Entry, update: LowRank, *, scale: float) -> None:
+        # A product of matrices may round otherwise where it has other sizes: every range must see the same products.
+        super().__init__(base.shape, base.dtype, whole_rows=True)
+        self._base = base
+        self._update = update
+        self._scale = scale
+
+    def compute(self, start: int, stop: int) -> Tensor:
+        """Read and add elements `start` to `stop`."""
+        step = self.step_numel
+        begin = start - start % step
+        first, last = begin // self.row_numel, min(begin + step, self.numel) // self.row_numel
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        change = self._update.rows(first, last, dtype) * (self._update.scale * self._scale)
+        change = change.reshape(-1)[start - begin : stop - begin]
+        return change.add_(self._base.elements(start, stop)).to(self.dtype)
+
+
+def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:
+    names = [*adapter.updates, *adapter.replacements]
+    unmatched = [name for name in names if name not in entries]
+    if unmatched:
+        fused = any(".qkv." in name or ".linear1." in name for name in unmatched)
+        split = any(part in name for name in unmatched for part in (".q_proj.", ".k_proj.", ".v_proj.", ".v_mlp."))
+        layout = "fused" if fused else "split"
+        raise CheckpointError(
+            f"{adapter.path} is for {len(unmatched)} tensors that are not in the model: {first_few(unmatched)}",
+            hint=f"bring the model into the layout of its training: osora ckpt convert --qkv {layout}"
+            if fused or split
+            else "name the model's tensors as in its training: osora ckpt convert --rename OLD=NEW",
+        )
+    misfits = [
+        f"{name} {list(entries[name].shape)} (adapter: {update.described})"
+        for name, update in adapter.updates.items()
+        if not update.fits(entries[name].shape)
+    ]
+    misfits += [
+        f"{name} {list(entries[name].shape)} (adapter: {list(replacement.shape)})"
+        for name, replacement in adapter.replacements.items()
+        if replacement.shape != entries[name].shape
+    ]
+    if misfits:
+        raise CheckpointError(f"{adapter.path} does not fit the model: {first_few(misfits)}")
+    unfit = [name for name in names if not _can_be_summed(entries[name].dtype)]
+    if unfit:
+        dtype = str(entries[unfit[0]].dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"an adapter cannot be merged into {dtype}: {first_few(unfit)}",
+            hint="osora ckpt convert --dtype bf16 makes weights of 16 bits",
+        )
+
+
+def _can_be_summed(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype not in FP8_DTYPES
+
+
+def _magnitude(piece: Tensor) -> float:
+    low, high = piece.aminmax()
+    largest = max(-low.item(), high.item())
+    # Comparisons with NaN are false: it would be lost on the way to the largest of all.
+    return math.inf if math.isnan(largest) else largest
+
+
+def _spacing(magnitude: float, dtype: torch.dtype) -> float:
+    """Return the distance from a number of `dtype` to the next larger one."""
+    if math.isinf(magnitude):
+        return math.inf
+    info = torch.finfo(dtype)
+    return math.ldexp(info.eps, math.frexp(max(magnitude, info.smallest_normal))[1] - 1)

@@ -1,0 +1,208 @@
+"""Safetensors files, read strictly and written as a stream.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes that say how long the header is, the header as JSON,
+and then the tensors, back to back.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opensora_cli.checkpoint.copying import copy_entries, write_all
+from opensora_cli.checkpoint.entries import Entry, Extent, StoredEntry
+from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, is_unicode, parse_object, shown
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_MAX_DIMENSIONS = 64
+"""Torch computes with no more."""
+_FETCH_AGAIN = "fetch it again"
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A tensor of a header: where its bytes are in the data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Read the header of a safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Its tensors, in the order of their bytes, and its metadata.
+
+    Raises:
+        CheckpointError: no such file, or one that is not whole and sound down to the last byte of its header.
+    """
+    header, data_bytes = _read_header(path)
+    try:
+        placed, metadata = _parse(header, data_bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no sound safetensors file: {error}", hint=_FETCH_AGAIN) from None
+    first = _LENGTH.size + len(header)
+    entries: dict[str, Entry] = {
+        name: StoredEntry(each.shape, each.dtype, [Extent(path, first + each.start, each.stop - each.start)])
+        for name, each in placed.items()
+    }
+    return entries, metadata
+
+
+def write_safetensors(
+    path: Path,
+    entries: Mapping[str, Entry],
+    *,
+    metadata: Mapping[str, str],
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Write a safetensors file piece by piece, straight to `path`.
+
+    Tensors keep their order, but those with larger elements go first: so each starts at a multiple of its element, and
+    can be used where it is mapped.
+
+    Args:
+        path: the file.
+        entries: its tensors.
+        metadata: kept in its header; `format` is added, without which some readers refuse a file.
+        advance: called with the number of bytes that were written, again and again.
+
+    Raises:
+        RequestError: a tensor has a name or a dtype that the format does not know; nothing has been written.
+        CheckpointError: a tensor cannot be read.
+        OSError: `path` cannot be written.
+    """
+    ordered = dict(sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize))
+    header = _header(ordered, {"format": "pt", **metadata})
+    with path.open("wb", buffering=0) as file:
+        write_all(file, header)
+        copy_entries(ordered.values(), file, advance=advance)
+
+
+def _read_header(path: Path) -> tuple[bytes, int]:
+    """Return the header's JSON and how many bytes follow it."""
+    try:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file")
+        size = path.stat().st_size
+        if not size:
+            raise CheckpointError(f"{path} is empty", hint=_FETCH_AGAIN)
+        with path.open("rb") as file:
+            start = file.read(_LENGTH.size)
+            length = int.from_bytes(start, "little")
+            if file.peek(1)[:1] != b"{":
+                raise CheckpointError(f"{path} is no safetensors file: it does not begin with a header")
+            if length > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes is too long")
+            data_bytes = size - _LENGTH.size - length
+            if data_bytes < 0:
+                reason = f"of {length} bytes of its header {size - _LENGTH.size} are there"
+                raise CheckpointError(f"{path} is truncated: {reason}", hint=_FETCH_AGAIN)
+            return file.read(length), data_bytes
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _parse(header: bytes, data_bytes: int) -> tuple[dict[str, _Placed], dict[str, str]]:
+    document = parse_object(header)
+    metadata = document.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not text by text")
+    placed = {name: _parse_tensor(name, description) for name, description in document.items()}
+    ordered = dict(sorted(placed.items(), key=lambda named: (named[1].start, named[1].stop)))
+    end = 0
+    for name, each in ordered.items():
+        if each.start != end:
+            what = "overlaps another tensor" if each.start < end else "follows a gap"
+            raise ValueError(f"tensor {shown(name)} {what}")
+        end = each.stop
+    if end > data_bytes:
+        raise ValueError(f"it is truncated: {data_bytes} of {end} bytes of its tensors are there")
+    if end < data_bytes:
+        raise ValueError(f"{data_bytes - end} bytes follow its last tensor")
+    return ordered, metadata
+
+
+def _parse_tensor(name: str, description: Any) -> _Placed:
+    tensor = f"tensor {shown(name)}"
+    if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{tensor} is described by something else than dtype, shape and data_offsets")
+    shape, offsets = description["shape"], description["data_offsets"]
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"{tensor} has an impossible shape")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{tensor} has impossible offsets")
+    dtype = _DTYPES.get(description["dtype"]) if isinstance(description["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{tensor} has the unknown dtype {shown(str(description['dtype']))}")
+    # With zeros counted as ones: torch computes strides from the other sizes even where there is no element.
+    if prod(max(1, size) for size in shape) * dtype.itemsize >= 2**63:
+        raise ValueError(f"{tensor} has an impossible shape")
+    start, stop = offsets
+    if prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"{tensor} is {shape} of {description['dtype']}, which is not {stop - start} bytes")
+    return _Placed(tuple(shape), dtype, start, stop)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return all that comes before the tensors, padded so that they begin at a multiple of 8."""
+    document: dict[str, object] = {_METADATA: {as_unicode(key): as_unicode(text) for key, text in metadata.items()}}
+    end = 0
+    for name, entry in entries.items():
+        dtype = _NAMES.get(entry.dtype)
+        if dtype is None:
+            held = str(entry.dtype).removeprefix("torch.")
+            raise RequestError(
+                f"a safetensors file holds no {held}, which {shown(name)} is",
+                hint="convert it, or write --format torch",
+            )
+        if name == _METADATA or not is_unicode(name):
+            raise RequestError(f"no tensor of a safetensors file can be called {shown(name)}", hint="rename it")
+        start, end = end, end + entry.nbytes
+        document[name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    if len(text) > MAX_JSON_BYTES:
+        raise RequestError(f"the names of {len(entries)} tensors are too long for a safetensors file")
+    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text

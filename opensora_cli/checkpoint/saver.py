@@ -1,0 +1,283 @@
+"""Saving and loading the state of a training run, without keeping the run waiting."""
+
+import atexit
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.folders import (
+    EMA_FILE,
+    MASTER_FILE,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    RUNNING_STATES_FILE,
+    checkpoint_folder_name,
+)
+from opensora_cli.checkpoint.load import load_checkpoint
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.shards import write_shards
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.files import atomic_folder
+
+OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
+LR_SCHEDULER_FILE = "lr_scheduler.pt"
+SAMPLER_FILE = "sampler.pt"
+_SHARD_BYTES = 4096 * 2**20
+
+
+class Stateful(Protocol):
+    """What can be saved and go on later: an optimizer, a schedule, a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that there is to save."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Go on from what was saved."""
+
+
+class CheckpointIO:
+    """Writes checkpoint folders in the background, and reads them.
+
+    `save` copies everything and returns; weights may change right after it. The next `save`, `wait`, and leaving the
+    `with` block all wait for the writing to end, and raise what went wrong there. A program that ends without any of
+    them waits too, and prints the error.
+
+    A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `master.safetensors`,
+    `optimizer/`, and last `running_states.json`. It appears under its name only when it is complete.
+    """
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def __enter__(self) -> "CheckpointIO":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.wait()
+
+    def save(
+        self,
+        save_dir: str | Path,
+        model: nn.Module | None = None,
+        ema: nn.Module | Mapping[str, Tensor] | None = None,
+        optimizer: Stateful | None = None,
+        lr_scheduler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        epoch: int = 0,
+        step: int = 0,
+        global_step: int = 0,
+        batch_size: int | None = None,
+        *,
+        master: Mapping[str, Tensor] | None = None,
+        async_io: bool = True,
+    ) -> Path:
+        """Save what is given into a folder of `save_dir`, replacing an earlier one of the same name.
+
+        Args:
+            save_dir: the run's folder.
+            model: its parameters and persistent buffers, in the dtype they have.
+            ema: averaged weights: a module, or tensors by name, as `model_gathering` gives them.
+            optimizer: moments and the like.
+            lr_scheduler: where the learning rate is.
+            sampler: where in the data the run is.
+            epoch: of the run; the first is 0.
+            step: batches of this epoch that are done.
+            global_step: updates of the weights that are done.
+            batch_size: of one rank.
+            master: fp32 weights of a model that is trained in fewer bits.
+            async_io: write in the background; otherwise return when all is on the disk.
+
+        Returns:
+            The checkpoint's folder, which exists once the writing is over.
+
+        Raises:
+            OutputError: this or, if it was not waited for, the save before could not be written.
+        """
+        self.wait()
+        folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=global_step)
+        weights = {
+            MODEL_FOLDER: _tensors_of(model),
+            EMA_FILE: _tensors_of(ema),
+            MASTER_FILE: None if master is None else dict(master),
+        }
+        states = {
+            OPTIMIZER_FILE: optimizer and optimizer.state_dict(),
+            LR_SCHEDULER_FILE: lr_scheduler and lr_scheduler.state_dict(),
+            SAMPLER_FILE: sampler and sampler.state_dict(),
+        }
+        running = {"epoch": epoch, "step": step, "global_step": global_step, "batch_size": batch_size}
+        kept = self._snapshot({name: value for name, value in {**weights, **states}.items() if value is not None})
+
+        def write() -> None:
+            _write_folder(folder, kept, running)
+
+        if async_io:
+            self._start(write)
+        else:
+            write()
+        return folder
+
+    def wait(self) -> None:
+        """Wait for the writing to end.
+
+        Raises:
+            OutputError: it went wrong; told once.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+            atexit.unregister(self._report_at_exit)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def load(
+        self,
+        load_dir: str | Path,
+        model: nn.Module | None = None,
+        ema: nn.Module | None = None,
+        optimizer: Stateful | None = None,
+        lr_scheduler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        *,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Bring what is given to where a checkpoint was saved, in place.
+
+        Args:
+            load_dir: the checkpoint's folder.
+            model: its weights are overwritten; an optimizer that holds them goes on holding them.
+            ema: likewise, with the averaged ones.
+            optimizer: its moments and the like.
+            lr_scheduler: where the learning rate is.
+            sampler: where in the data the run is.
+            strict: whether keys must match exactly.
+
+        Returns:
+            `epoch`, `step`, `global_step` and `batch_size`.
+
+        Raises:
+            CheckpointError: the folder is not a complete checkpoint, lacks what is asked for, or does not fit.
+        """
+        self.wait()
+        folder = Path(load_dir)
+        running = _read_running_states(folder)
+        for module, name in ((model, MODEL_FOLDER), (ema, EMA_FILE)):
+            if module is not None:
+                load_checkpoint(module, folder / name, strict=strict)
+        for target, name in ((optimizer, OPTIMIZER_FILE), (lr_scheduler, LR_SCHEDULER_FILE), (sampler, SAMPLER_FILE)):
+            if target is not None:
+                _load_state(target, folder / name)
+        return running
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        # Not a daemon: Python waits for it before it exits.
+        self._thread = Thread(target=run, name="osora-checkpoint")
+        atexit.register(self._report_at_exit)
+        self._thread.start()
+
+    def _report_at_exit(self) -> None:
+        if self._error is not None:
+            print(f"error: the last checkpoint is lost: {self._error}", file=sys.stderr)
+
+    def _snapshot(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Copy every tensor to the host, into the memory of the last snapshot where it fits."""
+        buffers: dict[str, Tensor] = {}
+
+        def copy(path: tuple[Any, ...], value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            name = pytree.keystr(path)
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            buffers[name] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
+            return buffer
+
+        copied: dict[str, Any] = pytree.tree_map_with_path(copy, values)
+        if any(buffer.is_pinned() for buffer in buffers.values()):
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return copied
+
+
+def write_state(path: Path, state: object) -> None:
+    """Write what `torch.load(weights_only=True)` reads, straight to its name.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # Of a full disk torch itself only says that it is not where it should be in the file.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _tensors_of(weights: nn.Module | Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    if weights is None:
+        return None
+    return dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+
+
+def _write_folder(folder: Path, kept: Mapping[str, Any], running: Mapping[str, object]) -> None:
+    with atomic_folder(folder) as temporary:
+        for name, value in kept.items():
+            target = temporary / name
+            target.parent.mkdir(exist_ok=True)
+            if name == MODEL_FOLDER:
+                target.mkdir()
+                write_shards(target, _entries(value), shard_bytes=_SHARD_BYTES, metadata={"format": "pt"})
+            elif name in (EMA_FILE, MASTER_FILE):
+                write_safetensors(target, _entries(value), metadata={"format": "pt"})
+            else:
+                write_state(target, value)
+        (temporary / RUNNING_STATES_FILE).write_text(json.dumps(running), encoding="utf-8")
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> dict[str, HeldEntry]:
+    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def _read_running_states(folder: Path) -> dict[str, Any]:
+    path = folder / RUNNING_STATES_FILE
+    try:
+        states = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {RUNNING_STATES_FILE} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(states, dict):
+        raise CheckpointError(f"{path} is broken: it holds no object")
+    return states
+
+
+def _load_state(target: Stateful, path: Path) -> None:
+    try:
+        target.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except Exception as error:
+        raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error

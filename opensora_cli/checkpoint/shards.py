@@ -1,0 +1,282 @@
+"""Checkpoints in several files, with an index that says which tensor is where.
+
+The index is the one of transformers: `weight_map`, tensor to file name, and `metadata`. It serves safetensors and torch
+shards alike, so how one shard is opened or written is handed in. A folder without an index is no checkpoint, which is
+why the index is written last.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TypeGuard
+
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.listing import first_few
+
+SHARD_BYTES = 4096 * 2**20
+"""How large shards are where nothing else is asked for; ColossalAI's are, too."""
+
+OpenShard = Callable[[Path], tuple[dict[str, Entry], dict[str, str]]]
+"""Opens one shard: path -> (tensors, metadata)."""
+
+WriteShard = Callable[[Path, Mapping[str, Entry], Mapping[str, str], Callable[[int], None] | None], None]
+"""Writes one shard: (path, tensors, metadata, advance)."""
+
+_LISTED = 100
+_TOTAL_SIZE, _SHA256 = "total_size", "sha256"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIndex:
+    """What an index file says.
+
+    Args:
+        path: the index file; its shards lie in the same folder.
+        weight_map: the name of each tensor's shard.
+        metadata: what else it says that is text.
+        total_size: bytes of all tensors, if it says so.
+        sha256: of the shards it has one for, in hexadecimal digits.
+    """
+
+    path: Path
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, str]
+    total_size: int | None
+    sha256: Mapping[str, str]
+
+    @property
+    def shard_names(self) -> list[str]:
+        """The names of the shards, each once, in order."""
+        return sorted(set(self.weight_map.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardForm:
+    """How the shards of one format are called and written."""
+
+    stem: str
+    suffix: str
+    write: WriteShard
+
+    @property
+    def index_name(self) -> str:
+        """The name of the index file."""
+        return f"{self.stem}{self.suffix}.index.json"
+
+    def shard_name(self, number: int, count: int) -> str:
+        """Return the name of shard `number`, counted from 1, of `count`."""
+        return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
+
+
+def _write_safetensors_shard(
+    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], advance: Callable[[int], None] | None
+) -> None:
+    write_safetensors(path, entries, metadata=metadata, advance=advance)
+
+
+SAFETENSORS_FORM = ShardForm(stem="model", suffix=".safetensors", write=_write_safetensors_shard)
+
+
+def read_index(path: Path) -> ShardIndex:
+    """Read an index file; its shards are not looked at.
+
+    Raises:
+        CheckpointError: no such file, or no index.
+    """
+    refuse_outside(path, path.parent)
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is no index of shards: it is too long")
+        document = parse_object(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no index of shards: {error}") from None
+    weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
+    if not _is_text_by_text(weight_map) or not isinstance(metadata, dict):
+        raise CheckpointError(f"{path} is no index of shards: it has no weight_map of tensor to file name")
+    total_size, sha256 = metadata.get(_TOTAL_SIZE), metadata.get(_SHA256)
+    return ShardIndex(
+        path=path,
+        weight_map=weight_map,
+        metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
+        total_size=total_size if type(total_size) is int else None,
+        sha256=sha256 if _is_text_by_text(sha256) else {},
+    )
+
+
+def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, Entry], dict[str, str], tuple[Path, ...]]:
+    """Open all shards of an index.
+
+    Args:
+        path: the index file.
+        open_shard: opens one.
+
+    Returns:
+        The tensors, shard by shard; the metadata of the index and the shards; all files, the index first.
+
+    Raises:
+        CheckpointError: the index names files that are missing (all are listed) or lie outside its folder, or does not
+            agree with what the shards hold.
+    """
+    index = read_index(path)
+    shards = shard_paths(index)
+    promised: dict[str, set[str]] = {name: set() for name in shards}
+    for key, name in index.weight_map.items():
+        promised[name].add(key)
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    for name, shard in shards.items():
+        found, told = open_shard(shard)
+        _check_shard(shard, found.keys(), promised[name], index_name=path.name)
+        entries.update(found)
+        metadata.update(told)
+    return entries, {**metadata, **index.metadata}, (path, *shards.values())
+
+
+def shard_paths(index: ShardIndex) -> dict[str, Path]:
+    """Return where the shards of an index are, by name.
+
+    Raises:
+        CheckpointError: some are missing (all are listed), or one lies outside the folder of the index.
+    """
+    folder = index.path.parent
+    for name in index.shard_names:
+        _refuse_unsafe_name(index.path, name)
+    paths = {name: folder / name for name in index.shard_names}
+    try:
+        missing = [name for name, path in paths.items() if not refuse_outside(path, folder).is_file()]
+    except OSError as error:
+        raise CheckpointError(f"{index.path} names a shard that cannot be read: {error.strerror or error}") from error
+    if missing:
+        listed = ", ".join(shown(name) for name in missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
+        raise CheckpointError(
+            f"{index.path} names {len(paths)} shards, of which {len(missing)} are missing: {listed}", hint="fetch them"
+        )
+    return paths
+
+
+def refuse_outside(path: Path, folder: Path) -> Path:
+    """Return `path` if it lies in `folder` after all links are followed.
+
+    The files of a snapshot in the Hugging Face cache are links to the blobs beside it: these are let through.
+
+    Raises:
+        CheckpointError: it lies elsewhere.
+    """
+    real, real_folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if real.is_relative_to(real_folder) or real.parent == _blobs_of(real_folder):
+        return path
+    raise CheckpointError(f"{path} is a link out of its folder", hint="put the file itself there")
+
+
+def plan_shards(entries: Mapping[str, Entry], shard_bytes: int) -> list[dict[str, Entry]]:
+    """Distribute tensors over shards, in their order.
+
+    Args:
+        entries: the tensors.
+        shard_bytes: what no shard is larger than, unless a single tensor is.
+
+    Returns:
+        The tensors of each shard; one empty shard if there are none.
+    """
+    shards: list[dict[str, Entry]] = [{}]
+    size = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + entry.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = entry
+        size += entry.nbytes
+    return shards
+
+
+def write_shards(
+    folder: Path,
+    entries: Mapping[str, Entry],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, str],
+    form: ShardForm = SAFETENSORS_FORM,
+    hashing: bool = False,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Write shards and then their index into a folder, straight to their names.
+
+    Args:
+        folder: exists already.
+        entries: the tensors.
+        shard_bytes: what no shard is larger than, unless a single tensor is.
+        metadata: kept in the index and in each shard.
+        form: how shards are called and written.
+        hashing: put the SHA-256 of each shard into the index.
+        advance: called with the number of bytes that were written, again and again.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError, OutputError: the folder cannot be written.
+    """
+    shards = plan_shards(entries, shard_bytes)
+    names = [form.shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    told: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
+    told[_TOTAL_SIZE] = sum(entry.nbytes for entry in entries.values())
+    for name, shard in zip(names, shards, strict=True):
+        form.write(folder / name, shard, metadata, advance)
+    if hashing:
+        told[_SHA256] = {name: sha256_of(folder / name) for name in names}
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    write_json_atomic(folder / form.index_name, {"metadata": told, "weight_map": weight_map})
+
+
+def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(2**20))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                if advance is not None:
+                    advance(count)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def _is_text_by_text(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _refuse_unsafe_name(index: Path, name: str) -> None:
+    """Refuse a shard's name that points elsewhere by itself, on whatever system."""
+    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
+    rooted = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or PureWindowsPath(name).root
+    if not parts or ".." in parts or rooted or not name.isprintable():
+        raise CheckpointError(f"{index} names a shard outside its folder: {shown(name)}", hint="don't trust its source")
+
+
+def _blobs_of(folder: Path) -> Path | None:
+    """Return where the Hugging Face cache keeps the files of the snapshot that `folder` is, or is part of."""
+    for each in (folder, *folder.parents):
+        if each.parent.name == "snapshots":
+            return each.parent.parent / "blobs"
+    return None
+
+
+def _check_shard(shard: Path, found: Set[str], promised: Set[str], *, index_name: str) -> None:
+    if lacking := sorted(promised - found):
+        raise CheckpointError(f"{shard} lacks tensors that {index_name} has in it: {first_few(lacking)}")
+    if strange := sorted(found - promised):
+        raise CheckpointError(f"{shard} has tensors that {index_name} has not in it: {first_few(strange)}")

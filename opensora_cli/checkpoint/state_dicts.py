@@ -1,0 +1,136 @@
+"""Finding the weights in what a training saved: dictionaries in dictionaries, with more in them than weights."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.strict_json import shown
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+LeafT = TypeVar("LeafT")
+
+_KEYS = {
+    Selection.MODEL: ("model", "state_dict", "module", "model_state_dict"),
+    Selection.EMA: ("ema", "ema_state_dict", "model_ema"),
+    Selection.MASTER: ("master",),
+}
+"""What people call the weights in a dictionary that holds more than them."""
+
+_TRAINING_KEYS = {"step", "model", "ema", "optimizers"}
+_MAX_DEPTH = 32
+_MAX_TOTAL_NAME_LENGTH = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[LeafT]):
+    """The weights that were found.
+
+    Args:
+        leaves: by name; names of nested dictionaries are joined with dots.
+        selection: which weights they are; None where there is no choice.
+        selections: which ones there are to choose from.
+        metadata: the plain values beside them, such as the step.
+        is_training: whether it all is a checkpoint of this project's training.
+    """
+
+    leaves: dict[str, LeafT]
+    selection: Selection | None
+    selections: tuple[Selection, ...]
+    metadata: dict[str, str]
+    is_training: bool
+
+
+def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None) -> Weights[LeafT]:
+    """Return the weights in `tree`.
+
+    Args:
+        tree: a state dict, or dictionaries around one or several.
+        leaf: what a tensor is in it.
+        path: the file, for messages.
+        select: which weights; None: those of the model.
+
+    Raises:
+        RequestError: there are no such weights.
+        CheckpointError: there are none at all, two of the same name, or ones without a name.
+    """
+    parts = _parts(tree, leaf)
+    selections = () if parts.keys() <= {Selection.MODEL} else tuple(parts)
+    selection = choose(select, selections, path=path)
+    chosen = parts[selection or Selection.MODEL] if parts else tree
+    for _ in range(_MAX_DEPTH):
+        chosen = _parts(chosen, leaf).get(Selection.MODEL, chosen)
+    leaves: dict[str, LeafT] = {}
+    for name, found in _walk(chosen, leaf, path):
+        if name in leaves:
+            raise CheckpointError(f"{path} has two tensors called {shown(name)}")
+        leaves[name] = found
+    if not leaves and chosen != {}:
+        raise CheckpointError(f"{path} holds no tensors")
+    return Weights(leaves, selection, selections, _scalars(tree), _keys(tree) >= _TRAINING_KEYS)
+
+
+def choose(select: Selection | None, selections: Sequence[Selection], *, path: Path) -> Selection | None:
+    """Return which weights to take: those that were asked for, or the first; None where there is no choice.
+
+    Raises:
+        RequestError: what was asked for is not there.
+    """
+    if select is not None and select not in (selections or (Selection.MODEL,)):
+        there = ", ".join(selections) or "only one set of weights"
+        raise RequestError(f"{path} has no {select} weights: it has {there}", hint="choose with --select")
+    return (select or selections[0]) if selections else None
+
+
+def _keys(tree: Any) -> set[object]:
+    return set(tree) if isinstance(tree, dict) else set()
+
+
+def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
+    """Return the sets of weights that `tree` holds apart; none if it is itself one."""
+    if not isinstance(tree, dict) or any(isinstance(value, leaf) for value in tree.values()):
+        return {}
+    parts = {}
+    for selection, keys in _KEYS.items():
+        found = [tree[key] for key in keys if isinstance(tree.get(key), dict)]
+        if found:
+            parts[selection] = found[0]
+    return parts
+
+
+def _scalars(tree: Any) -> dict[str, str]:
+    """Return what `tree` tells in plain values beside its dictionaries."""
+    if not isinstance(tree, dict):
+        return {}
+    return {
+        key: str(value)
+        for key, value in tree.items()
+        if isinstance(key, str) and isinstance(value, str | int | float | bool)
+    }
+
+
+def _walk(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT]]:
+    """Yield all tensors in `tree` with their names; neither a cycle nor a web of references takes long."""
+    left = _MAX_TOTAL_NAME_LENGTH
+    levels: list[Iterator[tuple[str, Any]]] = [iter([("", tree)])]
+    while levels:
+        for name, node in levels[-1]:
+            left -= len(name) + 1
+            if left < 0 or len(levels) > _MAX_DEPTH:
+                raise CheckpointError(f"{path} nests its tensors too deep, or has too many")
+            if isinstance(node, leaf):
+                if not name:
+                    raise CheckpointError(f"{path} holds a tensor without a name, not a state dict")
+                yield name, node
+            elif isinstance(node, dict | list | tuple):
+                levels.append(_named(name, node))
+                break
+        else:
+            levels.pop()
+
+
+def _named(prefix: str, node: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    items: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        yield f"{prefix}.{key}" if prefix else str(key), value

@@ -1,0 +1,115 @@
+"""Other names, fewer tensors, another dtype: changes to a checkpoint of which nothing has been read.
+
+Each takes tensors by name and returns tensors by name, in the same order.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from opensora_cli.checkpoint.entries import CastEntry, Entry
+from opensora_cli.core.exceptions import RequestError
+
+_REGEX = "re:"
+
+
+def rename(entries: Mapping[str, Entry], rules: Sequence[str]) -> dict[str, Entry]:
+    """Give tensors other names.
+
+    Args:
+        entries: the tensors.
+        rules: applied one after the other. `OLD=NEW` replaces the start of names that begin with OLD; either side may
+            be empty, to take a prefix off or to put one before every name. `re:PATTERN=NEW` replaces what a regular
+            expression finds anywhere in a name; NEW may refer to its groups (`\\1`, `\\g<name>`). The last `=` divides.
+
+    Raises:
+        RequestError: a rule is malformed, finds nothing, or gives two tensors one name or a tensor none.
+    """
+    for rule in rules:
+        substitute = _substitution(rule)
+        renamed: dict[str, Entry] = {}
+        sources: dict[str, str] = {}
+        found = False
+        for name, entry in entries.items():
+            new_name = substitute(name)
+            found = found or new_name is not None
+            new_name = name if new_name is None else new_name
+            if not new_name:
+                raise RequestError(f"rename={rule!r} leaves nothing of the name {name}")
+            if new_name in sources:
+                raise RequestError(f"rename={rule!r} gives {sources[new_name]} and {name} the same name: {new_name}")
+            sources[new_name] = name
+            renamed[new_name] = entry
+        if not found:
+            raise RequestError(f"rename={rule!r} matches no tensor{_such_as(entries)}")
+        entries = renamed
+    return dict(entries)
+
+
+def only(entries: Mapping[str, Entry], patterns: Sequence[str]) -> dict[str, Entry]:
+    """Keep the tensors whose names match one of `patterns`, which are those of shells: `double_blocks.*.bias`.
+
+    Raises:
+        RequestError: a pattern matches nothing.
+    """
+    matched = _matched(entries, patterns, option="only")
+    return {name: entry for name, entry in entries.items() if name in matched}
+
+
+def drop(entries: Mapping[str, Entry], patterns: Sequence[str]) -> dict[str, Entry]:
+    """Leave out the tensors whose names match one of `patterns`; see `only`.
+
+    Raises:
+        RequestError: a pattern matches nothing.
+    """
+    matched = _matched(entries, patterns, option="drop")
+    return {name: entry for name, entry in entries.items() if name not in matched}
+
+
+def cast(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
+    """Give all floating point tensors another dtype; whole numbers and truth values keep theirs.
+
+    8-bit tensors must have been multiplied with their scales before: see `fp8.dequantise`.
+    """
+    return {
+        name: CastEntry(entry, dtype) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
+        for name, entry in entries.items()
+    }
+
+
+def _substitution(rule: str) -> Callable[[str], str | None]:
+    """Return the function from a name to its new one, or None where the rule does not apply."""
+    old, equals, new = rule.rpartition("=")
+    if not equals:
+        raise RequestError(f"rename={rule!r} must be OLD=NEW or {_REGEX}PATTERN=NEW")
+    if not old.startswith(_REGEX):
+        return lambda name: new + name[len(old) :] if name.startswith(old) else None
+    try:
+        pattern = re.compile(old[len(_REGEX) :])
+    except re.error as error:
+        raise RequestError(f"rename={rule!r} is no regular expression: {error}") from error
+
+    def substitute(name: str) -> str | None:
+        try:
+            new_name, count = pattern.subn(new, name)
+        except (re.error, IndexError) as error:
+            raise RequestError(f"rename={rule!r} cannot be filled in: {error}") from error
+        return new_name if count else None
+
+    return substitute
+
+
+def _matched(entries: Mapping[str, Entry], patterns: Sequence[str], *, option: str) -> set[str]:
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in entries if fnmatchcase(name, pattern)}
+        if not found:
+            raise RequestError(f"{option}={pattern!r} matches no tensor{_such_as(entries)}")
+        matched |= found
+    return matched
+
+
+def _such_as(entries: Mapping[str, Entry]) -> str:
+    return f"; there is, for example, {next(iter(entries))}" if entries else "; there are none"

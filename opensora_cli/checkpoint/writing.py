@@ -1,0 +1,163 @@
+"""Writing a checkpoint in any of the formats, so that it is there as a whole or not at all.
+
+A file is written under a temporary name beside its own, flushed and renamed. So is a folder, with all that is in it;
+and its last file is the one without which no reader takes it for a checkpoint: the index of shards, `.metadata` of
+torch.distributed.checkpoint.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from opensora_cli.checkpoint.dcp import write_dcp
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.folders import MODEL_FOLDER
+from opensora_cli.checkpoint.formats import Format
+from opensora_cli.checkpoint.pickles import write_torch
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardForm, write_shards
+from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.files import atomic_folder, atomic_path
+from opensora_cli.core.listing import first_few
+from opensora_cli.core.sizes import format_bytes
+
+_FILES = (Format.SAFETENSORS, Format.TORCH)
+_FOLDERS = (Format.SAFETENSORS_SHARDS, Format.TORCH_SHARDS, Format.COLOSSALAI, Format.DCP)
+
+_REPLACEABLE = (
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model-?????-of-?????.bin",
+    "pytorch_model.bin.index.json",
+    "__*_*.distcp",
+    ".metadata",
+    ".osora-*.tmp",
+)
+"""What a folder may hold that is replaced: nothing but what is written into such folders."""
+
+
+def _write_torch_shard(
+    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], advance: Callable[[int], None] | None
+) -> None:
+    write_torch(path, entries, metadata=metadata, advance=advance)
+
+
+_TORCH_FORM = ShardForm(stem="pytorch_model", suffix=".bin", write=_write_torch_shard)
+
+
+def write_checkpoint(
+    entries: Mapping[str, Entry],
+    path: Path,
+    *,
+    format: Format,
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    hashing: bool = False,
+    advance: Callable[[int], None] | None = None,
+) -> tuple[Path, ...]:
+    """Write tensors as a checkpoint, reading them piece by piece.
+
+    Args:
+        entries: the tensors.
+        path: the file, or the folder that the shards go to.
+        format: any but a training's.
+        shard_bytes: what no shard is larger than, unless a single tensor is.
+        metadata: kept beside the tensors; torch.distributed.checkpoint has no room for it.
+        overwrite: replace what is there. A folder is replaced only if it holds a checkpoint and nothing else.
+        hashing: put the SHA-256 of each shard into the index, where there is one.
+        advance: called with the number of bytes of tensors that were written, again and again.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        RequestError: the format is not written here, or does not know the name or dtype of a tensor.
+        CheckpointError: a tensor cannot be read.
+        OutputError: `path` exists already, or cannot be written; nothing is left of the attempt.
+    """
+    check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
+    if format in _FILES:
+        with atomic_path(path) as temporary:
+            if format is Format.SAFETENSORS:
+                write_safetensors(temporary, entries, metadata=metadata or {}, advance=advance)
+            else:
+                write_torch(temporary, entries, metadata=metadata or {}, advance=advance)
+        return (path,)
+    with atomic_folder(path) as temporary:
+        if format is Format.DCP:
+            write_dcp(temporary, entries, advance=advance)
+        else:
+            folder = temporary / MODEL_FOLDER if format is Format.COLOSSALAI else temporary
+            folder.mkdir(exist_ok=True)
+            form = _TORCH_FORM if format is Format.TORCH_SHARDS else SAFETENSORS_FORM
+            write_shards(
+                folder,
+                entries,
+                shard_bytes=shard_bytes,
+                metadata=metadata or {},
+                form=form,
+                hashing=hashing,
+                advance=advance,
+            )
+        written = [file.relative_to(temporary) for file in _files_in(temporary)]
+    return tuple(path / name for name in written)
+
+
+def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) -> None:
+    """Notice before hours of work what would keep `write_checkpoint` from writing.
+
+    Args:
+        path: the file or folder.
+        format: what it will be.
+        needed: bytes of all tensors.
+        overwrite: whether what is there may be replaced.
+
+    Raises:
+        RequestError: the format is not written here.
+        OutputError: `path` exists already, holds more than a checkpoint, or its disk is too small.
+    """
+    if format not in (*_FILES, *_FOLDERS):
+        raise RequestError(f"the format {format} is written by trainings alone", hint="write safetensors")
+    try:
+        _refuse_to_replace(path, is_folder=format in _FOLDERS, overwrite=overwrite)
+        _require_room(path, needed)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _refuse_to_replace(path: Path, *, is_folder: bool, overwrite: bool) -> None:
+    if not os.path.lexists(path) or (is_folder and path.is_dir() and not any(path.iterdir())):
+        return
+    if path.is_dir() and not is_folder:
+        raise OutputError(f"{path} is a folder", hint="give the name of a file, or a format of several files")
+    if is_folder and not path.is_dir():
+        raise OutputError(f"{path} is a file", hint="give the name of a folder, or a format of one file")
+    if not overwrite:
+        raise OutputError(f"{path} exists already", hint="use --overwrite, or write to another name")
+    if not is_folder:
+        return
+    foreign = [file for file in _files_in(path) if not any(fnmatchcase(file.name, each) for each in _REPLACEABLE)]
+    if foreign:
+        names = first_few([str(file.relative_to(path)) for file in foreign])
+        raise OutputError(
+            f"{path} holds more than a checkpoint, which would be lost: {names}", hint="write to another folder"
+        )
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if not file.is_dir())
+
+
+def _require_room(path: Path, needed: int) -> None:
+    """Notice a disk that is too small before hours of writing."""
+    folder = next(each for each in path.absolute().parents if each.is_dir())
+    usage = shutil.disk_usage(folder)
+    # Some network file systems don't tell their size.
+    if usage.total and usage.free < needed:
+        raise OutputError(
+            f"cannot write {path}: it needs {format_bytes(needed)}, and {format_bytes(usage.free)} are free there",
+            hint="make room there, or write to another disk",
+        )

@@ -1,0 +1,77 @@
+"""Checkpoints of torch.distributed that several ranks wrote together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from opensora_cli.checkpoint.dcp import open_dcp
+from opensora_cli.checkpoint.entries import HeldEntry
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "rows": torch.rand(8, 3, generator=generator),
+        "uneven": torch.rand(5, 2, generator=generator),
+        "columns": torch.rand(3, 7, generator=generator).bfloat16(),
+        "deep": torch.rand(2, 3, 5, generator=generator),
+        "flat": torch.arange(9),
+        "one": torch.rand(1, 4, generator=generator),
+        "whole": torch.rand(6, generator=generator),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.0),
+    }
+
+
+_CUTS = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "flat": 0, "one": 0}
+
+
+def _save(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = {
+        name: distribute_tensor(tensor, mesh, [Shard(_CUTS[name]) if name in _CUTS else Replicate()])
+        for name, tensor in _tensors().items()
+    }
+    dcp.save({"model": model, "step": 3}, checkpoint_id=folder)
+
+
+def _save_in_two_dimensions(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(35.0).view(5, 7)
+    dcp.save({"a": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensors_are_put_together(pool, tmp_path: Path, ranks: int) -> None:
+    pool(ranks).run(_save, str(tmp_path))
+    opened = open_dcp(tmp_path)
+    assert len(opened.files) == ranks + 1
+    assert list(opened.entries) == list(_tensors())
+    for name, tensor in _tensors().items():
+        entry, whole = opened.entries[name], HeldEntry(tensor)
+        assert (entry.shape, entry.dtype) == (whole.shape, whole.dtype)
+        assert torch.equal(entry.read(), tensor)
+        for start in range(tensor.numel()):
+            stop = min(start + 5, tensor.numel())
+            assert torch.equal(entry.elements(start, stop), whole.elements(start, stop))
+
+
+def test_rows_are_only_pointed_at(pool, tmp_path: Path) -> None:
+    pool(2).run(_save, str(tmp_path))
+    entries = open_dcp(tmp_path).entries
+    extents = entries["rows"].extents()
+    assert extents is not None
+    assert {extent.path.name for extent in extents} == {"__0_0.distcp", "__1_0.distcp"}
+    assert entries["columns"].extents() is None
+
+
+def test_a_grid(pool, tmp_path: Path) -> None:
+    pool(4).run(_save_in_two_dimensions, str(tmp_path))
+    entry = open_dcp(tmp_path).entries["a"]
+    assert torch.equal(entry.read(), torch.arange(35.0).view(5, 7))
+    assert torch.equal(torch.cat(list(entry.pieces(16))), torch.arange(35.0))

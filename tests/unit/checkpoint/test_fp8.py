@@ -1,0 +1,243 @@
+"""Weights in 8 bits and their scales."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opensora_cli.checkpoint import computing
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise
+from opensora_cli.core.exceptions import CheckpointError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    # So small that every tensor here takes many, which begin inside rows and blocks.
+    monkeypatch.setattr(computing, "STEP_NUMEL", 7)
+
+
+def held(**tensors):
+    return {name.replace("__", "."): HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def read(entries):
+    return {name: entry.read() for name, entry in entries.items()}
+
+
+QUANTISED = draw(5, 6).to(E4M3)
+PER_ROW = draw(5, seed=1)
+
+
+class TestDequantise:
+    @pytest.mark.parametrize(
+        ("name", "scale", "factor"),
+        [
+            ("x.weight_scale", torch.tensor(0.3), torch.tensor(0.3)),
+            ("x.weight_scale", torch.tensor([0.3]), torch.tensor(0.3)),
+            ("x.weight_scale", PER_ROW, PER_ROW[:, None]),
+            ("x.weight_scale", PER_ROW[:, None], PER_ROW[:, None]),
+            ("x.weight_scale", torch.tensor([[0.3]], dtype=torch.bfloat16), torch.tensor(0.3).bfloat16().float()),
+            ("x.scale_weight", torch.tensor(0.3), torch.tensor(0.3)),
+            ("x.weight_scale_inv", torch.tensor([[0.3]]), torch.tensor(0.3)),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_variants(self, name, scale, factor, dtype):
+        entries = {"x.bias": HeldEntry(torch.ones(5)), "x.weight": HeldEntry(QUANTISED), name: HeldEntry(scale)}
+        result = read(dequantise(entries, dtype))
+        assert list(result) == ["x.bias", "x.weight"]
+        assert result["x.bias"].dtype == torch.float32
+        expected = (QUANTISED.float() * factor).to(dtype)
+        assert torch.equal(result["x.weight"], expected)
+
+    def test_blocks(self, monkeypatch):
+        monkeypatch.setattr(computing, "STEP_NUMEL", 1000)
+        weight, scale = draw(130, 257).to(E4M3), draw(2, 3, seed=1)
+        expected = torch.empty(130, 257)
+        for row in range(130):
+            for block in range(3):
+                part = slice(128 * block, 128 * (block + 1))
+                expected[row, part] = weight[row, part].float() * scale[row // 128, block]
+        result = dequantise(held(x__weight=weight, x__weight_scale_inv=scale), torch.float32)
+        assert list(result) == ["x.weight"]
+        assert torch.equal(result["x.weight"].read(), expected)
+
+    def test_convolution_with_a_scale_for_each_row(self):
+        weight = draw(5, 2, 3, 1).to(E5M2)
+        result = read(dequantise(held(x__weight=weight, x__weight_scale=PER_ROW), torch.float32))
+        assert torch.equal(result["x.weight"], weight.float() * PER_ROW[:, None, None, None])
+
+    def test_without_a_scale_the_values_are_taken_as_they_are(self):
+        result = read(dequantise(held(weight=QUANTISED, step=torch.tensor(3)), torch.float16))
+        assert torch.equal(result["weight"], QUANTISED.half())
+        assert result["step"].item() == 3
+
+    def test_names_without_a_module(self):
+        result = read(dequantise(held(weight=QUANTISED, scale_weight=torch.tensor(2.0)), torch.float32))
+        assert list(result) == ["weight"]
+        assert torch.equal(result["weight"], QUANTISED.float() * 2)
+
+    def test_what_belongs_to_computing_in_8_bits_is_left_out(self):
+        entries = held(
+            scaled_fp8=torch.zeros(2, dtype=E4M3),
+            x__weight=QUANTISED,
+            x__scale_weight=torch.tensor(2.0),
+            x__scale_input=torch.tensor(2.0),
+            y__scale_input=torch.tensor(5.0),
+        )
+        assert list(dequantise(entries, torch.float32)) == ["x.weight", "y.scale_input"]
+
+    def test_scales_of_other_tensors_stay(self):
+        entries = held(x__weight=draw(5, 6), x__weight_scale=torch.tensor(2.0))
+        assert dequantise(entries, torch.bfloat16) == entries
+
+    @pytest.mark.parametrize(
+        "scale",
+        [torch.ones(6), torch.ones(2, 5), torch.ones(5, dtype=torch.uint8), torch.ones(1, 6), torch.ones(0)],
+    )
+    def test_scales_that_are_not_understood(self, scale):
+        with pytest.raises(CheckpointError, match=r"the scale of x\.weight \[5, 6\] is \w+ \["):
+            dequantise(held(x__weight=QUANTISED, x__weight_scale=scale), torch.float32)
+
+    def test_two_scales(self):
+        entries = held(x__weight=QUANTISED, x__weight_scale=torch.ones(1), x__scale_weight=torch.ones(1))
+        with pytest.raises(CheckpointError, match=r"more than one scale: x\.weight_scale, x\.scale_weight"):
+            dequantise(entries, torch.float32)
+
+
+class TestQuantise:
+    @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+    def test_values_are_the_nearest_of_8_bits(self, dtype):
+        weight = draw(9, 11)
+        weight[3, 4] = -6.0  # its magnitude is one of bfloat16: it must come back as it is
+        result = read(quantise(held(x__weight=weight), dtype))
+        assert list(result) == ["x.weight", "x.weight_scale"]
+        values, scale = result["x.weight"], result["x.weight_scale"]
+        assert (values.dtype, scale.dtype, scale.shape) == (dtype, torch.float32, ())
+        assert scale.item() == pytest.approx(6 / torch.finfo(dtype).max, rel=1e-6)
+        assert values.float().min() == -torch.finfo(dtype).max
+        steps = torch.finfo(dtype).eps * weight.abs().clamp(min=1e-3) / 2
+        assert ((values.float() * scale - weight).abs() <= steps * 1.01).all()
+
+    def test_only_weights_of_linear_layers(self):
+        entries = held(
+            block__weight=draw(3, 4),
+            block__bias=draw(3),
+            norm__weight=draw(4),
+            conv__weight=draw(3, 4, 1),
+            pos_embed=draw(3, 4),
+            token_embedding__weight=draw(3, 4),
+            shared__weight=draw(3, 4),
+            table__weight=torch.ones(3, 4, dtype=torch.int64),
+            small__weight=draw(3, 4).to(E4M3),
+        )
+        result = quantise(entries, E4M3)
+        changed = [name for name in result if name not in entries or result[name] is not entries[name]]
+        assert changed == ["block.weight", "block.weight_scale"]
+
+    def test_no_value_is_over_the_largest(self):
+        # Rounding may push a quotient over the edge, and beyond the edge of e5m2 is infinity.
+        for dtype in (E4M3, E5M2):
+            for exponent in (-30, 0, 30, 126):
+                weight = torch.tensor([[1.0, -1.0, 2.0 - 2**-20]]) * 2.0**exponent
+                values = quantise(held(x__weight=weight), dtype)["x.weight"].read().float()
+                assert values.abs().max() == torch.finfo(dtype).max
+
+    @pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-40])
+    def test_zeros_and_almost_zeros(self, tiny):
+        result = read(quantise(held(x__weight=torch.full((2, 3), tiny)), E4M3))
+        scale = result["x.weight_scale"].item()
+        assert 0 < scale < float("inf")
+        assert (result["x.weight"].float() * scale - tiny).abs().max() < 1e-39
+
+    def test_empty(self):
+        result = read(quantise(held(x__weight=torch.empty(0, 3)), E4M3))
+        assert result["x.weight"].shape == (0, 3)
+        assert result["x.weight_scale"].item() == 1
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    def test_numbers_that_are_not_finite(self, bad):
+        weight = draw(30, 30, dtype=torch.bfloat16)
+        weight[17, 3] = bad
+        entries = quantise(held(x__weight=weight), E4M3)
+        for name in ("x.weight", "x.weight_scale"):
+            with pytest.raises(CheckpointError, match=r"^x\.weight has numbers that are not finite"):
+                entries[name].read()
+
+    def test_name_of_the_scale_is_taken(self):
+        with pytest.raises(CheckpointError, match=r"x\.weight_scale already"):
+            quantise(held(x__weight=draw(2, 2), x__weight_scale=torch.ones(())), E4M3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([E4M3, E5M2]), through=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_back_and_forth_is_bit_equal(data, dtype, through):
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    magnitude = 2.0 ** data.draw(st.integers(-60, 60))
+    weight = draw(rows, columns, seed=data.draw(st.integers(0, 1000))) * magnitude
+    once = quantise({"x.weight": HeldEntry(weight)}, dtype)
+    twice = quantise(dequantise(once, through), dtype)
+    assert list(once) == list(twice)
+    for name in once:
+        assert torch.equal(bits(once[name].read()), bits(twice[name].read()))
+
+
+def test_scales_of_all_bfloat16_magnitudes_come_back():
+    for mantissa in range(128):
+        weight = torch.tensor([[1 + mantissa / 128]])
+        once = quantise({"x.weight": HeldEntry(weight)}, E4M3)
+        for through in (torch.bfloat16, torch.float32):
+            twice = quantise(dequantise(once, through), E4M3)
+            assert torch.equal(once["x.weight_scale"].read(), twice["x.weight_scale"].read())
+
+
+def test_every_8_bit_number_comes_back_through_bfloat16():
+    for dtype in (E4M3, E5M2):
+        numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+        numbers = numbers[numbers.float().isfinite()].reshape(1, -1)
+        entries = {"x.weight": HeldEntry(numbers), "x.weight_scale": HeldEntry(torch.tensor(0.75 / 512))}
+        back = quantise(dequantise(entries, torch.bfloat16), dtype)["x.weight"].read()
+        assert torch.equal(bits(back), bits(numbers))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), scale_kind=st.sampled_from(["one", "rows", "blocks", "none"]))
+def test_any_range_is_the_part_of_the_whole(data, scale_kind):
+    rows, columns = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 200))
+    weight = draw(rows, columns)
+    scale = {
+        "one": torch.tensor(0.3),
+        "rows": draw(rows, 1, seed=1),
+        "blocks": draw(1, -(-columns // 128), seed=1),
+        "none": None,
+    }[scale_kind]
+    quantised = {"x.weight": HeldEntry(weight.to(E4M3))}
+    if scale is not None:
+        quantised["x.weight_scale"] = HeldEntry(scale)
+    for entry in (
+        dequantise(quantised, torch.bfloat16)["x.weight"],
+        quantise({"x.weight": HeldEntry(weight)}, E4M3)["x.weight"],
+    ):
+        start = data.draw(st.integers(0, entry.numel))
+        stop = data.draw(st.integers(start, entry.numel))
+        part = entry.elements(start, stop)
+        assert part.dtype == entry.dtype
+        assert torch.equal(bits(part), bits(entry.read().reshape(-1)[start:stop]))
+
+
+@pytest.mark.parametrize("dtype", sorted(FP8_DTYPES, key=str))
+def test_all_numbers_of_all_8_bit_dtypes_are_read(dtype):
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    values = dequantise(held(x__weight=numbers), torch.float32)["x.weight"].read()
+    assert torch.equal(bits(values), bits(numbers.float()))

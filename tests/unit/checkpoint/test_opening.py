@@ -1,0 +1,154 @@
+"""Finding out what a file is by what is in it, whatever it is called."""
+
+import os
+import tarfile
+
+import pytest
+import torch
+from hostile_files import opened_or_refused, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from opensora_cli.checkpoint.dcp import write_dcp
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.formats import Format, Selection
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.shards import write_shards
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}
+ENTRIES = {name: HeldEntry(tensor) for name, tensor in TENSORS.items()}
+
+
+def save_old(tensors, path):
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+WRITERS = {save_file: Format.SAFETENSORS, torch.save: Format.TORCH, save_old: Format.TORCH}
+
+
+@pytest.mark.parametrize("name", ["a", "a.safetensors", "a.pt", "a.json", "model.safetensors.index.json", "a.txt"])
+@pytest.mark.parametrize("write", WRITERS)
+def test_names_mean_nothing(tmp_path, write, name):
+    write(TENSORS, tmp_path / name)
+    opened = open_checkpoint(tmp_path / name)
+    assert (opened.format, opened.path, opened.files) == (WRITERS[write], tmp_path / name, (tmp_path / name,))
+    assert opened.entries.keys() == TENSORS.keys()
+    assert all(torch.equal(opened.entries[key].read(), tensor) for key, tensor in TENSORS.items())
+
+
+def test_an_index_is_opened_with_its_shards(tmp_path):
+    write_shards(tmp_path, ENTRIES, shard_bytes=1, metadata={"a": "b"})
+    index = tmp_path / "model.safetensors.index.json"
+    opened = open_checkpoint(index)
+    assert (opened.format, opened.path, opened.files[0]) == (Format.SAFETENSORS_SHARDS, index, index)
+    assert len(opened.files) == 3
+    assert opened.metadata["a"] == "b"
+    assert open_checkpoint(tmp_path).files == opened.files
+
+
+def test_shards_may_be_of_any_kind(tmp_path):
+    torch.save({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
+    save_file({"b": TENSORS["b"]}, tmp_path / "2.bin")
+    (tmp_path / "index").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.bin"}}')
+    opened = open_checkpoint(tmp_path / "index")
+    assert opened.format is Format.TORCH_SHARDS
+    assert all(torch.equal(opened.entries[key].read(), tensor) for key, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("shard", ["index", "README", "empty"])
+def test_a_shard_that_is_none_is_refused(tmp_path, shard):
+    (tmp_path / "README").write_text("# Weights")
+    (tmp_path / "empty").touch()
+    (tmp_path / "index").write_text(f'{{"weight_map": {{"a": "{shard}"}}}}')
+    assert shard in refused(lambda: open_checkpoint(tmp_path / "index"))
+
+
+def test_the_metadata_file_of_a_folder_stands_for_it(tmp_path):
+    write_dcp(tmp_path, ENTRIES)
+    assert open_checkpoint(tmp_path).format is Format.DCP
+    assert open_checkpoint(tmp_path / ".metadata").path == tmp_path
+
+
+@pytest.mark.parametrize("write", [save_file, torch.save])
+def test_what_has_one_set_of_weights_has_no_average(tmp_path, write):
+    write(TENSORS, tmp_path / "a")
+    assert open_checkpoint(tmp_path / "a", select=Selection.MODEL).selection is None
+    with pytest.raises(RequestError, match="has no ema weights"):
+        open_checkpoint(tmp_path / "a", select=Selection.EMA)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "hint"),
+    [
+        (b"", "is empty", "fetch it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer that Git LFS left", "git lfs pull"),
+        (b"\n<!DOCTYPE html>\n<html><body>Sign in</body></html>", "a web page", "logged in"),
+        (b"<html>", "a web page", "logged in"),
+        (b"PK\x05\x06" + bytes(18), "begins with b'PK", None),
+        (b"\x89PNG\r\n\x1a\n", "begins with b'\\x89PNG", None),
+        (b'{"error": "Repository not found"}', "no weight_map", None),
+        (b"{", "no index of shards", None),
+        (bytes(1000), "begins with b'\\x00", None),
+        (b"\x80\x02N.", "a pickle, but not of torch.save", None),
+    ],
+)
+def test_what_is_no_checkpoint(tmp_path, content, reason, hint):
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path / "a.safetensors")
+    assert reason in caught.value.message
+    assert "a.safetensors" in caught.value.message
+    if hint is not None:
+        assert hint in caught.value.hint
+
+
+def test_a_tarball_of_an_old_torch(tmp_path):
+    (tmp_path / "pickle").write_bytes(b"\x80\x02N.")
+    with tarfile.open(tmp_path / "a.pt", "w") as archive:
+        archive.add(tmp_path / "pickle", "pickle")
+    assert "a tar archive" in refused(lambda: open_checkpoint(tmp_path / "a.pt"))
+
+
+def test_no_file(tmp_path):
+    assert "does not exist" in refused(lambda: open_checkpoint(tmp_path / "a"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "does not exist" in refused(lambda: open_checkpoint(tmp_path / "link"))
+    refused(lambda: open_checkpoint(tmp_path / ("a" * 300)))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(tmp_path / "a\0b")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    assert "is not a file" in refused(lambda: open_checkpoint(tmp_path / "a"))
+    assert "holds no checkpoint" in refused(lambda: open_checkpoint(tmp_path))
+
+
+STARTS = st.sampled_from(
+    [b"", b"{", b"PK\x03\x04", b"\x80\x02", b"\x10\0\0\0\0\0\0\0{", b'{"weight_map": {"a": "', b"<html"]
+)
+CONTENTS = st.tuples(STARTS, st.binary(max_size=100)).map(b"".join)
+
+
+def check(folder, content):
+    (folder / "a").write_bytes(content)
+    opened_or_refused(lambda: open_checkpoint(folder / "a"))
+    opened_or_refused(lambda: open_checkpoint(folder))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(content=CONTENTS)
+def test_arbitrary_contents_are_opened_or_refused(tmp_path_factory, content):
+    check(tmp_path_factory.mktemp("fuzz", numbered=True), content)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(content=CONTENTS)
+def test_thousands_of_contents(tmp_path_factory, content):
+    folder = tmp_path_factory.getbasetemp() / "thousands"
+    folder.mkdir(exist_ok=True)
+    check(folder, content)

@@ -1,0 +1,540 @@
+"""Files of torch.save: read and written without holding them, and without running anything."""
+
+import io
+import pickle
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections import Counter, OrderedDict
+
+import pytest
+import torch
+from hostile_files import PROGRAMS, little_memory, mutations, opened_or_refused, payloads, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from opensora_cli.checkpoint import pickles
+from opensora_cli.checkpoint.entries import Entry, HeldEntry
+from opensora_cli.checkpoint.formats import Format, Selection
+from opensora_cli.checkpoint.pickles import open_tensor, open_torch, write_tensor, write_torch
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+FORMS = [
+    pytest.param({"_use_new_zipfile_serialization": form, "pickle_protocol": protocol}, id=f"{name} {protocol}")
+    for name, form in (("zip", True), ("old", False))
+    for protocol in (2, 4, 5)
+]
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+]
+
+
+def random_of(dtype, *shape):
+    generator = torch.Generator().manual_seed(0)
+    content = torch.randint(2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), generator=generator)
+    return content.to(torch.uint8).view(dtype).view(shape)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0)
+
+
+def assert_same(found, expected):
+    """Compare by bits, so that not-a-number is itself."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert tuple(found[name].shape) == tuple(tensor.shape), name
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+def read(path, select=None):
+    return {name: entry.read() for name, entry in open_torch(path, select=select).entries.items()}
+
+
+def entries_of(tensors):
+    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def of_all_kinds():
+    torch.manual_seed(0)
+    base = torch.arange(60.0).view(5, 12)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.register_buffer("table", nn.Buffer(torch.ones(2)))
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.tag = "an attribute"
+    return {
+        **{str(dtype): random_of(dtype, 3, 4) for dtype in DTYPES},
+        **{f"{dtype} transposed": random_of(dtype, 3, 4).t() for dtype in DTYPES},
+        **model.state_dict(),
+        "columns": base[:, 3:7],
+        "every other row": base[::2],
+        "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
+        "tied": base,
+        "tied again": base,
+        "repeated": torch.ones(1, 2).expand(3, 2),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "parameter": parameter,
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "large": torch.rand(3000, 20).t(),
+    }
+
+
+def with_pickle(path, content, **records):
+    """Write an archive as torch has it, with any pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        for name, record in records.items():
+            archive.writestr(f"archive/{name}", record)
+        archive.writestr("archive/version", b"3\n")
+    return path
+
+
+def tensor_pickle(*, numel=4, offset=0, shape=(2, 2), stride=(2, 1), key="0", kind=b"FloatStorage"):
+    """Return the pickle of `{"x": tensor}` with any numbers in it, in the form of torch."""
+    text = {name: pickle.dumps(value, protocol=2)[2:-1] for name, value in locals().items() if name != "kind"}
+    storage = (
+        b"(X\x07\x00\x00\x00storagectorch\n" + kind + b"\n" + text["key"] + b"X\x03\x00\x00\x00cpu" + text["numel"]
+    )
+    view = text["offset"] + text["shape"] + text["stride"] + b"\x89ccollections\nOrderedDict\n)R"
+    return b"\x80\x02}X\x01\x00\x00\x00xctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"tQ" + view + b"tRs."
+
+
+class TestReading:
+    @pytest.mark.parametrize("form", FORMS)
+    def test_all_kinds_of_tensors_are_read_bit_for_bit(self, tmp_path, form):
+        tensors = of_all_kinds()
+        torch.save(tensors, tmp_path / "a", **form)
+        assert_same(read(tmp_path / "a"), tensors)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_what_lies_in_one_run_is_only_pointed_at(self, tmp_path, form):
+        torch.save(
+            {"a": torch.arange(6.0), "rows": torch.arange(20).view(5, 4)[1:3], "t": torch.ones(2, 3).t()},
+            tmp_path / "a",
+            **form,
+        )
+        entries = open_torch(tmp_path / "a").entries
+        (extent,) = entries["rows"].extents()
+        content = (tmp_path / "a").read_bytes()[extent.offset : extent.offset + extent.length]
+        assert torch.frombuffer(bytearray(content), dtype=torch.int64).tolist() == list(range(4, 12))
+        assert entries["a"].extents() is not None
+        assert entries["t"].extents() is None
+
+    def test_views_are_read_in_any_range(self, tmp_path):
+        base = torch.arange(360).view(6, 5, 12)
+        views = {"c": base[1:5, ::2, 3:7], "p": base.permute(2, 0, 1), "e": base[:, :1, :1].expand(6, 5, 4)}
+        torch.save(views, tmp_path / "a")
+        for name, entry in open_torch(tmp_path / "a").entries.items():
+            flat = views[name].reshape(-1)
+            for start, stop in ((0, 1), (3, 3), (7, 40), (len(flat) - 2, len(flat)), (0, len(flat))):
+                assert torch.equal(entry.elements(start, stop), flat[start:stop])
+            assert torch.equal(torch.cat(list(entry.pieces(24))), flat)
+            assert torch.equal(entry.rows(1, 3), views[name][1:3])
+
+    def test_old_files_with_one_after_the_other_storage_are_not_read_as_a_whole(self, tmp_path):
+        tensors = {"a": torch.rand(7), "b": torch.rand(3, 5).half(), "c": torch.rand(2).to(torch.float8_e5m2)}
+        torch.save(tensors, tmp_path / "a", _use_new_zipfile_serialization=False)
+        assert all(entry.extents() for entry in open_torch(tmp_path / "a").entries.values())
+        assert_same(read(tmp_path / "a"), tensors)
+
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_values_that_are_no_tensors_are_left_out(self, tmp_path, protocol):
+        others = {
+            **{"size": torch.Size([1]), "dtype": torch.int8, "device": torch.device("cpu"), "set": {1}, "bytes": b"a"},
+            **{
+                "array": bytearray(b"a"),
+                "complex": 1j,
+                "counter": Counter("aab"),
+                "layout": torch.strided,
+                "none": None,
+            },
+            **{"list": [1, "a"], "tuple": {(1, "a"): 3, None: 2, 1.5: 3}, "long": 2**70},
+        }
+        torch.save({"x": torch.ones(2), "others": others}, tmp_path / "a", pickle_protocol=protocol)
+        assert list(open_torch(tmp_path / "a").entries) == ["x"]
+
+    def test_nested_names_are_joined(self, tmp_path):
+        torch.save({"a": OrderedDict(b=torch.ones(1), c=[torch.ones(2), {3: torch.ones(4)}])}, tmp_path / "a")
+        assert list(open_torch(tmp_path / "a").entries) == ["a.b", "a.c.0", "a.c.1.3"]
+
+    def test_two_tensors_of_one_name_are_refused(self, tmp_path):
+        torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "a")
+        assert "two tensors called 'a.b'" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_an_empty_state_dict_is_one(self, tmp_path):
+        torch.save({}, tmp_path / "a")
+        assert open_torch(tmp_path / "a").entries == {}
+
+    @pytest.mark.parametrize("value", [3, {"a": 1}, [None], "text"])
+    def test_no_tensors_at_all_are_refused(self, tmp_path, value):
+        torch.save(value, tmp_path / "a")
+        assert "holds no tensors" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_a_tensor_without_a_name_is_refused(self, tmp_path):
+        torch.save(torch.ones(1), tmp_path / "a")
+        assert "without a name" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_a_file_that_is_cut_while_it_is_read_is_an_error(self, tmp_path):
+        torch.save({"a": torch.rand(1000)}, tmp_path / "a")
+        entry = open_torch(tmp_path / "a").entries["a"]
+        with (tmp_path / "a").open("r+b") as file:
+            file.truncate(1000)
+        with pytest.raises(CheckpointError, match="has become shorter"):
+            entry.read()
+
+
+class TestSelecting:
+    def test_a_training_of_this_project(self, tmp_path):
+        model = nn.Linear(2, 2)
+        ema = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+        optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}
+        state = {"step": 7, "model": model.state_dict(), "ema": ema, "optimizers": [optimizer]}
+        torch.save(state, tmp_path / "a")
+        opened = open_torch(tmp_path / "a")
+        assert (opened.format, opened.selection) == (Format.TRAINING, Selection.MODEL)
+        assert opened.selections == (Selection.MODEL, Selection.EMA)
+        assert opened.metadata == {"step": "7"}
+        assert_same(read(tmp_path / "a"), model.state_dict())
+        assert_same(read(tmp_path / "a", Selection.EMA), ema)
+        with pytest.raises(RequestError, match="has no master weights: it has model, ema"):
+            open_torch(tmp_path / "a", select=Selection.MASTER)
+
+    @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
+    def test_a_wrapper_is_taken_off(self, tmp_path, key):
+        torch.save({key: {"a": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(3)}}, "lr": 0.1}, tmp_path / "a")
+        opened = open_torch(tmp_path / "a")
+        assert list(opened.entries) == ["a"]
+        assert (opened.format, opened.selection, opened.selections) == (Format.TORCH, None, ())
+        assert opened.metadata == {"lr": "0.1"}
+
+    def test_wrappers_in_wrappers(self, tmp_path):
+        torch.save(
+            {"ema": {"module": {"a": torch.ones(1)}}, "model": {"state_dict": {"b": torch.ones(1)}}}, tmp_path / "a"
+        )
+        assert list(open_torch(tmp_path / "a").entries) == ["b"]
+        assert list(open_torch(tmp_path / "a", select=Selection.EMA).entries) == ["a"]
+
+    def test_a_module_that_is_called_like_a_wrapper_stays(self, tmp_path):
+        torch.save({"model": {"a": torch.ones(1)}, "head": torch.ones(1)}, tmp_path / "a")
+        assert list(open_torch(tmp_path / "a").entries) == ["model.a", "head"]
+
+    def test_weights_that_are_not_there(self, tmp_path):
+        torch.save({"a": torch.ones(1)}, tmp_path / "a")
+        assert list(open_torch(tmp_path / "a", select=Selection.MODEL).entries) == ["a"]
+        with pytest.raises(RequestError, match="has no ema weights: it has only one set"):
+            open_torch(tmp_path / "a", select=Selection.EMA)
+
+
+class TestWriting:
+    @pytest.mark.parametrize("mmap", [False, True])
+    def test_torch_reads_it(self, tmp_path, mmap):
+        tensors = of_all_kinds()
+        told = []
+        write_torch(tmp_path / "a", entries_of(tensors), advance=told.append)
+        loaded = torch.load(tmp_path / "a", weights_only=True, mmap=mmap)
+        assert_same(loaded, tensors)
+        assert all(tensor.is_contiguous() for tensor in loaded.values())
+        assert sum(told) == sum(tensor.nbytes for tensor in tensors.values())
+
+    def test_we_read_it_with_its_metadata(self, tmp_path):
+        tensors = of_all_kinds()
+        write_torch(tmp_path / "a", entries_of(tensors), metadata={"licence": "frei", "command": "caf\udce9"})
+        assert_same(read(tmp_path / "a"), tensors)
+        assert open_torch(tmp_path / "a").metadata == {"licence": "frei", "command": "caf\\udce9"}
+
+    def test_it_is_a_sound_archive_with_aligned_data(self, tmp_path):
+        write_torch(tmp_path / "a", entries_of(of_all_kinds()), metadata={"a": "b"})
+        with zipfile.ZipFile(tmp_path / "a") as archive:
+            assert archive.testzip() is None
+        for entry in open_torch(tmp_path / "a").entries.values():
+            assert all(extent.offset % 64 == 0 for extent in entry.extents())
+
+    def test_it_is_the_same_each_time(self, tmp_path):
+        for name in "ab":
+            write_torch(tmp_path / name, entries_of(of_all_kinds()))
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+    def test_a_dtype_that_torch_cannot_save_is_refused(self, tmp_path):
+        with pytest.raises(RequestError, match="does not write bits8"):
+            write_torch(tmp_path / "a", entries_of({"x": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}))
+        assert not (tmp_path / "a").exists()
+
+    def test_single_tensors_in_a_longer_file(self, tmp_path):
+        places = {}
+        with (tmp_path / "a").open("wb") as file:
+            for name, tensor in of_all_kinds().items():
+                file.write(b"between")
+                start = file.tell()
+                write_tensor(file, HeldEntry(tensor))
+                places[name] = (start, file.tell() - start)
+            file.write(b"behind")
+        content = (tmp_path / "a").read_bytes()
+        tensors = of_all_kinds()
+        assert_same({n: open_tensor(tmp_path / "a", start=s, length=c).read() for n, (s, c) in places.items()}, tensors)
+        assert_same({n: torch.load(io.BytesIO(content[s : s + c])) for n, (s, c) in places.items()}, tensors)
+
+
+class TestBrokenFiles:
+    @pytest.mark.parametrize("form", [True, False], ids=["zip", "old"])
+    def test_a_file_cut_anywhere_is_refused(self, tmp_path, form):
+        tensors = {"a": torch.arange(20.0), "b": torch.arange(5)}
+        torch.save(tensors, tmp_path / "a", _use_new_zipfile_serialization=form)
+        whole = (tmp_path / "a").read_bytes()
+        for end in range(0, len(whole), 7):
+            (tmp_path / "a").write_bytes(whole[:end])
+            refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_no_file(self, tmp_path):
+        assert "does not exist" in refused(lambda: open_torch(tmp_path / "a"))
+        assert "is not a file" in refused(lambda: open_torch(tmp_path))
+
+    def test_records_that_are_missing_or_too_short(self, tmp_path):
+        path = tmp_path / "a"
+        assert "lacks its record 'data/0'" in refused(lambda: open_torch(with_pickle(path, tensor_pickle())))
+        short = with_pickle(path, tensor_pickle(), **{"data/0": bytes(15)})
+        assert "'x' is longer than its data" in refused(lambda: open_torch(short))
+        assert open_torch(with_pickle(path, tensor_pickle(), **{"data/0": bytes(16)})).entries["x"].shape == (2, 2)
+
+    @pytest.mark.parametrize(
+        ("claim", "reason"),
+        [
+            ({"numel": 10**12, "shape": (10**6, 10**6), "stride": (10**6, 1)}, "longer than its data"),
+            ({"shape": (10**6, 10**6), "stride": (0, 0)}, "repeats its data"),
+            ({"shape": (2**40, 2**40), "stride": (0, 0)}, "impossible shape"),
+            ({"shape": (0, 2**62), "stride": (1, 1)}, "impossible shape"),
+            ({"shape": (1,) * 65, "stride": (1,) * 65}, "without a shape"),
+            ({"offset": 1}, "longer than its data"),
+            ({"offset": -1}, "impossible shape"),
+            ({"stride": (-2, 1)}, "impossible shape"),
+            ({"shape": (2, 2, 1)}, "impossible shape"),
+            ({"shape": (2, True)}, "impossible shape"),
+            ({"shape": [2, 2]}, "without a shape"),
+            ({"numel": -4}, "longer than its data"),
+            ({"numel": "4"}, "something else than the data"),
+            ({"key": 0}, "something else than the data"),
+            ({"key": "../0"}, "lacks its record"),
+            ({"kind": b"Size"}, "something else than the data"),
+            ({"kind": b"QInt8Storage"}, "asks for 'torch.QInt8Storage'"),
+        ],
+    )
+    def test_tensors_that_cannot_be(self, tmp_path, claim, reason):
+        path = with_pickle(tmp_path / "a", tensor_pickle(**claim), **{"data/0": bytes(16)})
+        assert reason in refused(lambda: open_torch(path))
+
+    @pytest.mark.parametrize(
+        ("program", "reason"),
+        [
+            (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "too deep"),
+            (b"\x80\x02" + b"}q\x00" + b"(X\x01\x00\x00\x00ah\x00X\x01\x00\x00\x00bh\x00u" * 40 + b".", "too deep"),
+            (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "holds no tensors"),
+            (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "holds no tensors"),
+            (b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.", "asks for 'torch.FloatTensor'"),
+            (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no function"),
+            (b"\x80\x02B\xff\xff\xff\x7fabc.", "broken pickle"),
+            (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "broken pickle"),
+            (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00makeK\x01sb.", "cannot be changed"),
+            (b"\x80\x02" + b"(" * 10**5 + b".", "makes no sense"),
+        ],
+    )
+    def test_pickles_that_would_take_all_memory(self, tmp_path, program, reason):
+        path = with_pickle(tmp_path / "a", program)
+        with little_memory():
+            assert reason in refused(lambda: open_torch(path))
+
+    def test_a_key_that_would_overflow_the_stack_is_refused(self, tmp_path):
+        path = with_pickle(tmp_path / "a", b"\x80\x02}N" + b"\x85" * 300_000 + b"K\x01s.")
+        assert "a key that is no plain value" in refused(lambda: open_torch(path))
+
+    def test_long_programs_are_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(pickles, "_MAX_OPERATIONS", 1000)
+        path = with_pickle(tmp_path / "a", b"\x80\x02" + b"N" * 1000 + b".")
+        assert "more than 1000 operations" in refused(lambda: open_torch(path))
+
+    def test_attributes_of_dictionaries_change_nothing(self, tmp_path):
+        path = with_pickle(tmp_path / "a", b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb.")
+        assert open_torch(path).entries == {}
+
+    def test_compressed_records_are_refused(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", b"N" * 10**6)
+        assert (tmp_path / "a").stat().st_size < 2000
+        assert "compressed" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_records_of_one_name_are_refused(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a", "w") as archive:
+            archive.writestr("archive/data.pkl", b"a")
+            with pytest.warns(UserWarning, match="Duplicate name"):
+                archive.writestr("archive/data.pkl", b"b")
+        assert "two records of the same name" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_other_archives_are_refused(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a", "w") as archive:
+            archive.writestr("readme.txt", b"a")
+        assert "not of torch.save" in refused(lambda: open_torch(tmp_path / "a"))
+        script = with_pickle(tmp_path / "b", b"\x80\x02N.", **{"constants.pkl": b"\x80\x02)."})
+        assert "TorchScript" in refused(lambda: open_torch(script))
+
+    def test_big_endian_files_are_refused(self, tmp_path):
+        path = with_pickle(tmp_path / "a", tensor_pickle(), **{"data/0": bytes(16), "byteorder": b"big"})
+        assert "big-endian" in refused(lambda: open_torch(path))
+
+    def test_what_no_other_format_has_is_refused(self, tmp_path):
+        torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "a")
+        assert "asks for 'torch._utils._rebuild_sparse_tensor'" in refused(lambda: open_torch(tmp_path / "a"))
+        torch.save({"a": torch.tensor([1j]).conj()}, tmp_path / "a")
+        assert "yet to be conjugated" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_whole_models_are_refused(self, tmp_path):
+        torch.save(nn.Linear(1, 1), tmp_path / "a")
+        with pytest.raises(CheckpointError, match=r"asks for 'torch\.nn\.modules\.linear\.Linear'") as caught:
+            open_torch(tmp_path / "a")
+        assert "state_dict" in caught.value.hint
+
+
+class TestPayloads:
+    @pytest.fixture
+    def canary(self, tmp_path):
+        yield tmp_path / "canary"
+        assert not (tmp_path / "canary").exists()
+
+    def test_these_payloads_work(self, tmp_path):
+        for name in ("os.system", "eval", "stack global", "by reduce", "after tensors"):
+            content = payloads(tmp_path / name)[name]
+            pickle.loads(content)
+            assert (tmp_path / name).exists()
+
+    @pytest.mark.parametrize("name", payloads(None))
+    def test_none_is_run(self, tmp_path, canary, name):
+        content = payloads(canary)[name]
+        reason = refused(lambda: open_torch(with_pickle(tmp_path / "zip", content)))
+        assert "is refused: it asks for" in reason or "it uses the operation" in reason
+        (tmp_path / "plain").write_bytes(b"\x80" + content if content[0] != 0x80 else content)
+        refused(lambda: open_torch(tmp_path / "plain"))
+        torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+        whole = (tmp_path / "old").read_bytes()
+        for mark in (b".\x80", b"}q\x00X\x01\x00\x00\x00a"):
+            place = whole.rindex(mark) + (1 if mark[:1] == b"." else 0)
+            (tmp_path / "old").write_bytes(whole[:place] + content + whole[place:])
+            refused(lambda: open_torch(tmp_path / "old"))
+
+    def test_a_tarball_of_an_old_torch_is_not_opened(self, tmp_path, canary):
+        with tarfile.open(tmp_path / "a", "w") as archive:
+            info = tarfile.TarInfo("pickle")
+            content = payloads(canary)["eval"]
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+        assert "nothing that torch.save wrote" in refused(lambda: open_torch(tmp_path / "a"))
+
+
+def whole_file(form):
+    content = io.BytesIO()
+    state = {"model": OrderedDict(a=torch.arange(6.0).view(2, 3), b=torch.ones(3, 2).t()), "step": 3}
+    torch.save(state, content, _use_new_zipfile_serialization=form)
+    return content.getvalue()
+
+
+ZIP, OLD = whole_file(True), whole_file(False)
+PICKLE = zipfile.ZipFile(io.BytesIO(ZIP)).read("archive/data.pkl")
+CONTENTS = st.one_of(mutations(ZIP), mutations(OLD), mutations(OLD).map(lambda content: OLD[:14] + content))
+PICKLES = st.one_of(mutations(PICKLE), PROGRAMS)
+
+
+def read_all(path):
+    for entry in open_torch(path).entries.values():
+        for _ in entry.pieces():
+            pass
+
+
+def check_content(folder, content):
+    (folder / "fuzz").write_bytes(content)
+    opened_or_refused(lambda: read_all(folder / "fuzz"))
+
+
+def check_pickle(folder, content):
+    with_pickle(folder / "fuzz", content, **{"data/0": bytes(24), "data/1": bytes(24)})
+    opened_or_refused(lambda: read_all(folder / "fuzz"))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(content=CONTENTS)
+def test_arbitrary_files_are_read_or_refused(tmp_path_factory, content):
+    check_content(tmp_path_factory.getbasetemp(), content)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(content=PICKLES)
+def test_arbitrary_pickles_are_read_or_refused(tmp_path_factory, content):
+    check_pickle(tmp_path_factory.getbasetemp(), content)
+
+
+@pytest.mark.slow
+class TestThousands:
+    @settings(max_examples=5000, deadline=None)
+    @given(content=CONTENTS)
+    def test_arbitrary_files(self, tmp_path_factory, content):
+        check_content(tmp_path_factory.getbasetemp(), content)
+
+    @settings(max_examples=5000, deadline=None)
+    @given(content=PICKLES)
+    def test_arbitrary_pickles(self, tmp_path_factory, content):
+        check_pickle(tmp_path_factory.getbasetemp(), content)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from opensora_cli.checkpoint import pickles
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.pickles import open_torch, write_torch
+
+source, target = map(Path, sys.argv[1:])
+largest = 8 * 2**20
+write_torch(source, {f"{i}": HeldEntry(torch.full((largest,), i, dtype=torch.uint8)) for i in range(20)})
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+limit = used + 2 * largest + 32 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+write_torch(target, open_torch(source).entries)
+assert open_torch(target).entries["19"].read()[-1] == 19
+try:
+    torch.load(source, weights_only=True)
+except (RuntimeError, MemoryError):
+    print("too large to be held")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are those of Linux")
+def test_a_file_many_times_larger_than_memory_is_copied(tmp_path):
+    paths = [str(tmp_path / name) for name in ("source", "target")]
+    done = subprocess.run([sys.executable, "-c", LIMITED, *paths], capture_output=True, text=True, check=False)
+    assert done.stdout == "too large to be held\n", done.stderr
+    assert (tmp_path / "target").read_bytes() == (tmp_path / "source").read_bytes()
+
+
+class Zeros(Entry):
+    def elements(self, start, stop):
+        return torch.zeros(stop - start, dtype=self.dtype)
+
+
+@pytest.mark.slow
+def test_sizes_and_places_beyond_32_bits(tmp_path):
+    numel = 2**32 + 7
+    write_torch(tmp_path / "a", {"large": Zeros([numel], torch.int8), "behind": HeldEntry(torch.arange(5))})
+    loaded = torch.load(tmp_path / "a", weights_only=True, mmap=True)
+    assert loaded["large"].numel() == numel
+    assert loaded["behind"].tolist() == list(range(5))
+    entries = open_torch(tmp_path / "a").entries
+    assert entries["large"].shape == (numel,)
+    assert entries["large"].elements(numel - 2, numel).tolist() == [0, 0]
+    assert entries["behind"].read().tolist() == list(range(5))
+    torch.save({"large": torch.zeros(numel, dtype=torch.int8), "behind": torch.arange(5)}, tmp_path / "a")
+    entries = open_torch(tmp_path / "a").entries
+    assert entries["large"].elements(numel - 2, numel).tolist() == [0, 0]
+    assert entries["behind"].read().tolist() == list(range(5))
+    (tmp_path / "a").unlink()

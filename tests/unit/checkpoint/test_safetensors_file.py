@@ -1,0 +1,307 @@
+"""Safetensors files: what the library writes is read, what is written the library reads, and nothing else passes."""
+
+import json
+import os
+import random
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.safetensors_file import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.uint16, torch.int16, torch.float16, torch.bfloat16, torch.uint32,
+    torch.int32, torch.float32, torch.uint64, torch.int64, torch.float64, torch.complex64,
+]  # fmt: skip
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def same(first, second):
+    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(bits(first), bits(second))
+
+
+@pytest.fixture
+def tensors():
+    """One tensor of every dtype, the small ones of odd lengths, some empty, one a scalar."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for index, dtype in enumerate(DTYPES):
+        count = (index % 4) * 3 * dtype.itemsize
+        content = torch.randint(0, 2, (count,), dtype=torch.uint8, generator=generator)
+        made[f"block.{index}.weight"] = content.view(dtype).reshape(3, -1) if count else torch.empty(0, 5, dtype=dtype)
+    made['scalar "雨" \n'] = torch.tensor(1.5)
+    return made
+
+
+def entries_of(tensors):
+    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def pack(header, data=b""):
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(content)) + content + data
+
+
+def described(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def refusal(path):
+    """Return why `path` is refused, None if it is not, after checking that it is one line that names the file."""
+    try:
+        open_safetensors(path)
+    except CheckpointError as error:
+        message = error.message
+    else:
+        return None
+    assert str(path) in message
+    assert message.isprintable()
+    assert len(message) < 2000
+    return message
+
+
+class TestReading:
+    def test_what_the_library_wrote(self, tmp_path, tensors):
+        save_file(tensors, tmp_path / "a", metadata={"origin": "a test", "雨": "rain"})
+        entries, metadata = open_safetensors(tmp_path / "a")
+        assert metadata == {"origin": "a test", "雨": "rain"}
+        assert entries.keys() == tensors.keys()
+        assert all(same(entries[name].read(), tensor) for name, tensor in tensors.items())
+
+    def test_in_the_order_of_the_data(self, tmp_path):
+        header = {
+            "late": described(offsets=(4, 8)),
+            "early": described(offsets=(0, 4)),
+            "none": described(shape=[0], offsets=(4, 4)),
+        }
+        (tmp_path / "a").write_bytes(pack(header, struct.pack("<2f", 1, 2)))
+        entries, _ = open_safetensors(tmp_path / "a")
+        assert list(entries) == ["early", "none", "late"]
+        assert [entry.read().tolist() for entry in entries.values()] == [[1], [], [2]]
+
+    def test_no_tensors_at_all(self, tmp_path):
+        save_file({}, tmp_path / "a")
+        assert open_safetensors(tmp_path / "a") == ({}, {})
+
+
+class TestWriting:
+    def test_the_library_reads_it(self, tmp_path, tensors):
+        write_safetensors(tmp_path / "a", entries_of(tensors), metadata={"origin": "a test"})
+        loaded = load_file(tmp_path / "a")
+        assert loaded.keys() == tensors.keys()
+        assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+        with safe_open(tmp_path / "a", "pt") as file:
+            assert file.metadata() == {"format": "pt", "origin": "a test"}
+
+    def test_and_so_do_we(self, tmp_path, tensors):
+        write_safetensors(tmp_path / "a", entries_of(tensors), metadata={})
+        entries, _ = open_safetensors(tmp_path / "a")
+        assert all(same(entries[name].read(), tensor) for name, tensor in tensors.items())
+        # Written again from the file, in the order in which it was read: the same file.
+        write_safetensors(tmp_path / "b", entries, metadata={})
+        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+    def test_every_tensor_starts_at_a_multiple_of_its_element(self, tmp_path, tensors):
+        write_safetensors(tmp_path / "a", entries_of(tensors), metadata={})
+        for entry in open_safetensors(tmp_path / "a")[0].values():
+            assert all(extent.offset % entry.dtype.itemsize == 0 for extent in entry.extents())
+
+    def test_tensors_of_one_dtype_keep_their_order(self, tmp_path):
+        names = [f"{index}.{random.Random(index).random()}" for index in range(20)]
+        write_safetensors(tmp_path / "a", entries_of({name: torch.ones(2) for name in names}), metadata={})
+        assert list(open_safetensors(tmp_path / "a")[0]) == names
+
+    def test_a_given_format_is_kept(self, tmp_path):
+        write_safetensors(tmp_path / "a", {}, metadata={"format": "flax"})
+        assert open_safetensors(tmp_path / "a")[1] == {"format": "flax"}
+
+    def test_metadata_of_undecodable_arguments_can_be_read_again(self, tmp_path):
+        write_safetensors(tmp_path / "a", {}, metadata={"command": "caf\udce9"})
+        assert open_safetensors(tmp_path / "a")[1]["command"] == "caf\\udce9"
+
+    @pytest.mark.parametrize(
+        ("name", "dtype", "word"),
+        [
+            ("a", torch.complex128, "complex128"),
+            ("__metadata__", torch.float32, "called"),
+            ("a\ud800", torch.float32, "called"),
+        ],
+    )
+    def test_what_the_format_cannot_hold_is_refused_before_writing(self, tmp_path, name, dtype, word):
+        with pytest.raises(RequestError, match=word):
+            write_safetensors(tmp_path / "a", entries_of({name: torch.ones(1, dtype=dtype)}), metadata={})
+        assert os.listdir(tmp_path) == []
+
+
+BROKEN = {
+    "is empty": b"",
+    "does not begin with a header": b"\0" * 7,
+    "<html>": (b"<html>404 not found, try again</html>", "does not begin"),
+    "zip": (b"PK\x03\x04" + b"x" * 100, "does not begin"),
+    "absurd length": (struct.pack("<Q", 2**63) + b"{}", "too long"),
+    "long length": (struct.pack("<Q", MAX_JSON_BYTES + 1) + b"{}", "too long"),
+    "length over the end": (struct.pack("<Q", 90_000_000) + b"{}", "truncated"),
+    "no JSON": (pack(b'{"a": '), "no JSON"),
+    "no UTF-8": (pack(b'{"\xff": 1}'), "no UTF-8"),
+    "two documents": (pack(b"{}{}"), "no JSON"),
+    "deep": (pack(b'{"a":' * 200_000), "nested too deep"),
+    "deep list": (pack(b'{"a":' + b"[" * 200_000), "nested too deep"),
+    "NaN": (pack(b'{"a": NaN}'), "NaN"),
+    "endless number": (pack(b'{"a": ' + b"9" * 5000 + b"}"), "digits"),
+    "half a character": (pack(b'{"\\ud800": 1}'), "half a character"),
+    "duplicate": (pack(b'{"a\\n": 1, "a\\n": 1}'), "twice"),
+    "duplicate inside": (pack(b'{"a": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' is there twice"),
+    "metadata list": (pack({"__metadata__": []}), "metadata"),
+    "metadata number": (pack({"__metadata__": {"a": 1}}), "metadata"),
+    "tensor list": (pack({"a": [1]}), "described by something else"),
+    "tensor lacks": (pack({"a": {"dtype": "F32", "shape": [1]}}), "described by something else"),
+    "tensor has more": (pack({"a": {**described(), "url": "x"}}, b"1234"), "described by something else"),
+    "endless name": (pack({"n" * 1_000_000: [1]}), "described by something else"),
+    "unknown dtype": (pack({"a": described("F31")}, b"1234"), "unknown dtype 'F31'"),
+    "dtype list": (pack({"a": {**described(), "dtype": ["F32"]}}, b"1234"), "unknown dtype"),
+    "negative size": (pack({"a": described(shape=[-1])}, b"1234"), "impossible shape"),
+    "two negative sizes": (pack({"a": described(shape=[-1, -1])}, b"1234"), "impossible shape"),
+    "float size": (pack({"a": described(shape=[1.0])}, b"1234"), "impossible shape"),
+    "true size": (pack({"a": described(shape=[True])}, b"1234"), "impossible shape"),
+    "text shape": (pack({"a": {**described(), "shape": "1"}}, b"1234"), "impossible shape"),
+    "overflow": (pack({"a": described(shape=[2**32, 2**32, 2**32], offsets=(0, 0))}), "impossible shape"),
+    "hidden overflow": (pack({"a": described(shape=[0, 2**62, 2**62], offsets=(0, 0))}), "impossible shape"),
+    "huge size": (pack({"a": described(shape=[0, 2**70], offsets=(0, 0))}), "impossible shape"),
+    "many dimensions": (pack({"a": described(shape=[1] * 65)}, b"1234"), "impossible shape"),
+    "too short for its shape": (pack({"a": described(shape=[2])}, b"1234"), "which is not 4 bytes"),
+    "other itemsize": (pack({"a": described("F64")}, b"1234"), "which is not 4 bytes"),
+    "offsets backwards": (pack({"a": described(offsets=(4, 0))}, b"1234"), "impossible offsets"),
+    "negative offset": (pack({"a": described(offsets=(-4, 0))}, b"1234"), "impossible offsets"),
+    "one offset": (pack({"a": described(offsets=[4])}, b"1234"), "impossible offsets"),
+    "overlap": (pack({"a": described(), "b\x1b[2J": described(offsets=(2, 6))}, b"123456"), "overlaps"),
+    "same place": (pack({"a": described(), "b": described()}, b"1234"), "overlaps"),
+    "gap": (pack({"a": described(), "b": described(offsets=(6, 10))}, b"1234567890"), "follows a gap"),
+    "gap at the start": (pack({"a": described(offsets=(2, 6))}, b"123456"), "follows a gap"),
+    "data missing": (pack({"a": described()}, b"123"), "truncated: 3 of 4 bytes"),
+    "data beyond": (pack({"a": described()}, b"12345"), "1 bytes follow"),
+    "data without tensors": (pack({}, b"1"), "1 bytes follow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_and_hostile_headers(tmp_path, case):
+    content, word = BROKEN[case] if isinstance(BROKEN[case], tuple) else (BROKEN[case], case)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    assert word in refusal(tmp_path / "a.safetensors")
+
+
+def test_what_is_no_file(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "none")
+    assert "is not a file" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a file" in refusal(tmp_path / "pipe")
+    assert "cannot be read" in refusal(tmp_path / ("n" * 300))
+
+
+def sound_file(rng):
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for index in range(rng.randint(1, 4)):
+        shape = [rng.randint(0, 3) for _ in range(rng.randint(0, 3))]
+        size = 4 * torch.Size(shape).numel()
+        header[f"layer.{index}"] = described(shape=shape, offsets=(end, end + size))
+        end += size
+    return header, end
+
+
+def mutated(rng):
+    """Return a file that was sound before something was done to it."""
+    header, end = sound_file(rng)
+    tensor = header[rng.choice([name for name in header if name.startswith("layer")])]
+    numbers = [-1, 0, 1, 3, 4, 2**31, 2**63 - 1, 2**64, 1.5, None, True, "4", [], {}]
+    change = rng.choice(["offset", "shape", "dtype", "field", "length", "cut", "flip", "extra", "nothing"])
+    if change == "offset":
+        tensor["data_offsets"][rng.randrange(2)] = rng.choice(numbers)
+    elif change == "shape":
+        tensor["shape"] = [rng.choice(numbers) for _ in range(rng.randint(0, 4))]
+    elif change == "dtype":
+        tensor["dtype"] = rng.choice(["F64", "F16", "f32", "", None, 4, "I128", "F4"])
+    elif change == "field":
+        tensor[rng.choice(list(tensor))] = rng.choice(numbers)
+    content = bytearray(pack(header, rng.randbytes(end)))
+    if change == "length":
+        content[:8] = struct.pack("<Q", rng.choice([0, 1, 7, 2**20, 2**32, 2**63, 2**64 - 1, len(content)]))
+    elif change == "cut":
+        del content[rng.randrange(len(content)) :]
+    elif change == "flip":
+        for _ in range(rng.randint(1, 5)):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+    elif change == "extra":
+        content += rng.randbytes(rng.randint(1, 20))
+    return bytes(content)
+
+
+def check_content(path, content):
+    """What the file says is either refused in one line, or it is exactly as long as it says, and readable."""
+    path.write_bytes(content)
+    if refusal(path) is not None:
+        return False
+    entries, _ = open_safetensors(path)
+    length = struct.unpack("<Q", content[:8])[0]
+    assert sum(entry.nbytes for entry in entries.values()) == len(content) - 8 - length
+    read = b"".join(bits(entry.read()).numpy().tobytes() for entry in entries.values())
+    assert read == content[8 + length :]
+    loaded = load_file(path)  # what passes here passes there, with the same result
+    assert loaded.keys() == entries.keys()
+    assert all(same(entries[name].read(), tensor) for name, tensor in loaded.items())
+    return True
+
+
+def run_mutations(path, count):
+    rng = random.Random(0)
+    passed = sum(check_content(path, mutated(rng)) for _ in range(count))
+    assert count / 10 < passed < count / 3
+
+
+def header_like():
+    sizes = st.lists(st.one_of(st.integers(-2, 5), st.integers(), st.floats(), st.none()), max_size=4)
+    tensor = st.fixed_dictionaries(
+        {"dtype": st.one_of(st.sampled_from(["F32", "U8", "BF16", "F8_E4M3"]), st.text(max_size=4)), "shape": sizes},
+        optional={"data_offsets": sizes, "more": st.none()},
+    )
+    anything = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
+    return st.dictionaries(st.text(max_size=4), tensor | anything, max_size=4).map(json.dumps).map(str.encode)
+
+
+CONTENTS = st.one_of(
+    st.binary(max_size=200),
+    st.builds(pack, st.binary(max_size=100).map(lambda content: b"{" + content), st.binary(max_size=20)),
+    st.builds(pack, header_like(), st.binary(max_size=40)),
+)
+
+
+def test_mutated_files_are_refused_or_right(tmp_path):
+    run_mutations(tmp_path / "a", 300)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(content=CONTENTS)
+def test_arbitrary_contents_are_refused_or_right(tmp_path_factory, content):
+    check_content(tmp_path_factory.getbasetemp() / "fuzz", content)
+
+
+@pytest.mark.slow
+class TestThousands:
+    def test_mutated_files(self, tmp_path):
+        run_mutations(tmp_path / "a", 20_000)
+
+    @settings(max_examples=3000, deadline=None, derandomize=True)
+    @given(content=CONTENTS)
+    def test_arbitrary_contents(self, tmp_path_factory, content):
+        check_content(tmp_path_factory.getbasetemp() / "fuzz", content)

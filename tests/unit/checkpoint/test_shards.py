@@ -1,0 +1,356 @@
+"""Checkpoints in several files: the index says where everything is, and may say nothing else."""
+
+import hashlib
+import json
+import os
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.shards import open_shards, plan_shards, read_index, sha256_of, shard_paths, write_shards
+from opensora_cli.core.exceptions import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {f"blocks.{index}.weight": torch.rand(index + 1, 100, generator=generator) for index in range(8)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "model"
+    made.mkdir()
+    return made
+
+
+def entries_of(tensors):
+    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def write(folder, tensors, **options):
+    write_shards(folder, entries_of(tensors), **({"shard_bytes": 6000, "metadata": {}} | options))
+
+
+def put(folder, weight_map, shards, **more):
+    """Write shards and an index as they are given, whether they agree or not."""
+    for name, keys in shards.items():
+        save_file({key: torch.ones(2) for key in keys}, folder / name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map, **more}))
+
+
+def open_in(folder):
+    return open_shards(folder / INDEX, open_shard=open_safetensors)
+
+
+def refusal(folder):
+    with pytest.raises(CheckpointError) as caught:
+        open_in(folder)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 3000
+    return caught.value.message
+
+
+class TestPlanning:
+    def test_in_order_and_not_too_large(self):
+        entries = entries_of({str(index): torch.zeros(count) for index, count in enumerate([5, 5, 1, 30, 2, 8, 1])})
+        assert [list(shard) for shard in plan_shards(entries, 40)] == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6"]]
+
+    def test_nothing_is_one_empty_shard(self):
+        assert plan_shards({}, 40) == [{}]
+
+    def test_random_sizes(self):
+        rng = random.Random(0)
+        for _ in range(50):
+            sizes = [rng.randint(0, 30) for _ in range(rng.randint(1, 20))]
+            limit = rng.randint(1, 200)
+            shards = plan_shards(entries_of({str(i): torch.empty(n) for i, n in enumerate(sizes)}), limit)
+            assert [name for shard in shards for name in shard] == [str(index) for index in range(len(sizes))]
+            totals = [sum(entry.nbytes for entry in shard.values()) for shard in shards]
+            assert all(total <= limit or len(shard) == 1 for total, shard in zip(totals, shards, strict=True))
+            # Nothing that would have fitted was put off.
+            first = [next(iter(shard.values())).nbytes for shard in shards]
+            assert all(total + following > limit for total, following in zip(totals, first[1:], strict=False))
+
+
+class TestWriting:
+    def test_the_library_reads_the_shards(self, folder, tensors):
+        told = []
+        write(folder, tensors, advance=told.append)
+        index = json.loads((folder / INDEX).read_text())
+        names = sorted(set(index["weight_map"].values()))
+        assert sorted(os.listdir(folder)) == [*names, INDEX]
+        assert names == [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
+        assert len(names) > 2
+        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        loaded = {key: load_file(folder / name)[key] for key, name in index["weight_map"].items()}
+        assert list(loaded) == list(tensors)
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+        assert sum(told) == index["metadata"]["total_size"]
+
+    def test_transformers_finds_every_shard(self, folder, tensors):
+        from transformers.utils.hub import get_checkpoint_shard_files
+
+        write(folder, tensors)
+        files, metadata = get_checkpoint_shard_files(str(folder), str(folder / INDEX))
+        assert [Path(file).name for file in files] == read_index(folder / INDEX).shard_names
+        assert sorted(metadata["all_checkpoint_keys"]) == sorted(tensors)
+
+    def test_written_and_read_again(self, folder, tensors):
+        write(folder, tensors, metadata={"source": "a test", "command": "caf\udce9"}, hashing=True)
+        entries, metadata, files = open_in(folder)
+        assert list(entries) == list(tensors)
+        assert all(torch.equal(entries[key].read(), tensor) for key, tensor in tensors.items())
+        assert metadata == {"format": "pt", "source": "a test", "command": "caf\\udce9"}
+        assert files[0].name == INDEX
+        assert {file.name for file in files} == set(os.listdir(folder))
+
+    def test_hashes(self, folder, tensors):
+        write(folder, tensors, hashing=True)
+        index = read_index(folder / INDEX)
+        assert list(index.sha256) == index.shard_names
+        for name, digest in index.sha256.items():
+            assert digest == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        assert index.total_size == sum(tensor.nbytes for tensor in tensors.values())
+
+    def test_no_tensors(self, folder):
+        write(folder, {})
+        assert open_in(folder)[0] == {}
+
+    def test_the_index_comes_last(self, folder, tensors):
+        there = []
+        write(folder, tensors, advance=lambda _: there.append((folder / INDEX).exists()))
+        assert set(there) == {False}
+
+
+def test_the_hash_of_a_file_tells_its_progress(tmp_path):
+    (tmp_path / "a").write_bytes(os.urandom(3 * 2**20 + 5))
+    told = []
+    assert sha256_of(tmp_path / "a", advance=told.append) == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
+    assert (sum(told), len(told)) == (3 * 2**20 + 5, 4)
+    with pytest.raises(CheckpointError, match="No such file"):
+        sha256_of(tmp_path / "b")
+
+
+class TestIndexAgainstShards:
+    def test_missing_shards_are_listed_all_at_once(self, folder):
+        put(folder, {"a": "1.safetensors", "b": "2.safetensors", "c": "3.safetensors"}, {"2.safetensors": "b"})
+        message = refusal(folder)
+        assert message.endswith("3 shards, of which 2 are missing: '1.safetensors', '3.safetensors'")
+
+    def test_a_tensor_that_its_shard_lacks(self, folder):
+        put(folder, {"a": "1", "b\n": "1"}, {"1": "a"})
+        assert refusal(folder) == f"{folder}/1 lacks tensors that {INDEX} has in it: 'b\\n'"
+
+    def test_a_tensor_that_the_index_lacks(self, folder):
+        put(folder, {"a": "1"}, {"1": ["a", "b\x1b"]})
+        assert refusal(folder) == f"{folder}/1 has tensors that {INDEX} has not in it: 'b\\x1b'"
+
+    def test_a_tensor_in_two_shards(self, folder):
+        put(folder, {"a": "1", "b": "2"}, {"1": "a", "2": "ab"})
+        assert "2 has tensors" in refusal(folder)
+
+    def test_a_tensor_twice_in_the_index(self, folder):
+        put(folder, {"a": "1"}, {"1": "a"})
+        (folder / INDEX).write_text('{"weight_map": {"a": "1", "a": "1"}}')
+        assert "'a' is there twice" in refusal(folder)
+
+    def test_a_broken_shard(self, folder):
+        put(folder, {"a": "1"}, {"1": "a"})
+        (folder / "1").write_bytes((folder / "1").read_bytes()[:-1])
+        assert "truncated" in refusal(folder)
+
+    @pytest.mark.parametrize(
+        ("content", "word"),
+        [
+            ("", "no JSON"),
+            ("[]", "no object"),
+            ("{}", "weight_map"),
+            ('{"weight_map": ["a"]}', "weight_map"),
+            ('{"weight_map": {"a": 1}}', "weight_map"),
+            ('{"weight_map": {}, "metadata": 1}', "weight_map"),
+            ('{"weight_map": {"a": "\\ud800"}}', "half a character"),
+            ("[" * 100_000, "nested too deep"),
+        ],
+    )
+    def test_what_is_no_index(self, folder, content, word):
+        (folder / INDEX).write_text(content)
+        assert word in refusal(folder)
+
+    def test_a_missing_index(self, folder):
+        assert "does not exist" in refusal(folder)
+        (folder / INDEX).mkdir()
+        assert "is not a file" in refusal(folder)
+
+    def test_strange_totals_and_hashes_are_not_taken(self, folder):
+        put(folder, {"a": "1"}, {"1": "a"}, metadata={"total_size": 8.0, "sha256": ["1"], "origin": "a test"})
+        index = read_index(folder / INDEX)
+        assert (index.total_size, index.sha256, index.metadata) == (None, {}, {"origin": "a test"})
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A sound shard that lies outside the folder: were it read, opening would succeed."""
+    save_file({"a": torch.ones(2)}, tmp_path / "secret")
+    return tmp_path / "secret"
+
+
+class TestOutsideTheFolder:
+    @pytest.mark.parametrize(
+        "name",
+        ["../secret", "./../secret", "sub/../../secret", "../../../../../../etc/passwd", "..", "", ".", "/etc/passwd",
+         "//etc/passwd", "..\\secret", "sub\\..\\..\\secret", "C:\\secret", "C:secret", "\\secret", "a\0b", "a\nb"],
+    )  # fmt: skip
+    def test_names_that_point_there(self, folder, secret, name):
+        (folder / "sub").mkdir()
+        put(folder, {"a": name}, {})
+        assert "outside its folder" in refusal(folder)
+
+    def test_an_absolute_name_of_a_shard_that_is_there(self, folder):
+        put(folder, {"a": "1"}, {"1": "a"})
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": str(folder / "1")}}))
+        assert "outside its folder" in refusal(folder)
+
+    def test_names_that_no_file_has(self, folder):
+        put(folder, {"a": "n" * 300}, {})
+        assert "cannot be read" in refusal(folder)
+        put(folder, {"a": "sub"}, {})
+        (folder / "sub").mkdir()
+        assert "missing" in refusal(folder)
+
+    def test_a_link_there(self, folder, secret):
+        put(folder, {"a": "1"}, {})
+        (folder / "1").symlink_to("../secret")
+        assert "is a link out of its folder" in refusal(folder)
+
+    def test_a_folder_that_is_a_link_there(self, folder, secret):
+        put(folder, {"a": "sub/secret"}, {})
+        (folder / "sub").symlink_to("..")
+        assert "is a link out of its folder" in refusal(folder)
+
+    def test_a_link_to_itself(self, folder):
+        put(folder, {"a": "1"}, {})
+        (folder / "1").symlink_to("1")
+        assert "missing" in refusal(folder)
+
+    def test_an_index_that_is_a_link_there(self, folder, tmp_path):
+        put(tmp_path, {"a": "1"}, {"1": "a"})
+        (folder / INDEX).symlink_to(tmp_path / INDEX)
+        assert "is a link out of its folder" in refusal(folder)
+
+    def test_links_and_names_that_stay_inside(self, folder):
+        (folder / "sub").mkdir()
+        put(folder, {"a": "1", "b": "sub/2"}, {"sub/2": "b", "real": "a"})
+        (folder / "1").symlink_to("real")
+        assert sorted(open_in(folder)[0]) == ["a", "b"]
+
+    def test_a_folder_that_is_itself_a_link(self, folder, tmp_path):
+        put(folder, {"a": "1"}, {"1": "a"})
+        (tmp_path / "link").symlink_to(folder)
+        assert list(open_in(tmp_path / "link")[0]) == ["a"]
+
+
+class TestHubCache:
+    @pytest.fixture
+    def repo(self, tmp_path):
+        """A repository in the Hugging Face cache, as huggingface_hub makes it."""
+        repo = tmp_path / "models--org--name"
+        snapshot = repo / "snapshots" / "0123abc" / "text_encoder"
+        snapshot.mkdir(parents=True)
+        (repo / "blobs").mkdir()
+        save_file({"a": torch.ones(2)}, repo / "blobs" / "cafe")
+        (repo / "blobs" / "face").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
+        for folder, up in ((snapshot, "../../.."), (snapshot.parent, "../..")):
+            (folder / "1.safetensors").symlink_to(f"{up}/blobs/cafe")
+            (folder / INDEX).symlink_to(f"{up}/blobs/face")
+        return repo
+
+    @pytest.mark.parametrize("part", ["snapshots/0123abc", "snapshots/0123abc/text_encoder"])
+    def test_its_links_are_followed(self, repo, part):
+        entries, _, files = open_in(repo / part)
+        assert list(entries) == ["a"]
+        assert [file.name for file in files] == [INDEX, "1.safetensors"]
+
+    def test_a_blob_that_is_gone_is_missing(self, repo):
+        (repo / "blobs" / "cafe").unlink()
+        assert "missing: '1.safetensors'" in refusal(repo / "snapshots" / "0123abc")
+
+    def test_other_links_are_not(self, repo, secret):
+        link = repo / "snapshots" / "0123abc" / "1.safetensors"
+        for target in ("../../../secret", "../../blobs/../../secret", "../../refs"):
+            link.unlink()
+            link.symlink_to(target)
+            assert "is a link out of its folder" in refusal(link.parent)
+
+    def test_a_blob_that_leads_on_is_not(self, repo, secret):
+        (repo / "blobs" / "cafe").unlink()
+        (repo / "blobs" / "cafe").symlink_to(secret)
+        assert "is a link out of its folder" in refusal(repo / "snapshots" / "0123abc")
+
+    def test_blobs_beside_another_folder_are_not(self, repo):
+        moved = repo.rename(repo.parent / "other") / "snapshots"
+        assert "is a link" in refusal(moved.rename(moved.parent / "revisions") / "0123abc")
+
+
+HOSTILE_NAMES = [
+    "..",
+    "/",
+    "\\",
+    ".",
+    "etc",
+    "passwd",
+    "secret",
+    "1",
+    "\0",
+    "C:",
+    "~",
+    "雨",
+    "\u202e",
+    "$HOME",
+    "%00",
+    "",
+]
+
+
+def check_names(folder, count):
+    """Whatever an index names, nothing outside of its folder is opened."""
+    rng = random.Random(0)
+    opened: list[Path] = []
+
+    def open_shard(path):
+        opened.append(path)
+        return open_safetensors(path)
+
+    for _ in range(count):
+        separator = rng.choice(["/", "", "\\"])
+        name = separator.join(rng.choice(HOSTILE_NAMES) for _ in range(rng.randint(1, 5)))
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        with suppress(CheckpointError):
+            open_shards(folder / INDEX, open_shard=open_shard)
+    assert opened  # some of the names are good
+    assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
+
+
+def test_random_hostile_names(folder, secret):
+    put(folder, {"a": "1"}, {"1": "a"})
+    check_names(folder, 300)
+
+
+@pytest.mark.slow
+def test_thousands_of_hostile_names(folder, secret):
+    put(folder, {"a": "1"}, {"1": "a"})
+    check_names(folder, 10_000)
+
+
+def test_the_paths_of_an_index_are_told_without_opening_them(folder):
+    put(folder, {"a": "1", "b": "1"}, {"1": "ab"})
+    (folder / "1").write_bytes(b"no longer sound")
+    assert shard_paths(read_index(folder / INDEX)) == {"1": folder / "1"}

@@ -1,0 +1,46 @@
+"""Sizes as people write them."""
+
+import pytest
+
+from opensora_cli.core.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("4GB", 4_000_000_000),
+        ("4gb", 4_000_000_000),
+        ("4GiB", 2**32),
+        ("4096MiB", 2**32),
+        (" 1.5 kB ", 1500),
+        ("0.5TiB", 2**39),
+    ],
+)
+def test_parse(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-4GB", "4 G B", "4XB", "4G", "1e9", "0x10", "4,5GB", "٤GB", "nan"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size such as 4GB or 4096MiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (23_782_000_000, "23.8 GB"),
+        (5 * 10**15, "5000.0 TB"),
+    ],
+)
+def test_format(count: int, expected: str) -> None:
+    assert format_bytes(count) == expected
+
+
+def test_format_in_a_unit() -> None:
+    assert format_bytes(250_000_000, unit="GB") == "0.2 GB"
