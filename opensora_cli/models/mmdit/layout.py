@@ -1,28 +1,186 @@
-"""Conversion of published MMDiT weights to the one layout of our model, tensor by tensor.
+"""The layouts of published MMDiT weights, and what turns one into another.
 
-Two choices vary between published files. q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or
-*split* (`q_proj`, `k_proj`, `v_proj`; `v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1)
-as in Flux, or *half-split*, dims (j, D/2+j) as in Open-Sora v2. Our model is split and half-split. Turning interleaved
-into half-split puts the even rows of each head of q and k first, then the odd ones; the function stays the same.
+Two choices vary between files. q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or *split*
+(`q_proj`, `k_proj`, `v_proj`; `v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1) as in
+Flux, or *half-split*, dims (j, D/2+j) as in Open-Sora v2. Our model is split and half-split. Turning interleaved into
+half-split puts the even rows of each head of q and k first, then the odd ones; the function stays the same.
+
+A plan says, by names and shapes alone, which rows of a file become which tensor. Loading runs it over tensors,
+conversion over tensors that have not been read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
+from typing import Self
 
-import torch
 from torch import Tensor
 
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
+Shape = tuple[int, ...]
 
-_ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
-_HEAD_NORMS = (".norm.query_norm.scale", ".norm.key_norm.scale")
+ROTARY_METADATA = "osora.rotary"
+"""Metadata key under which a converted file says how its rotary pairs lie."""
+
+
+class QKV(StrEnum):
+    """Whether one tensor holds q, k and v, or each has its own."""
+
+    FUSED = "fused"
+    SPLIT = "split"
+
+
+class Rotary(StrEnum):
+    """Which dims of a head the rotary embedding turns together: (2j, 2j+1), or (j, D/2+j)."""
+
+    INTERLEAVED = "interleaved"
+    HALF = "half"
+
+
+_FUSED = {"double": "qkv", "single": "linear1"}
+_SPLIT = {"double": ("q_proj", "k_proj", "v_proj"), "single": ("q_proj", "k_proj", "v_mlp")}
+_ROTATED = frozenset({"q_proj", "k_proj", "query_norm", "key_norm"})
+_BLOCK_TENSOR = re.compile(
+    r"(?P<module>(?:.*\.)?(?P<stack>double|single)_blocks\.\d+\.(?:.*\.)?)(?P<linear>\w+)\.(?P<kind>\w+)", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSizes:
+    """The sizes that a layout depends on.
+
+    Args:
+        hidden_size: rows of q, of k and of v.
+        head_dim: rows of one head; divides `hidden_size`.
+    """
+
+    hidden_size: int
+    head_dim: int
+
+    @classmethod
+    def of_config(cls, config: MMDiTConfig) -> Self:
+        """Return the sizes of a model."""
+        return cls(hidden_size=config.hidden_size, head_dim=config.head_dim)
+
+    @classmethod
+    def of_shapes(cls, shapes: Mapping[str, Shape]) -> Self | None:
+        """Return the sizes of the MMDiT whose tensors these are; None if they are no MMDiT's."""
+        inputs = {shape for key, shape in shapes.items() if _ends_with(key, "img_in.weight")}
+        norms = {shape for key, shape in shapes.items() if key.endswith(".norm.query_norm.scale")}
+        if [len(shape) for shape in (*inputs, *norms)] != [2, 1]:
+            return None
+        (hidden_size, _), (head_dim,) = inputs.pop(), norms.pop()
+        fits = hidden_size > 0 and head_dim > 0 and head_dim % 2 == 0 and hidden_size % head_dim == 0
+        return cls(hidden_size=hidden_size, head_dim=head_dim) if fits else None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor to be made.
+
+    Args:
+        key: the file's tensor.
+        start, stop: its rows that are taken; a `stop` of None is for all of it.
+        reordered: whether the rows of every head change their order, from one rotary layout to the other.
+    """
+
+    key: str
+    start: int = 0
+    stop: int | None = None
+    reordered: bool = False
+
+
+Plan = dict[str, tuple[Piece, ...]]
+"""For each tensor to be made, the pieces whose rows it consists of."""
 
 
 def is_fused(keys: Iterable[str]) -> bool:
     """Whether the keys belong to a file with fused q, k and v."""
     return any(".qkv." in key or ".linear1." in key for key in keys)
+
+
+def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
+    """Return how rotary pairs lie in a file.
+
+    A file that was converted says it in its metadata. Others go by the released models: fused ones are interleaved,
+    split ones half-split.
+
+    Raises:
+        CheckpointError: the metadata say something unknown.
+    """
+    stated = metadata.get(ROTARY_METADATA)
+    if stated is None:
+        return Rotary.INTERLEAVED if is_fused(keys) else Rotary.HALF
+    if stated not in list(Rotary):
+        raise CheckpointError(f"metadata {ROTARY_METADATA}={stated!r} is not one of {', '.join(Rotary)}")
+    return Rotary(stated)
+
+
+def plan_layout(shapes: Mapping[str, Shape], sizes: HeadSizes, *, qkv: QKV, reorder: bool) -> Plan:
+    """Return how the tensors of a file become those of a layout, in the file's order.
+
+    Tensors that are none of q, k and v, or whose shapes are not what `sizes` demands, pass unchanged.
+
+    Args:
+        shapes: of the file's tensors.
+        sizes: of the model.
+        qkv: the layout to make.
+        reorder: whether the rotary layout is to change.
+    """
+    split = {name: piece for key in shapes for name, piece in _split(key, shapes, sizes)}
+    if reorder:
+        split = {name: _reordered(name, piece, shapes, sizes) for name, piece in split.items()}
+    if qkv is QKV.SPLIT:
+        return {name: (piece,) for name, piece in split.items()}
+    plan: Plan = {}
+    for name in split:
+        whole, parts = _whole(name, split, shapes, sizes)
+        plan.setdefault(whole, _joined([split[part] for part in parts]))
+    return plan
+
+
+def left_over(plan: Plan, *, qkv: QKV, reorder: bool) -> list[str]:
+    """Return the tensors of q, k and v that a plan could not bring into its layout."""
+    found = []
+    for key, pieces in plan.items():
+        match = _BLOCK_TENSOR.fullmatch(key)
+        if match is None:
+            continue
+        other = _SPLIT[match["stack"]] if qkv is QKV.FUSED else (_FUSED[match["stack"]],)
+        in_old_order = reorder and match["linear"] in _ROTATED and not pieces[0].reordered
+        if match["linear"] in other or in_old_order:
+            found.append(key)
+    return found
+
+
+def planned_shapes(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of the tensors that a plan makes of a file with these."""
+    made = {}
+    for name, pieces in plan.items():
+        first = shapes[pieces[0].key]
+        if len(pieces) == 1 and pieces[0].stop is None:
+            made[name] = first
+        else:
+            rows = (shapes[p.key][0] if p.stop is None else p.stop - p.start for p in pieces)
+            made[name] = (sum(rows), *first[1:])
+    return made
+
+
+def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
+    """Bring the rows of each head into the order of `rotary`; they must be in the other one.
+
+    Args:
+        tensor: (H·D, ...) weight or bias of q or k, or (D,) scale of their norm.
+        head_dim: D, even.
+        rotary: half-split puts the even rows first, then the odd ones; interleaved puts them back.
+    """
+    halves = (head_dim // 2, 2) if rotary is Rotary.HALF else (2, head_dim // 2)
+    return tensor.reshape(-1, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> ConvertFn:
@@ -36,49 +194,79 @@ def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> Conver
         interleaved: whether rotary pairs are interleaved in the file. None goes by the released models: fused files are
             interleaved, split ones half-split.
     """
-    return partial(_convert, config=config, interleaved=interleaved)
+    return partial(_convert, sizes=HeadSizes.of_config(config), interleaved=interleaved)
 
 
 def _convert(
-    tensors: Mapping[str, Tensor], *, config: MMDiTConfig, interleaved: bool | None
+    tensors: Mapping[str, Tensor], *, sizes: HeadSizes, interleaved: bool | None
 ) -> Iterator[tuple[str, Tensor]]:
-    permute = is_fused(tensors) if interleaved is None else interleaved
-    for key in tensors:
-        for name, tensor in _split(key, tensors[key], config):
-            if permute and name.endswith(_ROTATED + _HEAD_NORMS):
-                yield name, interleaved_to_half_split(tensor, head_dim=config.head_dim)
-            else:
-                yield name, tensor
+    shapes = {key: tuple(tensors[key].shape) for key in tensors}
+    reorder = is_fused(tensors) if interleaved is None else interleaved
+    for name, (piece,) in plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=reorder).items():
+        tensor = tensors[piece.key]
+        if piece.stop is not None:
+            tensor = tensor[piece.start : piece.stop]
+        yield name, reorder_heads(tensor, head_dim=sizes.head_dim, rotary=Rotary.HALF) if piece.reordered else tensor
 
 
-def _split(key: str, tensor: Tensor, config: MMDiTConfig) -> Iterator[tuple[str, Tensor]]:
+def _split(key: str, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Iterator[tuple[str, Piece]]:
     """Cut a fused tensor along its rows; a tensor of any other kind is its own only piece."""
-    hidden = config.hidden_size
-    head, separator, kind = key.rpartition(".")
-    block, _, linear = head.rpartition(".")
-    if linear == "qkv":
-        names, sizes = ("q_proj", "k_proj", "v_proj"), [hidden, hidden, hidden]
-    elif linear == "linear1":
-        names, sizes = ("q_proj", "k_proj", "v_mlp"), [hidden, hidden, hidden + config.mlp_hidden_size]
-    else:
-        yield key, tensor
-        return
-    if tensor.shape[:1] != (sum(sizes),):
-        # The strict loader says what is wrong: it knows this key only as an unexpected one.
-        yield key, tensor
-        return
-    for name, piece in zip(names, torch.split(tensor, sizes), strict=True):
-        yield f"{block}.{name}{separator}{kind}", piece
+    match, hidden = _BLOCK_TENSOR.fullmatch(key), sizes.hidden_size
+    rows = shapes[key][0] if shapes[key] else 0
+    if match is not None and match["linear"] == _FUSED[match["stack"]]:
+        names = [f"{match['module']}{part}.{match['kind']}" for part in _SPLIT[match["stack"]]]
+        fits = rows == 3 * hidden if match["stack"] == "double" else rows > 3 * hidden
+        if fits and not any(name in shapes for name in names):
+            for index, name in enumerate(names):
+                yield name, Piece(key, index * hidden, (index + 1) * hidden if index < 2 else rows)
+            return
+    # A fused tensor that does not fit stays: the strict loader knows its key only as an unexpected one, and says so.
+    yield key, Piece(key)
 
 
-def interleaved_to_half_split(tensor: Tensor, *, head_dim: int) -> Tensor:
-    """Reorder the rows of each head: even ones first, then odd ones.
+def _reordered(name: str, piece: Piece, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Piece:
+    match, shape = _BLOCK_TENSOR.fullmatch(name), shapes[piece.key]
+    if match is None or match["linear"] not in _ROTATED or not shape:
+        return piece
+    rows = shape[0] if piece.stop is None else sizes.hidden_size
+    return replace(piece, reordered=rows % sizes.head_dim == 0)
 
-    Args:
-        tensor: (H·D, ...) weight or bias of q or k, or (D,) scale of their norm.
-        head_dim: D, even.
-    """
-    if tensor.shape[0] % head_dim:
-        return tensor  # not a tensor of this model: left as it is for the strict loader to refuse
-    pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+def _whole(
+    name: str, split: Mapping[str, Piece], shapes: Mapping[str, Shape], sizes: HeadSizes
+) -> tuple[str, tuple[str, ...]]:
+    """Return the fused tensor that the tensor `name` belongs to, and all its parts; itself, if it belongs to none."""
+    match = _BLOCK_TENSOR.fullmatch(name)
+    if match is not None and match["linear"] in _SPLIT[match["stack"]]:
+        whole, *names = (
+            f"{match['module']}{linear}.{match['kind']}" for linear in (_FUSED[match["stack"]], *_SPLIT[match["stack"]])
+        )
+        if whole not in split and all(part in split for part in names):
+            pieces = [split[part] for part in names]
+            if _is_one_tensor(pieces) or _fit_together([shapes[piece.key] for piece in pieces], match["stack"], sizes):
+                return whole, tuple(names)
+    return name, (name,)
+
+
+def _is_one_tensor(pieces: Sequence[Piece]) -> bool:
+    return len({piece.key for piece in pieces}) == 1
+
+
+def _fit_together(shapes: Sequence[Shape], stack: str, sizes: HeadSizes) -> bool:
+    """Whether q, k and v have as many rows as they must have, and rows of one shape."""
+    hidden = sizes.hidden_size
+    if any(not shape or shape[1:] != shapes[0][1:] for shape in shapes):
+        return False
+    q, k, v = (shape[0] for shape in shapes)
+    return q == k == hidden and (v == hidden if stack == "double" else v > hidden)
+
+
+def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Take a tensor as it is where all its rows have kept their order."""
+    if _is_one_tensor(pieces) and not any(piece.reordered for piece in pieces):
+        return (Piece(pieces[0].key),)
+    return tuple(pieces)
+
+
+def _ends_with(key: str, name: str) -> bool:
+    return key == name or key.endswith(f".{name}")

@@ -11,7 +11,7 @@ from opensora_cli.models.attention import math, sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, Split, repeated_blocks
 from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, sinusoidal_embedding
-from opensora_cli.models.mmdit.layout import converter, interleaved_to_half_split, is_fused
+from opensora_cli.models.mmdit.layout import Rotary, converter, is_fused, reorder_heads
 from opensora_cli.models.mmdit.rotary import rotary_angles, rotate
 
 
@@ -318,10 +318,12 @@ class TestLayout:
         key = "single_blocks.0.q_proj.weight"
         assert not torch.equal(default[key], dict(converter(config, interleaved=False)(fused))[key])
 
-    def test_permutation_puts_even_rows_of_each_head_first(self):
-        assert interleaved_to_half_split(torch.arange(8), head_dim=4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    def test_half_split_puts_even_rows_of_each_head_first(self):
+        assert reorder_heads(torch.arange(8), head_dim=4, rotary=Rotary.HALF).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
         weight = torch.arange(8)[:, None].expand(8, 3)
-        assert interleaved_to_half_split(weight, head_dim=8)[:, 1].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+        half = reorder_heads(weight, head_dim=8, rotary=Rotary.HALF)
+        assert half[:, 1].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+        assert torch.equal(reorder_heads(half, head_dim=8, rotary=Rotary.INTERLEAVED), weight)
 
     def test_pieces_of_a_fused_tensor_are_views(self):
         config = small_config()

@@ -1,0 +1,100 @@
+"""Which model a checkpoint is, by the names and shapes of its tensors."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opensora_cli.checkpoint.released import Shape, differences, read_released, released_names
+from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
+
+# A tensor by which a kind of model is known, and the kind. The first that is found decides.
+_HALLMARKS = {
+    "img_in.weight": "MMDiT",
+    "encoder.conv_in.conv.weight": "causal video autoencoder of the Hunyuan kind",
+    "encoder.project_in.conv.weight": "video autoencoder of the DC-AE kind",
+    "encoder.down.0.block.0.conv1.weight": "image autoencoder of the Flux kind",
+    "encoder.block.0.layer.0.SelfAttention.q.weight": "T5 text encoder",
+    "embeddings.token_embedding.weight": "CLIP text encoder",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a checkpoint is.
+
+    Args:
+        name: of the published model whose names and shapes it has, in either layout of q, k and v; None for others.
+        title: what it is, in words.
+        prefix: what its names have before those of the published models.
+    """
+
+    name: str | None
+    title: str
+    prefix: str
+
+
+def identify(shapes: Mapping[str, Shape]) -> Identity | None:
+    """Return which model has tensors of these names and shapes; None if it is none that is known here."""
+    for hallmark, kind in _HALLMARKS.items():
+        holders = [key for key in shapes if key == hallmark or key.endswith(f".{hallmark}")]
+        if not holders:
+            continue
+        prefix = min(holders, key=len).removesuffix(hallmark)
+        own = {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
+        sizes = HeadSizes.of_shapes(own)
+        for released in map(read_released, released_names()):
+            if not differences(own, _in_layout_of(own, released.shapes)):
+                title = released.title if sizes is None else f"{released.title}, {_qkv(own)} q/k/v"
+                return Identity(name=released.name, title=title, prefix=prefix)
+        return Identity(name=None, title=kind if sizes is None else _describe(own, sizes), prefix=prefix)
+    return None
+
+
+def check(shapes: Mapping[str, Shape], name: str) -> list[str]:
+    """Return what keeps a checkpoint from being a published model; q, k and v may be fused or split in both.
+
+    Args:
+        shapes: of its tensors.
+        name: of the published model.
+
+    Raises:
+        RequestError: there is no published model of that name.
+    """
+    released = read_released(name)
+    problems = differences(shapes, _in_layout_of(shapes, released.shapes))
+    identity = identify(shapes) if problems else None
+    if identity is not None and identity.prefix:
+        problems.insert(0, f"names begin with {identity.prefix!r}: take it off with --rename {identity.prefix}=")
+    return problems
+
+
+def _in_layout_of(shapes: Mapping[str, Shape], released: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """Return the shapes of a published model as they are with q, k and v fused or split as in `shapes`."""
+    sizes = HeadSizes.of_shapes(released)
+    if sizes is None:
+        return released
+    return planned_shapes(plan_layout(released, sizes, qkv=_qkv(shapes), reorder=False), released)
+
+
+def _qkv(shapes: Mapping[str, Shape]) -> QKV:
+    return QKV.FUSED if is_fused(shapes) else QKV.SPLIT
+
+
+def _describe(shapes: Mapping[str, Shape], sizes: HeadSizes) -> str:
+    extras = {"cond_in.weight": "condition embedding", "guidance_in.in_layer.weight": "guidance embedding"}
+    return ", ".join(
+        [
+            f"MMDiT of {_count_blocks(shapes, 'double')} double-stream and "
+            f"{_count_blocks(shapes, 'single')} single-stream blocks",
+            f"hidden size {sizes.hidden_size}",
+            f"{sizes.hidden_size // sizes.head_dim} heads",
+            f"{shapes['img_in.weight'][1]} input channels",
+            *(extra for key, extra in extras.items() if key in shapes),
+            f"{_qkv(shapes)} q/k/v",
+        ]
+    )
+
+
+def _count_blocks(shapes: Mapping[str, Shape], stack: str) -> int:
+    found = (re.match(rf"{stack}_blocks\.(\d+)\.", key) for key in shapes)
+    return len({match[1] for match in found if match})

@@ -1,0 +1,130 @@
+"""Another layout of q, k and v for an MMDiT whose tensors have not been read."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from opensora_cli.checkpoint.entries import Entry, JoinedEntry, RowsEntry
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import first_few
+from opensora_cli.models.mmdit.layout import (
+    QKV,
+    ROTARY_METADATA,
+    HeadSizes,
+    Piece,
+    Rotary,
+    find_rotary,
+    is_fused,
+    left_over,
+    plan_layout,
+    reorder_heads,
+)
+
+
+class ReorderedEntry(Entry):
+    """A weight or bias of q or k, or the scale of their norm, in the other rotary layout.
+
+    Args:
+        base: (H·D, ...).
+        head_dim: D.
+        rotary: the order to bring the rows of each head into.
+    """
+
+    def __init__(self, base: Entry, *, head_dim: int, rotary: Rotary) -> None:
+        super().__init__(base.shape, base.dtype)
+        self._base = base
+        self._head_dim = head_dim
+        self._rotary = rotary
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Read the heads that elements `start` to `stop` belong to, and reorder them."""
+        head_numel = self._head_dim * self.row_numel
+        if start == stop:
+            return self._base.elements(0, 0)
+        first, last = start // head_numel, -(-stop // head_numel)
+        heads = self._base.rows(first * self._head_dim, last * self._head_dim)
+        reordered = reorder_heads(heads, head_dim=self._head_dim, rotary=self._rotary).reshape(-1)
+        return reordered[start - first * head_numel : stop - first * head_numel]
+
+
+def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:
+    """Return the layout of an MMDiT; None for tensors that are no MMDiT's.
+
+    Raises:
+        CheckpointError: the metadata name an unknown layout.
+    """
+    if HeadSizes.of_shapes(shapes) is None:
+        return None
+    return QKV.FUSED if is_fused(shapes) else QKV.SPLIT, find_rotary(shapes, metadata)
+
+
+def is_told_by_names(qkv: QKV, rotary: Rotary) -> bool:
+    """Whether a file of this layout is understood without metadata, as the released models are."""
+    return (qkv is QKV.FUSED) == (rotary is Rotary.INTERLEAVED)
+
+
+def change_layout(
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    *,
+    qkv: QKV | None = None,
+    rotary: Rotary | None = None,
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Bring an MMDiT into another layout; the function it computes stays the same.
+
+    Args:
+        entries: the tensors, under the names of the published models, which may have a prefix.
+        metadata: of the file.
+        qkv: whether q, k and v are fused; None leaves them as they are.
+        rotary: how rotary pairs lie; None leaves them as they are.
+
+    Returns:
+        The tensors, and the metadata with a note of how rotary pairs lie now.
+
+    Raises:
+        RequestError: the tensors are no MMDiT's.
+        CheckpointError: q, k and v do not have the sizes that the other tensors demand, or the metadata name an unknown
+            layout.
+    """
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    sizes = HeadSizes.of_shapes(shapes)
+    if sizes is None:
+        asked = " and ".join(f"--{name}={value}" for name, value in (("qkv", qkv), ("rotary", rotary)) if value)
+        raise RequestError(
+            f"{asked} is for an MMDiT, and this checkpoint is none: "
+            "it lacks a matching img_in.weight and norm.query_norm.scale",
+            hint="osora ckpt inspect shows its tensors; --rename gives them the names of the published models",
+        )
+    old_rotary = find_rotary(shapes, metadata)
+    new_qkv = qkv or (QKV.FUSED if is_fused(shapes) else QKV.SPLIT)
+    new_rotary = rotary or old_rotary
+    reorder = new_rotary is not old_rotary
+    plan = plan_layout(shapes, sizes, qkv=new_qkv, reorder=reorder)
+    wrong = left_over(plan, qkv=new_qkv, reorder=reorder)
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors of q, k and v do not fit the model's hidden_size={sizes.hidden_size} and "
+            f"head_dim={sizes.head_dim}: {first_few(wrong)}"
+        )
+    changed = {
+        name: _joined(name, [_taken(piece, entries[piece.key], sizes, new_rotary) for piece in pieces])
+        for name, pieces in plan.items()
+    }
+    return changed, {**metadata, ROTARY_METADATA: new_rotary.value}
+
+
+def _taken(piece: Piece, entry: Entry, sizes: HeadSizes, rotary: Rotary) -> Entry:
+    rows = entry if piece.stop is None else RowsEntry(entry, piece.start, piece.stop)
+    return ReorderedEntry(rows, head_dim=sizes.head_dim, rotary=rotary) if piece.reordered else rows
+
+
+def _joined(name: str, parts: Sequence[Entry]) -> Entry:
+    if len(parts) == 1:
+        return parts[0]
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise CheckpointError(
+            f"q, k and v have different dtypes and cannot become {name}: {', '.join(sorted(map(str, dtypes)))}",
+            hint="give them one with --dtype",
+        )
+    return JoinedEntry(parts)

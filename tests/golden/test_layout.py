@@ -1,0 +1,59 @@
+"""Layouts of q, k, v and the rotary embedding, on weights that have not been read: bit for bit the reference's."""
+
+import pytest
+import torch
+
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.engine.ckpt.identify import check, identify
+from opensora_cli.engine.ckpt.layout import change_layout, find_layout
+from opensora_cli.models.mmdit.layout import QKV, Rotary
+
+RELEASED = {
+    "open-sora-v2": "Open_Sora_v2.safetensors",
+    "open-sora-v2-dc-ae": "Open_Sora_v2_Video_DC_AE.safetensors",
+    "flux1-dev": "flux1-dev.safetensors",
+    "flux1-dev-ae": "flux1-dev-ae.safetensors",
+    "hunyuan-vae": "hunyuan_vae.safetensors",
+    "dc-ae": "F32T4C128_AE.safetensors",
+}
+
+
+def entries(params):
+    return {f"param.{name}": HeldEntry(tensor) for name, tensor in params.items()}
+
+
+def assert_bit_equal(found, expected):
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name].read(), expected[name].read())]
+    assert not different
+
+
+def test_image_model_becomes_the_converted_one_and_back(golden):
+    original, converted = (entries(golden(name).params) for name in ("mmdit_image", "mmdit_image_converted"))
+    there, metadata = change_layout(original, {"config": "{}"}, qkv=QKV.SPLIT, rotary=Rotary.HALF)
+    assert_bit_equal(there, converted)
+    assert metadata == {"config": "{}", "osora.rotary": "half"}
+    back, metadata = change_layout(there, metadata, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)
+    assert_bit_equal(back, original)
+    # The converted file itself says nothing: it goes by the released models.
+    assert_bit_equal(change_layout(converted, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)[0], original)
+
+
+def test_every_way_from_layout_to_layout(golden):
+    original = entries(golden("mmdit_image").params)
+    layouts = [(qkv, rotary) for qkv in QKV for rotary in Rotary]
+    reached = {layout: change_layout(original, {}, qkv=layout[0], rotary=layout[1]) for layout in layouts}
+    for source, (found, metadata) in reached.items():
+        shapes = {name: entry.shape for name, entry in found.items()}
+        assert find_layout(shapes, metadata) == source
+        for target in layouts:
+            again, _ = change_layout(found, metadata, qkv=target[0], rotary=target[1])
+            assert_bit_equal(again, reached[target][0])
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_tables(golden_json, name):
+    shapes = {key: tuple(shape) for key, shape in golden_json("checkpoint_keys")[RELEASED[name]].items()}
+    assert check(shapes, name) == []
+    found = identify(shapes)
+    assert (found.name, found.prefix) == (name, "")

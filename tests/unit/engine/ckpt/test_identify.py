@@ -1,0 +1,133 @@
+"""Which model a checkpoint is."""
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from opensora_cli.checkpoint.released import read_released, released_names
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.ckpt.identify import Identity, check, identify
+from opensora_cli.engine.weights import packaged_demo
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+
+MODELS = {
+    "open-sora-v2": lambda: MMDiT(MMDiTConfig()),
+    "open-sora-v2-dc-ae": lambda: MMDiT(MMDiTConfig(in_channels=128, patch_size=1)),
+    "flux1-dev": lambda: MMDiT(MMDiTConfig(guidance_embed=True, cond_embed=False)),
+    "hunyuan-vae": lambda: HunyuanVAE(HunyuanVAEConfig()),
+}
+
+
+def shapes_of(model):
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def in_other_layout(shapes):
+    qkv = QKV.SPLIT if is_fused(shapes) else QKV.FUSED
+    return planned_shapes(plan_layout(shapes, HeadSizes.of_shapes(shapes), qkv=qkv, reorder=False), shapes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_have_the_names_and_shapes_of_our_models(name):
+    with torch.device("meta"):
+        model = MODELS[name]()
+    released = read_released(name).shapes
+    ours = shapes_of(model)
+    assert (in_other_layout(released) if name == "flux1-dev" else released) == ours
+    assert check(ours, name) == []
+
+
+@pytest.mark.parametrize("name", released_names())
+def test_released_models_are_known(name):
+    assert identify(read_released(name).shapes).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("open-sora-v2", "Open-Sora 2.0 video transformer, fused q/k/v"),
+        ("flux1-dev", "FLUX.1 [dev] image transformer, split q/k/v"),
+    ],
+)
+def test_released_models_are_known_in_the_other_layout(name, title):
+    shapes = in_other_layout(read_released(name).shapes)
+    assert shapes.keys() != read_released(name).shapes.keys()
+    assert identify(shapes) == Identity(name=name, title=title, prefix="")
+    assert check(shapes, name) == []
+
+
+def test_prefixes_are_found_and_named():
+    shapes = {f"module.{key}": shape for key, shape in read_released("hunyuan-vae").shapes.items()}
+    identity = identify(shapes)
+    assert (identity.name, identity.prefix) == ("hunyuan-vae", "module.")
+    problems = check(shapes, "hunyuan-vae")
+    assert problems[0] == "names begin with 'module.': take it off with --rename module.="
+    assert problems[1].startswith("248 missing: encoder.conv_in.conv.weight, encoder.conv_in.conv.bias, ")
+
+
+def test_other_transformers_are_described_by_their_sizes():
+    config = MMDiTConfig(hidden_size=48, num_heads=4, axes_dim=(4, 4, 4), depth=1, depth_single_blocks=3)
+    with torch.device("meta"):
+        shapes = shapes_of(MMDiT(config))
+    title = (
+        "MMDiT of 1 double-stream and 3 single-stream blocks, hidden size 48, 4 heads, 64 input channels, "
+        "condition embedding, {} q/k/v"
+    )
+    assert identify(shapes) == Identity(name=None, title=title.format("split"), prefix="")
+    assert identify(in_other_layout(shapes)) == Identity(name=None, title=title.format("fused"), prefix="")
+
+
+@pytest.mark.parametrize(
+    ("file", "title"),
+    [
+        ("transformer.safetensors", "MMDiT of "),
+        ("vae.safetensors", "causal video autoencoder of the Hunyuan kind"),
+        ("t5/model.safetensors", "T5 text encoder"),
+        ("clip/model.safetensors", "CLIP text encoder"),
+    ],
+)
+def test_the_demo_is_described(file, title):
+    with safe_open(packaged_demo() / file, framework="pt") as opened:
+        shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    identity = identify(shapes)
+    assert (identity.name, identity.prefix) == (None, "")
+    assert identity.title.startswith(title)
+
+
+@pytest.mark.parametrize("shapes", [{}, {"weight": (3, 4)}, {"encoder.weight": ()}])
+def test_unknown(shapes):
+    assert identify(shapes) is None
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"img_in.weight": ()},
+        {"img_in.weight": (0, 0), "a.norm.query_norm.scale": (0,)},
+        {"img_in.weight": (4,), "txt.img_in.weight": (4, 4), "a.norm.query_norm.scale": (2,)},
+        {"img_in.weight": (4, 4), "a.norm.query_norm.scale": (3,)},
+    ],
+)
+def test_strange_shapes_break_nothing(shapes):
+    assert identify(shapes) == Identity(name=None, title="MMDiT", prefix="")
+
+
+def test_problems_are_listed_by_kind():
+    shapes = dict(read_released("flux1-dev").shapes)
+    for key in ("img_in.bias", "txt_in.bias", "time_in.in_layer.bias", "final_layer.linear.bias"):
+        del shapes[key]
+    shapes["cond_in.weight"] = (3072, 68)
+    shapes["img_in.weight"] = (3072, 128)
+    assert check(shapes, "flux1-dev") == [
+        "4 missing: img_in.bias, time_in.in_layer.bias, txt_in.bias and 1 more",
+        "1 unexpected: cond_in.weight",
+        "1 of another shape: img_in.weight: [3072, 128], not [3072, 64]",
+    ]
+
+
+def test_unknown_preset():
+    with pytest.raises(RequestError, match="preset='flux' is not one of dc-ae, flux1-dev, flux1-dev-ae, hunyuan-vae"):
+        check({}, "flux")

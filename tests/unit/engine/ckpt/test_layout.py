@@ -1,0 +1,201 @@
+"""Another layout for an MMDiT that has not been read."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opensora_cli.checkpoint.entries import Entry, Extent, HeldEntry, StoredEntry
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.ckpt.layout import ReorderedEntry, change_layout, find_layout, is_told_by_names
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.layout import QKV, Rotary, converter
+
+CONFIG = MMDiTConfig(
+    in_channels=8,
+    vec_in_dim=6,
+    context_in_dim=10,
+    hidden_size=48,
+    num_heads=4,
+    mlp_ratio=2.0,
+    depth=1,
+    depth_single_blocks=2,
+    axes_dim=(4, 4, 4),
+)
+
+
+class CountingEntry(HeldEntry):
+    """Remembers how many elements were read."""
+
+    def __init__(self, tensor):
+        super().__init__(tensor)
+        self.read_numel = 0
+
+    def elements(self, start, stop):
+        self.read_numel += stop - start
+        return super().elements(start, stop)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in MMDiT(CONFIG).state_dict().items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def model(weights):
+    return {name: HeldEntry(tensor) for name, tensor in weights.items()}
+
+
+def read(entries):
+    return {name: entry.read() for name, entry in entries.items()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("qkv", QKV)
+@pytest.mark.parametrize("rotary", Rotary)
+def test_loading_understands_every_layout(weights, model, qkv, rotary):
+    entries, metadata = change_layout(model, {}, qkv=qkv, rotary=rotary)
+    loaded = dict(converter(CONFIG, interleaved=rotary is Rotary.INTERLEAVED)(read(entries)))
+    assert equal(loaded, weights)
+    assert metadata == {"osora.rotary": rotary.value}
+    if is_told_by_names(qkv, rotary):
+        assert equal(dict(converter(CONFIG)(read(entries))), weights)
+
+
+def test_what_is_not_asked_for_stays(model):
+    fused, metadata = change_layout(model, {"format": "pt"}, qkv=QKV.FUSED)
+    assert metadata == {"format": "pt", "osora.rotary": "half"}
+    shapes = {name: entry.shape for name, entry in fused.items()}
+    assert find_layout(shapes, metadata) == (QKV.FUSED, Rotary.HALF)
+    # Without its metadata the same file is taken for one like Flux's.
+    assert find_layout(shapes, {}) == (QKV.FUSED, Rotary.INTERLEAVED)
+    assert equal(read(change_layout(fused, metadata, qkv=QKV.SPLIT)[0]), read(model))
+    interleaved, _ = change_layout(fused, metadata, rotary=Rotary.INTERLEAVED)
+    assert equal(read(interleaved), read(change_layout(model, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)[0]))
+
+
+def test_order_of_the_file_is_kept(model):
+    names = list(change_layout(model, {}, qkv=QKV.FUSED)[0])
+    block = "double_blocks.0.img_attn."
+    expected = [name for name in model if not any(part in name for part in ("k_proj", "v_proj", "v_mlp"))]
+    expected = [
+        name.replace("q_proj", "qkv" if name.startswith("double") else "linear1") if "q_proj" in name else name
+        for name in expected
+    ]
+    assert names == expected
+    assert f"{block}qkv.weight" in names
+
+
+def test_names_may_have_a_prefix_and_other_tensors_stay(model):
+    entries = {f"net.{name}": entry for name, entry in model.items()} | {
+        "text.layers.0.q_proj.weight": HeldEntry(torch.ones(7, 5)),
+        "step": HeldEntry(torch.tensor(3)),
+    }
+    changed, _ = change_layout(entries, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)
+    assert "net.single_blocks.1.linear1.bias" in changed
+    assert all(changed[name] is entries[name] for name in ("text.layers.0.q_proj.weight", "step"))
+
+
+def test_without_bias(model):
+    entries = {name: entry for name, entry in model.items() if not ("_attn." in name and name.endswith("_proj.bias"))}
+    changed, _ = change_layout(entries, {}, qkv=QKV.FUSED)
+    assert "double_blocks.0.img_attn.qkv.weight" in changed
+    assert "double_blocks.0.img_attn.qkv.bias" not in changed
+
+
+def test_rows_that_keep_their_order_stay_bytes_of_the_file(tmp_path, model):
+    path = tmp_path / "all"
+    stored, offset = {}, 0
+    for name, entry in model.items():
+        stored[name] = StoredEntry(entry.shape, entry.dtype, [Extent(path, offset, entry.nbytes)])
+        offset += entry.nbytes
+    fused, metadata = change_layout(stored, {}, qkv=QKV.FUSED)
+    parts = [stored[f"single_blocks.0.{part}.weight"].extents()[0] for part in ("q_proj", "k_proj", "v_mlp")]
+    assert list(fused["single_blocks.0.linear1.weight"].extents()) == parts
+    split, _ = change_layout(fused, metadata, qkv=QKV.SPLIT)
+    assert all(split[name].extents() == stored[name].extents() for name in stored)
+    interleaved, _ = change_layout(stored, {}, rotary=Rotary.INTERLEAVED)
+    computed = {name for name, entry in interleaved.items() if entry.extents() is None}
+    assert computed == {
+        name for name in stored if any(part in name for part in ("q_proj", "k_proj", "query_norm", "key_norm"))
+    }
+
+
+class TestRefused:
+    def test_another_model(self):
+        entries = {"encoder.q_proj.weight": HeldEntry(torch.ones(4, 4))}
+        with pytest.raises(RequestError, match=r"--qkv=fused and --rotary=half is for an MMDiT") as caught:
+            change_layout(entries, {}, qkv=QKV.FUSED, rotary=Rotary.HALF)
+        assert caught.value.exit_code == 2
+        assert find_layout({"encoder.q_proj.weight": (4, 4)}, {}) is None
+
+    @pytest.mark.parametrize(
+        ("name", "tensor", "qkv", "rotary"),
+        [
+            ("double_blocks.0.img_attn.k_proj.weight", torch.ones(36, 48), QKV.FUSED, None),
+            ("double_blocks.0.img_attn.v_proj.weight", torch.ones(48, 47), QKV.FUSED, None),
+            ("single_blocks.0.v_mlp.weight", torch.ones(48, 48), QKV.FUSED, None),
+            ("double_blocks.0.img_attn.q_proj.weight", torch.ones(50, 48), None, Rotary.INTERLEAVED),
+            ("double_blocks.0.img_attn.qkv.weight", torch.ones(50, 48), QKV.SPLIT, None),
+            ("double_blocks.0.img_attn.qkv.weight", torch.ones(144, 48), QKV.SPLIT, None),
+            ("double_blocks.0.img_attn.q_proj.weight_scale", torch.ones(()), QKV.FUSED, None),
+            ("single_blocks.0.norm.key_norm.scale", torch.ones(()), None, Rotary.INTERLEAVED),
+        ],
+    )
+    def test_sizes_that_contradict_each_other(self, model, name, tensor, qkv, rotary):
+        model[name] = HeldEntry(tensor)
+        rotary = rotary or Rotary.HALF
+        with pytest.raises(CheckpointError, match=r"do not fit the model's hidden_size=48 and head_dim=12") as caught:
+            change_layout(model, {"osora.rotary": "half"}, qkv=qkv, rotary=rotary)
+        assert name.rpartition(".")[0].rpartition(".")[0] in caught.value.message
+
+    def test_a_missing_part(self, model):
+        del model["single_blocks.1.k_proj.bias"]
+        with pytest.raises(
+            CheckpointError, match=r"2 tensors .*single_blocks\.1\.q_proj\.bias, single_blocks\.1\.v_mlp"
+        ):
+            change_layout(model, {}, qkv=QKV.FUSED)
+
+    def test_different_dtypes(self, model):
+        name = "double_blocks.0.img_attn.k_proj.weight"
+        model[name] = HeldEntry(model[name].read().bfloat16())
+        with pytest.raises(
+            CheckpointError, match=r"different dtypes .*img_attn\.qkv\.weight: torch.bfloat16, torch.floa"
+        ):
+            change_layout(model, {}, qkv=QKV.FUSED)
+
+    def test_unknown_metadata(self, model):
+        with pytest.raises(CheckpointError, match=r"osora\.rotary='spiral' is not one of interleaved, half"):
+            change_layout(model, {"osora.rotary": "spiral"}, qkv=QKV.FUSED)
+
+
+class TestReorderedEntry:
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data(), rotary=st.sampled_from(Rotary))
+    def test_any_range_is_the_part_of_the_whole(self, data, rotary):
+        heads, half, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+        rows = heads * 2 * half
+        shape = data.draw(st.sampled_from([(rows,), (rows, columns)]))
+        base = CountingEntry(torch.arange(torch.Size(shape).numel()).reshape(shape))
+        entry = ReorderedEntry(base, head_dim=2 * half, rotary=rotary)
+        order = [2 * j + side for side in (0, 1) for j in range(half)]
+        if rotary is Rotary.INTERLEAVED:
+            order = [side * half + j for j in range(half) for side in (0, 1)]
+        whole = base.read().reshape(heads, 2 * half, -1)[:, order].reshape(-1)
+        start = data.draw(st.integers(0, entry.numel))
+        stop = data.draw(st.integers(start, entry.numel))
+        base.read_numel = 0
+        assert torch.equal(entry.elements(start, stop), whole[start:stop])
+        assert torch.equal(entry.read(), whole.reshape(shape))
+
+    def test_only_the_heads_of_a_range_are_read(self):
+        base = CountingEntry(torch.arange(10 * 4 * 3).reshape(40, 3))
+        entry: Entry = ReorderedEntry(base, head_dim=4, rotary=Rotary.HALF)
+        entry.elements(13, 25)
+        assert base.read_numel == 2 * 4 * 3
