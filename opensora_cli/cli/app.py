@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import opensora_cli
-from opensora_cli.cli import errors, generate, train
+from opensora_cli.cli import ckpt, errors, generate, train
 
 app = typer.Typer(
     name="osora",
@@ -22,6 +22,8 @@ app = typer.Typer(
 
 app.command("generate")(generate.generate)
 app.command("train")(train.train)
+app.add_typer(ckpt.app, name="ckpt")
+app.command("convert-ckpt", help="The same as osora ckpt convert.")(ckpt.convert)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from opensora_cli.core.progress import StageProgress
+from opensora_cli.core.progress import BYTES, StageProgress
+from opensora_cli.core.sizes import best_unit, format_bytes
 
 Clock = Callable[[], float]
 
@@ -186,9 +187,16 @@ class _PaceColumn(ProgressColumn):
 
 
 def _count(pace: Pace, unit: str) -> str:
-    if pace.total is not None:
+    if pace.total is None:
+        return _amount(pace.done, unit) if pace.done else ""
+    if unit != BYTES:
         return f"{pace.done}/{pace.total} {unit}"
-    return f"{pace.done} {unit}" if pace.done else ""
+    name = best_unit(pace.total)
+    return f"{format_bytes(pace.done, unit=name).removesuffix(f' {name}')}/{format_bytes(pace.total, unit=name)}"
+
+
+def _amount(count: int, unit: str) -> str:
+    return format_bytes(count) if unit == BYTES else f"{count} {unit}"
 
 
 def _times(pace: Pace) -> str:
@@ -197,5 +205,5 @@ def _times(pace: Pace) -> str:
 
 
 def _summary(name: str, unit: str, pace: Pace) -> str:
-    done = f"{pace.done} {unit}, " if pace.total is not None and pace.total > 1 else ""
+    done = f"{_amount(pace.done, unit)}, " if pace.total is not None and pace.total > 1 else ""
     return f"{name}: {done}{duration(pace.elapsed)}"

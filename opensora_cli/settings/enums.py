@@ -106,3 +106,74 @@ class DType(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class TargetFormat(StrEnum):
+    """What can be written. `checkpoint.formats` also knows what can only be read."""
+
+    SAFETENSORS = "safetensors"
+    SAFETENSORS_SHARDS = "safetensors-shards"
+    TORCH = "torch"
+    TORCH_SHARDS = "torch-shards"
+    COLOSSALAI = "colossalai"
+    DCP = "dcp"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is written as a folder."""
+        return self not in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether it is cut into files of limited size."""
+        return self in (TargetFormat.SAFETENSORS_SHARDS, TargetFormat.TORCH_SHARDS, TargetFormat.COLOSSALAI)
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether it has a place for text about the weights."""
+        return self is not TargetFormat.DCP
+
+
+class WeightDType(StrEnum):
+    """Floating point types that weights are written in; 8-bit ones get a scale beside each weight."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it has 8 bits."""
+        return self in (WeightDType.FP8_E4M3, WeightDType.FP8_E5M2)
+
+
+class QKVLayout(StrEnum):
+    """Whether the projections to q, k and v are one tensor, as in Flux, or three, as in Open-Sora v2."""
+
+    FUSED = "fused"
+    SPLIT = "split"
+
+
+class RotaryLayout(StrEnum):
+    """How rotary pairs lie in a head: dims (2j, 2j+1), as in Flux, or (j, D/2+j), as in Open-Sora v2."""
+
+    INTERLEAVED = "interleaved"
+    HALF = "half"
+
+
+class WeightSelection(StrEnum):
+    """Which weights of a training."""
+
+    MODEL = "model"
+    EMA = "ema"
+    MASTER = "master"
+
+
+class DownloadPreset(StrEnum):
+    """What can be downloaded."""
+
+    OPEN_SORA_V2 = "open-sora-v2"
+    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
+    FLUX1_DEV = "flux1-dev"

@@ -88,6 +88,24 @@ def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_bytes_are_shown_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with LineReporter(every=1, clock=clock).stage("write", total=24_000_000_000, unit="bytes") as stage:
+        for amount in (800_000_000, 2_400_000_000, 20_800_000_000):
+            clock.now += 1.5
+            stage.advance(amount)
+    with LineReporter(every=1, clock=clock).stage("fetch", unit="bytes") as stage:
+        clock.now += 2
+        stage.advance(250_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "write: 0.8/24.0 GB, 1.5 s",
+        "write: 3.2/24.0 GB, 3.0 s, about 13.0 s left",
+        "write: 24.0 GB, 4.5 s",
+        "fetch: 250.0 kB, 2.0 s",
+        "fetch: 2.0 s",
+    ]
+
+
 def test_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with LineReporter(clock=Clock()).stage("load"):
         pass

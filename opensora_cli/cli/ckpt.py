@@ -1,0 +1,327 @@
+"""`osora ckpt`: to convert, look into, check, compare, merge and download weights."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from opensora_cli.cli import ckpt_options as opts
+from opensora_cli.cli import errors, options, output
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.base import Section
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+app = typer.Typer(help="Convert, look into, check, compare, merge and download weights.")
+
+
+def convert(
+    source: opts.Source,
+    target: opts.Target,
+    select: opts.Select = None,
+    only: opts.Only = None,
+    drop: opts.Drop = None,
+    rename: opts.Rename = None,
+    qkv: opts.QKV = None,
+    rotary: opts.Rotary = None,
+    dtype: opts.DType = None,
+    preset: opts.Preset = None,
+    format_: opts.Format = None,
+    shard_size: opts.ShardSize = None,
+    no_hash: opts.NoHash = False,
+    overwrite: opts.Overwrite = False,
+    dry_run: opts.DryRun = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Convert weights from any form to any other, in little memory.
+
+    Forms are found by content: safetensors files and shards, torch files and shards, ColossalAI and
+    torch.distributed.checkpoint folders, and the checkpoints of osora train.
+
+    Examples:
+
+      osora ckpt convert runs/demo/checkpoint.pt transformer.safetensors --select ema
+
+      osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half --shard-size 4GB
+
+      osora ckpt convert Open_Sora_v2.safetensors small.safetensors --dtype fp8_e4m3
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.ckpt import ConvertSettings
+
+        settings = _validated(
+            ConvertSettings,
+            {
+                "source": ("SRC", source),
+                "target": ("DST", target),
+                "select": ("--select", select),
+                "only": ("--only", only),
+                "drop": ("--drop", drop),
+                "rename": ("--rename", rename),
+                "qkv": ("--qkv", qkv),
+                "rotary": ("--rotary", rotary),
+                "dtype": ("--dtype", dtype),
+                "preset": ("--preset", preset),
+                "format": ("--format", format_),
+                "shard_size": ("--shard-size", shard_size),
+                "hashing": ("--no-hash", not no_hash),
+                "overwrite": ("--overwrite", overwrite),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt import convert as engine
+
+        if dry_run:
+            output.print_result(engine.plan_convert(settings), as_json=json_)
+        else:
+            reporter = output.make_reporter(quiet=quiet)
+            output.print_result(engine.convert(settings, reporter=reporter), as_json=json_)
+
+
+def inspect(
+    path: opts.Path,
+    only: opts.Only = None,
+    select: opts.Select = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the data, too: ranges, means, what is not finite or all zero.")
+    ] = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Print tensors, sizes, metadata and what model it is.
+
+    Examples:
+
+      osora ckpt inspect ckpts/Open_Sora_v2.safetensors
+
+      osora ckpt inspect runs/demo --select ema --stats --only '*.bias'
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.ckpt import InspectSettings
+
+        settings = _validated(
+            InspectSettings,
+            {
+                "path": ("PATH", path),
+                "only": ("--only", only),
+                "select": ("--select", select),
+                "stats": ("--stats", stats),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt import inspect as engine
+
+        output.print_result(engine.inspect(settings, reporter=output.make_reporter(quiet=quiet)), as_json=json_)
+
+
+def verify(
+    path: opts.Path,
+    select: opts.Select = None,
+    preset: opts.Preset = None,
+    sha256: Annotated[str | None, typer.Option("--sha256", metavar="HEX", help="Hash that the file must have.")] = None,
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="Read headers and indexes alone: no hashes, no search for NaN.")
+    ] = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Check that weights are whole and sound; exit code 3 if they are not.
+
+    Examples:
+
+      osora ckpt verify ckpts/Open_Sora_v2.safetensors --preset open-sora-v2
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.ckpt import VerifySettings
+
+        settings = _validated(
+            VerifySettings,
+            {
+                "path": ("PATH", path),
+                "select": ("--select", select),
+                "preset": ("--preset", preset),
+                "sha256": ("--sha256", sha256),
+                "data": ("--no-data", not no_data),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt import verify as engine
+
+        result = engine.verify(settings, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)
+        result.require_sound()
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="File or folder.", show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="B", help="File or folder.", show_default=False)],
+    rtol: Annotated[
+        float | None, typer.Option("--rtol", metavar="X", help="What may differ, relative to B. Dtypes may, then, too.")
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option("--atol", metavar="X", help="What may differ, absolutely. Dtypes may, then, too.")
+    ] = None,
+    only: opts.Only = None,
+    select: opts.Select = None,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Compare names, shapes, dtypes and values; exit code 3 if they differ.
+
+    Without --rtol and --atol every bit must be the same. A and B may be of different forms.
+
+    Examples:
+
+      osora ckpt diff weights.safetensors weights.pt
+
+      osora ckpt diff fp32.safetensors bf16.safetensors --rtol 0.01
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.ckpt import DiffSettings
+
+        settings = _validated(
+            DiffSettings,
+            {
+                "first": ("A", first),
+                "second": ("B", second),
+                "rtol": ("--rtol", rtol),
+                "atol": ("--atol", atol),
+                "only": ("--only", only),
+                "select": ("--select", select),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt import diff as engine
+
+        result = engine.diff(settings, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)
+        result.require_equal()
+
+
+def merge_lora(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Weights of the model.", show_default=False)],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of the PEFT adapter.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="File or folder to write.", show_default=False)],
+    unmerge: Annotated[
+        bool, typer.Option("--unmerge", help="Take the adapter out of BASE again, and say how exact that is.")
+    ] = False,
+    scale: Annotated[
+        float | None, typer.Option("--scale", metavar="X", help="How much of it; 1 is as it was trained.")
+    ] = None,
+    format_: opts.Format = None,
+    shard_size: opts.ShardSize = None,
+    no_hash: opts.NoHash = False,
+    overwrite: opts.Overwrite = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Fold a LoRA adapter into the weights that it was trained for.
+
+    Examples:
+
+      osora ckpt merge-lora ckpts/Open_Sora_v2.safetensors my-adapter merged.safetensors
+
+      osora ckpt merge-lora merged.safetensors my-adapter restored.safetensors --unmerge
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.ckpt import MergeLoraSettings
+
+        settings = _validated(
+            MergeLoraSettings,
+            {
+                "base": ("BASE", base),
+                "adapter": ("ADAPTER", adapter),
+                "target": ("OUT", target),
+                "unmerge": ("--unmerge", unmerge),
+                "scale": ("--scale", scale),
+                "format": ("--format", format_),
+                "shard_size": ("--shard-size", shard_size),
+                "hashing": ("--no-hash", not no_hash),
+                "overwrite": ("--overwrite", overwrite),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt import merge_lora as engine
+
+        result = engine.merge_lora(settings, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)
+
+
+def download(
+    preset: Annotated[
+        str,
+        typer.Argument(
+            metavar="PRESET",
+            help="open-sora-v2, open-sora-v2-dc-ae or flux1-dev; text encoders come with each.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="DIR", help="Where to. Default: ckpts, where osora generate looks for it."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files that are other than on the Hub.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print files, sizes and licences, and fetch none.")
+    ] = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Download a released model from the Hugging Face Hub, and check all of it.
+
+    An interrupted download goes on where it was. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured.
+
+    Examples:
+
+      osora ckpt download open-sora-v2 --dry-run
+
+      osora ckpt download open-sora-v2
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.ckpt import DownloadSettings
+
+        settings = _validated(
+            DownloadSettings,
+            {
+                "preset": ("PRESET", preset),
+                "to": ("--to", to),
+                "overwrite": ("--overwrite", overwrite),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.ckpt import download as engine
+
+        if dry_run:
+            output.print_result(engine.plan_download(settings), as_json=json_)
+        else:
+            reporter = output.make_reporter(quiet=quiet)
+            output.print_result(engine.download(settings, reporter=reporter), as_json=json_)
+
+
+for _name, _command in (
+    ("convert", convert),
+    ("inspect", inspect),
+    ("verify", verify),
+    ("diff", diff),
+    ("merge-lora", merge_lora),
+    ("download", download),
+):
+    app.command(_name)(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _ckpt(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _validated(schema: type[SectionT], flags: Mapping[str, tuple[str, object]]) -> SectionT:
+    """Return the settings that flags add up to, from each key to the flag and its value (None: not given)."""
+    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import validate
+
+    return validate(schema, {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None})

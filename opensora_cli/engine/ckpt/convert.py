@@ -1,0 +1,134 @@
+"""`osora ckpt convert`: from any form that weights come in to any other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.formats import Checkpoint, Selection
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.transforms import cast, drop, only, rename
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.ckpt.identify import check
+from opensora_cli.engine.ckpt.layout import change_layout
+from opensora_cli.engine.ckpt.output import Product, Written, check_paths, check_product, write
+from opensora_cli.engine.ckpt.presets import require_preset
+from opensora_cli.models.mmdit.layout import QKV, Rotary
+from opensora_cli.settings.ckpt import ConvertSettings
+from opensora_cli.settings.enums import WeightDType
+
+PLAN_SCHEMA = "osora.ckpt.convert-plan/1"
+SCHEMA = "osora.ckpt.convert/1"
+
+_DTYPES = {
+    WeightDType.FP32: torch.float32,
+    WeightDType.BF16: torch.bfloat16,
+    WeightDType.FP16: torch.float16,
+    WeightDType.FP8_E4M3: torch.float8_e4m3fn,
+    WeightDType.FP8_E5M2: torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertPlan:
+    """What a conversion will write."""
+
+    product: Product
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as a document of the schema `osora.ckpt.convert-plan/1`."""
+        return {"schema": PLAN_SCHEMA, **self.product.to_json()}
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        return self.product.lines()
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertResult:
+    """What a conversion has written."""
+
+    written: Written
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as a document of the schema `osora.ckpt.convert/1`."""
+        return {"schema": SCHEMA, **self.written.to_json()}
+
+    def lines(self) -> list[str]:
+        """Return the path of what was written."""
+        return self.written.lines()
+
+
+def plan_convert(settings: ConvertSettings) -> ConvertPlan:
+    """Work out a conversion, and check all that can be checked without reading weights.
+
+    The names in `only` and `drop` are the source's; then comes `rename`, the layout, and the dtype.
+
+    Raises:
+        RequestError: the request contradicts itself or what the source is.
+        CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
+        OutputError: the target exists already, or is too large for the disk.
+    """
+    if settings.preset is not None:
+        require_preset(settings.preset)
+    selection = None if settings.select is None else Selection(settings.select)
+    source = open_checkpoint(Path(settings.source), select=selection)
+    check_paths([source.path, *source.files], settings)
+    entries, metadata = _converted(source, settings)
+    if not entries:
+        raise RequestError(f"nothing of {source.path} is left to write")
+    if settings.preset is not None:
+        problems = check({name: entry.shape for name, entry in entries.items()}, settings.preset)
+        if problems:
+            raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
+    product = Product(source=source, entries=entries, metadata=metadata, options=settings.options, settings=settings)
+    check_product(product)
+    return ConvertPlan(product)
+
+
+def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> ConvertResult:
+    """Convert a checkpoint piece by piece, whatever its size.
+
+    Args:
+        settings: from where, to where, and the changes.
+        reporter: shown progress and what is decided; None: nobody.
+
+    Raises:
+        RequestError: the request contradicts itself or what the source is.
+        CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
+        OutputError: the target exists already, is too large for the disk or cannot be written.
+    """
+    plan = plan_convert(settings)
+    return ConvertResult(write(plan.product, reporter=reporter or SilentReporter()))
+
+
+def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, Entry], dict[str, str]]:
+    entries, metadata = dict(source.entries), dict(source.metadata)
+    if settings.dtype is not None:
+        # First of all, while every scale is there under its name. fp32 holds its product with any 8-bit number.
+        wide = torch.float32 if settings.dtype.is_fp8 else _DTYPES[settings.dtype]
+        entries = dequantise(entries, wide)
+    if settings.only:
+        entries = only(entries, settings.only)
+    if settings.drop:
+        entries = drop(entries, settings.drop)
+    entries = rename(entries, settings.rename)
+    if settings.qkv is not None or settings.rotary is not None:
+        if any(entry.dtype in FP8_DTYPES for entry in entries.values()):
+            raise RequestError(
+                f"{source.path} has 8-bit weights, whose scales have no other layout",
+                hint="give --dtype, too: bf16, or fp8_e4m3 for new scales",
+            )
+        entries, metadata = change_layout(
+            entries,
+            metadata,
+            qkv=None if settings.qkv is None else QKV(settings.qkv),
+            rotary=None if settings.rotary is None else Rotary(settings.rotary),
+        )
+    if settings.dtype is not None:
+        to = _DTYPES[settings.dtype]
+        entries = quantise(entries, to) if settings.dtype.is_fp8 else cast(entries, to)
+    return entries, metadata

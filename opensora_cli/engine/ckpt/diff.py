@@ -1,0 +1,177 @@
+"""`osora ckpt diff`: whether two checkpoints hold the same, whatever forms they have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.transforms import only
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
+from opensora_cli.engine.ckpt.inspect import dtype_name, printable
+from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_real_numbers
+from opensora_cli.settings.ckpt import DiffSettings
+from opensora_cli.settings.enums import WeightSelection
+
+SCHEMA = "osora.ckpt.diff/1"
+
+
+@dataclass(slots=True, kw_only=True)
+class ValueDifference:
+    """How the values of a tensor that both have differ."""
+
+    differing: int = 0
+    """Elements that are not the same, or not within the tolerance."""
+    largest: float = 0.0
+    """Of the differences between finite numbers, exact or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What two checkpoints do not have in common."""
+
+    settings: DiffSettings
+    only_in_first: tuple[str, ...]
+    only_in_second: tuple[str, ...]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]
+    values: Mapping[str, ValueDifference]
+    """Only tensors that differ."""
+    compared: int
+    """Tensors whose values were compared."""
+    largest: float
+    """Difference between two values, of all tensors."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether there is no difference that counts: with a tolerance, dtypes may be others."""
+        dtypes = self.dtypes if self.settings.is_exact else {}
+        return not (self.only_in_first or self.only_in_second or self.shapes or dtypes or self.values)
+
+    def require_equal(self) -> None:
+        """Raise CheckpointError if there is a difference."""
+        if not self.is_equal:
+            raise CheckpointError(f"{self.settings.first} and {self.settings.second} differ")
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as a document of the schema `osora.ckpt.diff/1`."""
+        return {
+            "schema": SCHEMA,
+            "first": self.settings.first,
+            "second": self.settings.second,
+            "rtol": self.settings.rtol,
+            "atol": self.settings.atol,
+            "equal": self.is_equal,
+            "compared": self.compared,
+            "largest_difference": self.largest,
+            "only_in_first": list(self.only_in_first),
+            "only_in_second": list(self.only_in_second),
+            "shapes": {name: [list(first), list(second)] for name, (first, second) in self.shapes.items()},
+            "dtypes": {name: list(map(dtype_name, pair)) for name, pair in self.dtypes.items()},
+            "values": {
+                name: {"differing": each.differing, "largest_difference": each.largest}
+                for name, each in self.values.items()
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        pairs: dict[str, int] = {}
+        for first, second in self.dtypes.values():
+            pair = f"{dtype_name(first)} and {dtype_name(second)}"
+            pairs[pair] = pairs.get(pair, 0) + 1
+        return [
+            *(f"only in the first   {printable(name)}" for name in self.only_in_first),
+            *(f"only in the second  {printable(name)}" for name in self.only_in_second),
+            *(f"shape   {printable(name)}: {list(a)} and {list(b)}" for name, (a, b) in self.shapes.items()),
+            *(f"dtype   {count} tensors are {pair}" for pair, count in pairs.items()),
+            *(
+                f"values  {printable(name)}: {each.differing:,} differ, by at most {each.largest:.4g}"
+                for name, each in self.values.items()
+            ),
+            f"{'equal' if self.is_equal else 'different'}: {self.compared} tensors compared, "
+            f"largest difference {self.largest:.4g}",
+        ]
+
+
+def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Difference:
+    """Compare two checkpoints piece by piece.
+
+    Without a tolerance every bit must be the same, dtypes included. With one, |first - second| must be at most
+    atol + rtol x |second|, and NaN equals NaN.
+
+    Raises:
+        RequestError: a pattern matches no tensor of either.
+        CheckpointError: one is missing or broken.
+    """
+    reporter = reporter or SilentReporter()
+    first, second = (_open(path, settings.select) for path in (settings.first, settings.second))
+    if settings.only:
+        asked = only({**second, **first}, settings.only)
+        first, second = ({name: each[name] for name in each if name in asked} for each in (first, second))
+    both = [name for name in first if name in second]
+    shapes = {name: (first[name].shape, second[name].shape) for name in both if first[name].shape != second[name].shape}
+    comparable = [name for name in both if name not in shapes]
+    values = {}
+    largest = 0.0
+    total = sum(first[name].nbytes + second[name].nbytes for name in comparable)
+    with reporter.stage("compare", total=total, unit=BYTES) as progress:
+        for name in comparable:
+            found = _compare(first[name], second[name], settings)
+            largest = max(largest, found.largest)
+            if found.differing:
+                values[name] = found
+            progress.advance(first[name].nbytes + second[name].nbytes)
+    return Difference(
+        settings=settings,
+        only_in_first=tuple(name for name in first if name not in second),
+        only_in_second=tuple(name for name in second if name not in first),
+        shapes=shapes,
+        dtypes={
+            name: (first[name].dtype, second[name].dtype)
+            for name in comparable
+            if first[name].dtype != second[name].dtype
+        },
+        values=values,
+        compared=len(comparable),
+        largest=largest,
+    )
+
+
+def _open(path: str, select: WeightSelection | None) -> Mapping[str, Entry]:
+    """Return the tensors of a checkpoint: those that were selected, where there is a choice."""
+    checkpoint = open_checkpoint(Path(path))
+    if select is not None and checkpoint.selections:
+        checkpoint = open_checkpoint(Path(path), select=Selection(select))
+    return checkpoint.entries
+
+
+def _compare(first: Entry, second: Entry, settings: DiffSettings) -> ValueDifference:
+    """Compare two tensors of one shape, reading as many elements of each at a time."""
+    found = ValueDifference()
+    same_dtype = first.dtype == second.dtype
+    for start in range(0, first.numel, STEP_NUMEL):
+        stop = min(start + STEP_NUMEL, first.numel)
+        pair = first.elements(start, stop), second.elements(start, stop)
+        if same_dtype and torch.equal(*(_bits(piece) for piece in pair)):
+            continue
+        a, b = (as_real_numbers(piece).double() for piece in pair)
+        distance = (a - b).abs()
+        finite = distance[distance.isfinite()]
+        found.largest = max(found.largest, float(finite.max()) if finite.numel() else 0.0)
+        if settings.is_exact and same_dtype:
+            bits = (_bits(piece).view(stop - start, -1) for piece in pair)
+            found.differing += int((next(bits) != next(bits)).any(dim=1).sum())
+        else:
+            close = torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
+            found.differing += int(close.numel() - close.sum())
+    return found
+
+
+def _bits(piece: Tensor) -> Tensor:
+    return piece.contiguous().view(torch.uint8)

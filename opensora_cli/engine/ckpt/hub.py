@@ -1,0 +1,261 @@
+"""Repositories of the Hugging Face Hub: what is in them, and fetching a file so that an interruption loses nothing.
+
+huggingface_hub finds the endpoint, the token and the files. The bytes are fetched here, because it begins a file anew
+whenever it was interrupted, and the files are of 24 GB.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not marked so
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
+
+from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.sizes import format_bytes
+
+RETRY_AFTER_S = 1.0
+_MAX_FAILURES = 5
+_CHUNK_BYTES = 2**20
+_PART_SUFFIX = ".part"
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_CHECK = "check HF_ENDPOINT if it is set"
+
+# The base of all errors of the HTTP library, which is httpx or httpx2: it changed between versions of huggingface_hub.
+_HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
+
+Advance = Callable[[int], None]
+
+
+class ConnectionProblem(CheckpointError):
+    """The Hub cannot be reached now; a moment later it may."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="look after the connection, and HF_ENDPOINT if it is set")
+
+
+class OfflineProblem(CheckpointError):
+    """No request may be made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """A file in a repository."""
+
+    repo: str
+    commit: str
+    name: str
+    size: int
+    digest: str
+    """SHA-256 of the content if it has 64 digits, as large files have; else SHA-1 as git computes it."""
+
+    def hasher(self) -> "hashlib._Hash":
+        """Return what computes `digest` from the content."""
+        if len(self.digest) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+    def is_content_of(self, path: Path, *, advance: Advance) -> bool:
+        """Whether a file has this content; reads all of it, and tells `advance` the bytes of each piece.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        hasher = self.hasher()
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    hasher.update(chunk)
+                    advance(len(chunk))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        return hasher.hexdigest() == self.digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRepo:
+    """A repository at one commit."""
+
+    name: str
+    commit: str
+    licence: str | None
+    is_gated: bool
+    """Whether its files are only given to people who have accepted its terms."""
+    files: dict[str, HubFile]
+
+
+def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
+    """Ask the Hub for a repository.
+
+    Args:
+        name: owner and name.
+        wanted: whether a file of this name is to be among `files`.
+
+    Raises:
+        CheckpointError: there is no such repository, or it is not open to this token.
+        ConnectionProblem: the Hub cannot be reached.
+        OfflineProblem: no request may be made.
+    """
+    with _explained(name):
+        try:
+            info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{constants.ENDPOINT} does not answer as the Hub does", hint=_CHECK) from error
+        commit = info.sha or "main"
+        files = {}
+        for sibling in filter(lambda sibling: wanted(sibling.rfilename), info.siblings or ()):
+            size, digest = sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+            if size is None or digest is None:  # a mirror that lists names only
+                url = huggingface_hub.hf_hub_url(name, sibling.rfilename, revision=commit)
+                found = huggingface_hub.get_hf_file_metadata(url)
+                size, digest = found.size, found.etag
+            if size is None or not _DIGEST.fullmatch(digest or ""):
+                raise CheckpointError(f"{name}: size and hash of {sibling.rfilename} are not told", hint=_CHECK)
+            files[sibling.rfilename] = HubFile(
+                repo=name, commit=commit, name=sibling.rfilename, size=size, digest=str(digest)
+            )
+    card: Any = info.card_data or {}
+    licence = card.get("license_name") or card.get("license")
+    return HubRepo(
+        name=name,
+        commit=commit,
+        licence=str(licence) if licence else None,
+        is_gated=bool(info.gated),
+        files=files,
+    )
+
+
+def part_of(file: HubFile, target: Path) -> Path:
+    """Return where a fetch that has not finished keeps what it has."""
+    return target.with_name(f"{target.name}.{file.digest[:12]}{_PART_SUFFIX}")
+
+
+def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
+    """Make `target` the content of `file`, going on from what an earlier fetch left.
+
+    The content goes to a file beside it, and becomes `target` when its hash is right. Connections that break are taken
+    up again.
+
+    Args:
+        file: what to fetch.
+        target: may exist, and is then replaced.
+        advance: called with bytes as they are written or, of an earlier fetch, found.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached or refuses, or the content is other than it says.
+        OutputError: the disk refuses.
+    """
+    part = part_of(file, target)
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("r+b" if part.exists() else "w+b") as out:
+            hasher = file.hasher()
+            _receive(file, out, hasher, advance)
+            out.flush()
+            os.fsync(out.fileno())
+        if hasher.hexdigest() != file.digest:
+            part.unlink()
+            raise CheckpointError(
+                f"{file.repo}/{file.name} arrived with the hash {hasher.hexdigest()} instead of {file.digest}",
+                hint="what arrived is removed: try again",
+            )
+        part.replace(target)
+    except OSError as error:
+        raise OutputError(f"cannot write {part}: {error.strerror or error}") from error
+    finally:
+        if part.is_file() and part.stat().st_size == 0:
+            part.unlink()
+
+
+def _receive(file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Advance) -> None:
+    """Read what `out` holds already, and write what it lacks."""
+    position = 0
+
+    def take(chunk: bytes) -> None:
+        nonlocal position
+        hasher.update(chunk)
+        position += len(chunk)
+        advance(len(chunk))
+
+    while chunk := out.read(_CHUNK_BYTES):
+        take(chunk)
+    failures = 0
+    while position < file.size:
+        before = position
+        try:
+            for chunk in _chunks(file, position):
+                out.write(chunk)
+                take(chunk)
+        except ConnectionProblem as problem:
+            failures = 1 if position > before else failures + 1
+            if failures == _MAX_FAILURES:
+                kept = f"{format_bytes(position)} are kept: the same command goes on from there"
+                raise CheckpointError(f"{problem.message}, {failures} times", hint=kept) from problem
+            time.sleep(RETRY_AFTER_S * failures)
+
+
+def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
+    """Yield the content from `position` on, as it arrives."""
+    url = huggingface_hub.hf_hub_url(file.repo, file.name, revision=file.commit)
+    # Compressed, a stream has neither the length nor the positions of the file.
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={position}-"}
+    with (
+        _explained(file.repo),
+        get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
+    ):
+        hf_raise_for_status(response)
+        # A server that knows no ranges sends all of it.
+        skipped = position if response.status_code == 200 else 0
+        left = file.size - position
+        for chunk in response.iter_bytes():
+            new = chunk[skipped:]
+            skipped -= len(chunk) - len(new)
+            if len(new) > left:
+                raise CheckpointError(f"{url}: the server sends more than the {file.size} bytes of the file")
+            left -= len(new)
+            yield new
+        if left:
+            raise ConnectionProblem(f"{file.repo}: {file.name} ended {left} bytes too early")
+
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """Turn what the Hub's client raises into one line."""
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise OfflineProblem(f"{repo} is not asked for: the machine is offline (HF_HUB_OFFLINE)") from error
+    except GatedRepoError as error:
+        reason = f"{repo} is only given to people who have accepted its terms"
+        raise CheckpointError(reason, hint=_how_in(repo)) from error
+    except RepositoryNotFoundError as error:
+        reason = f"{repo} is not at {constants.ENDPOINT}, or not open to everybody"
+        raise CheckpointError(reason, hint=_how_in(repo)) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
+        if status in (408, 429) or status >= 500:
+            raise ConnectionProblem(reason) from error
+        raise CheckpointError(reason, hint=_how_in(repo) if status in (401, 403) else None) from error
+    except _HTTPError as error:
+        reason = f"{repo}: the connection to {constants.ENDPOINT} broke ({error or type(error).__name__})"
+        raise ConnectionProblem(reason) from error
+
+
+def _how_in(repo: str) -> str:
+    page = f"accept its terms at {constants.ENDPOINT}/{repo}"
+    if huggingface_hub.get_token():
+        return f"{page} with the account of your token, which must be allowed to read such repositories"
+    return f"{page}, then give a token of that account: hf auth login, or HF_TOKEN in the environment"

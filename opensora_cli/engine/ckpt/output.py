@@ -1,0 +1,174 @@
+"""Writing weights that were made from others: the checks before, the notes beside them, and what is said after."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.formats import Checkpoint, Format
+from opensora_cli.checkpoint.shards import SHARD_BYTES
+from opensora_cli.checkpoint.writing import check_target, write_checkpoint
+from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.progress import BYTES, Reporter
+from opensora_cli.core.sizes import format_bytes
+from opensora_cli.engine.ckpt.layout import find_layout, is_told_by_names
+from opensora_cli.engine.ckpt.provenance import SOURCE_SHA256, hash_files, provenance
+from opensora_cli.settings.ckpt import WriteSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Weights that are about to be written, none of which has been read."""
+
+    source: Checkpoint
+    """What they are made from."""
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    options: Mapping[str, object]
+    """What is done to the source."""
+    settings: WriteSettings
+
+    @property
+    def target(self) -> Path:
+        """Where they go."""
+        return Path(self.settings.target)
+
+    @property
+    def format(self) -> Format:
+        """What they become."""
+        return Format(self.settings.resolved_format)
+
+    @property
+    def nbytes(self) -> int:
+        """Their size."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def to_json(self) -> dict[str, object]:
+        """Return what is known of them before they are written."""
+        source = self.source
+        return {
+            "source": str(source.path),
+            "source_format": source.format.value,
+            "selection": source.selection.value if source.selection else None,
+            "target": str(self.target),
+            "format": self.format.value,
+            "tensors": len(self.entries),
+            "parameters": sum(entry.numel for entry in self.entries.values()),
+            "bytes": self.nbytes,
+            "options": dict(self.options),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the same for people."""
+        source = self.source
+        kind = f"{source.format}, {source.selection} weights" if source.selection else source.format.value
+        done = ", ".join(f"{name} {_shown(value)}" for name, value in self.options.items())
+        return [
+            f"source  {source.path} ({kind})",
+            f"target  {self.target} ({self.format})",
+            f"size    {len(self.entries)} tensors, {format_bytes(self.nbytes)}",
+            *([f"changes {done}"] if done else []),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Weights that have been written."""
+
+    product: Product
+    files: tuple[Path, ...]
+    sha256: str | None
+    """Of the source's files, as `provenance.hash_files` gives it."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return all that there is to tell."""
+        return {
+            **self.product.to_json(),
+            "source_sha256": self.sha256,
+            "files": [str(file) for file in self.files],
+        }
+
+    def lines(self) -> list[str]:
+        """Return the path of what was written."""
+        return [str(self.product.target)]
+
+
+def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
+    """Refuse a target that would take the place of what is read, or be put into it.
+
+    Raises:
+        RequestError: it is a source, inside of one, or around one.
+        OutputError: it is no name that a file can have.
+    """
+    target = Path(settings.target)
+    try:
+        for source in sources:
+            _check_path(target, source)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def check_product(product: Product) -> None:
+    """Notice what would keep weights from being written, or from being understood afterwards, before hours of reading.
+
+    Raises:
+        RequestError: the format has no place to note how rotary pairs lie, and the names mean something else.
+        OutputError: the target exists already, or is too large for the disk.
+    """
+    settings = product.settings
+    check_target(product.target, format=product.format, needed=product.nbytes, overwrite=settings.overwrite)
+    layout = find_layout({name: entry.shape for name, entry in product.entries.items()}, product.metadata)
+    if layout is not None and not settings.resolved_format.has_metadata and not is_told_by_names(*layout):
+        qkv, rotary = layout
+        raise RequestError(
+            f"{product.format} has no place to note that rotary pairs are {rotary}, which {qkv} q, k and v do not tell",
+            hint="write another format, or change the layout with --qkv or --rotary",
+        )
+
+
+def write(product: Product, *, reporter: Reporter) -> Written:
+    """Write what was made, whole or not at all.
+
+    Args:
+        product: what, where to and how.
+        reporter: shown progress in bytes.
+
+    Raises:
+        RequestError: the format does not know the name or dtype of a tensor.
+        CheckpointError: a source cannot be read.
+        OutputError: the target exists already, is too large for the disk or cannot be written.
+    """
+    settings = product.settings
+    for line in product.lines():
+        reporter.note(line)
+    if not settings.resolved_format.has_metadata:
+        reporter.warn(f"{product.format} has no place for metadata: what was noted of the weights is left out")
+    sha256 = hash_files(product.source, reporter=reporter) if settings.hashing else None
+    kept = {key: text for key, text in product.metadata.items() if key != SOURCE_SHA256}
+    noted = provenance(product.source, options=product.options, sha256=sha256)
+    with reporter.stage("write", total=product.nbytes, unit=BYTES) as progress:
+        files = write_checkpoint(
+            product.entries,
+            product.target,
+            format=product.format,
+            shard_bytes=settings.shard_size or SHARD_BYTES,
+            metadata={**kept, **noted},
+            overwrite=settings.overwrite,
+            hashing=settings.hashing,
+            advance=progress.advance,
+        )
+    return Written(product=product, files=files, sha256=sha256)
+
+
+def _check_path(target: Path, source: Path) -> None:
+    here, there = target.resolve(), source.resolve()
+    if here == there or (target.exists() and target.samefile(source)):
+        raise RequestError(f"{target} is what is read", hint="write to another name")
+    if there in here.parents:
+        raise RequestError(f"{target} is inside of {source}, which is read", hint="write to another folder")
+    if here in there.parents:
+        raise RequestError(f"{target} holds {source}, which is read", hint="write to another folder")
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,98 @@
+"""What the numbers of a tensor are like, found while it streams by."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.entries import Entry
+
+STEP_NUMEL = 2**20
+"""How many elements are looked at at a time: few enough for the processor's cache, as fp64, too."""
+
+
+@dataclass(slots=True)
+class TensorStatistics:
+    """Figures of the elements that have been added.
+
+    `smallest`, `largest` and `mean` are of the finite ones, and None without any. A complex number counts as two.
+    """
+
+    count: int = 0
+    nan: int = 0
+    infinite: int = 0
+    smallest: float | None = None
+    largest: float | None = None
+    _sum: float = 0.0
+
+    @classmethod
+    def of(cls, entry: Entry, *, advance: Callable[[int], None]) -> "TensorStatistics":
+        """Read a tensor, piece by piece; tell `advance` the bytes of each."""
+        statistics = cls()
+        for piece in steps(entry):
+            statistics.add(piece)
+            advance(piece.nbytes)
+        return statistics
+
+    @property
+    def mean(self) -> float | None:
+        """Sum over number."""
+        finite = self.count - self.nan - self.infinite
+        return self._sum / finite if finite else None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is a finite number."""
+        return not self.nan and not self.infinite
+
+    @property
+    def is_all_zero(self) -> bool:
+        """Whether there are elements, and all are zero."""
+        return self.is_finite and self.smallest == self.largest == 0
+
+    def add(self, piece: Tensor) -> None:
+        """Count more elements, at least one."""
+        values = as_real_numbers(piece)
+        self.count += values.numel()
+        low, high = (float(bound) for bound in values.aminmax())
+        # NaN spreads to both.
+        if not (math.isfinite(low) and math.isfinite(high)):
+            nan = int(values.isnan().sum())
+            self.nan += nan
+            finite = values[values.isfinite()]
+            self.infinite += values.numel() - finite.numel() - nan
+            if not finite.numel():
+                return
+            values = finite
+            low, high = (float(bound) for bound in values.aminmax())
+        self.smallest = low if self.smallest is None else min(self.smallest, low)
+        self.largest = high if self.largest is None else max(self.largest, high)
+        self._sum += float(values.sum(dtype=torch.float64))
+
+    def to_json(self) -> dict[str, object]:
+        """Return the figures; a mean whose sum is beyond fp64 is null."""
+        mean = self.mean
+        return {
+            "nan": self.nan,
+            "infinite": self.infinite,
+            "all_zero": self.is_all_zero,
+            "min": self.smallest,
+            "max": self.largest,
+            "mean": mean if mean is not None and math.isfinite(mean) else None,
+        }
+
+
+def steps(entry: Entry) -> Iterator[Tensor]:
+    """Read a tensor in pieces of `STEP_NUMEL` elements."""
+    return entry.pieces(STEP_NUMEL * entry.dtype.itemsize)
+
+
+def as_real_numbers(piece: Tensor) -> Tensor:
+    """Return elements as fp32 where that holds their dtype and as fp64 elsewhere; of complex numbers, both parts."""
+    if piece.dtype.is_complex:
+        wide = torch.promote_types(piece.dtype, torch.complex64)
+        piece = torch.view_as_real(piece.to(wide)).reshape(-1)
+    is_small_float = piece.dtype.is_floating_point and piece.dtype.itemsize <= 4
+    return piece.to(torch.float32 if is_small_float else torch.float64)

@@ -1,0 +1,283 @@
+"""Converting: from every form to every other and back, with and without changes on the way."""
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_weights import awkward_state, bit_equal, converted
+from tiny_world import RecordingReporter
+from torch import Tensor
+
+import opensora_cli
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.engine.ckpt.convert import convert, plan_convert
+from opensora_cli.settings.ckpt import ConvertSettings
+from opensora_cli.settings.enums import TargetFormat
+
+SUFFIXES = {TargetFormat.SAFETENSORS: ".safetensors", TargetFormat.TORCH: ".pt"}
+
+
+def settings(source: Path, target: Path, **options: object) -> ConvertSettings:
+    return ConvertSettings.model_validate({"source": str(source), "target": str(target), **options})
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetFormat, Path]:
+    """The same weights in every form, converted from what the safetensors library wrote."""
+    folder = tmp_path_factory.mktemp("forms")
+    save_file(awkward_state(), folder / "source.safetensors", metadata={"note": "kept"})
+    made = {}
+    for form in TargetFormat:
+        options = {"shard_size": "4000"} if form.has_shards else {}
+        target = folder / f"form-{form}{SUFFIXES.get(form, '')}"
+        made[form] = converted(folder / "source.safetensors", target, format=form, **options)
+    return made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Some weights by the safetensors library."""
+    generator = torch.Generator().manual_seed(3)
+    state = {f"model.blocks.{i}.{kind}": torch.randn(4, 3, generator=generator) for i in (0, 1) for kind in "wb"}
+    save_file({**state, "count": torch.tensor(7)}, tmp_path / "source.safetensors", metadata={"note": "kept"})
+    return tmp_path / "source.safetensors"
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(TargetFormat, 2)), ids=str)
+def test_every_form_becomes_every_other(
+    first: TargetFormat, second: TargetFormat, forms: dict[TargetFormat, Path], tmp_path: Path
+) -> None:
+    there = converted(forms[first], tmp_path / f"there{SUFFIXES.get(second, '')}", format=second)
+    back = load_file(converted(there, tmp_path / "back.safetensors"))
+    assert bit_equal(back, awkward_state())
+
+
+def test_each_form_is_what_its_own_library_reads(forms: dict[TargetFormat, Path], tmp_path: Path) -> None:
+    expected = awkward_state()
+    assert bit_equal(load_file(forms[TargetFormat.SAFETENSORS]), expected)
+    assert bit_equal(torch.load(forms[TargetFormat.TORCH], weights_only=True), expected)
+    for form, folder, load in (
+        (TargetFormat.SAFETENSORS_SHARDS, "", load_file),
+        (TargetFormat.TORCH_SHARDS, "", torch.load),
+        (TargetFormat.COLOSSALAI, "model", load_file),
+    ):
+        index = json.loads(next((forms[form] / folder).glob("*.index.json")).read_text())
+        shards = {name: load(forms[form] / folder / name) for name in set(index["weight_map"].values())}
+        assert len(shards) > 3
+        assert bit_equal({name: shards[shard][name] for name, shard in index["weight_map"].items()}, expected)
+
+
+def test_metadata_is_kept_and_provenance_added(source: Path, tmp_path: Path) -> None:
+    target = converted(source, tmp_path / "target.safetensors", rename=["model.="])
+    noted = metadata_of(target)
+    assert noted["note"] == "kept"
+    assert noted["osora.source"] == str(source)
+    assert noted["osora.source_sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert json.loads(noted["osora.options"]) == {"rename": ["model.="]}
+    assert noted["osora.version"] == opensora_cli.__version__
+
+    again = converted(target, tmp_path / "again", hashing=False)
+    index = json.loads((again / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["note"] == "kept"
+    assert index["metadata"]["osora.source"] == str(target)
+    assert "osora.source_sha256" not in index["metadata"]
+    assert "sha256" not in index["metadata"]
+
+
+def test_metadata_survives_torch_files(source: Path, tmp_path: Path) -> None:
+    back = converted(converted(source, tmp_path / "there.pt"), tmp_path / "back.safetensors")
+    assert metadata_of(back)["note"] == "kept"
+
+
+def test_several_files_have_one_hash(source: Path, tmp_path: Path) -> None:
+    shards = converted(source, tmp_path / "shards", shard_size="60")
+    noted = metadata_of(converted(shards, tmp_path / "target.safetensors"))
+    files = sorted(path.name for path in shards.iterdir())
+    assert len(files) > 3
+    listing = "".join(f"{hashlib.sha256((shards / name).read_bytes()).hexdigest()}  {name}\n" for name in files)
+    assert noted["osora.source_sha256"] == hashlib.sha256(listing.encode()).hexdigest()
+
+
+def test_shards_have_their_hashes_in_the_index(source: Path, tmp_path: Path) -> None:
+    shards = converted(source, tmp_path / "shards", shard_size="60")
+    hashes = json.loads((shards / "model.safetensors.index.json").read_text())["metadata"]["sha256"]
+    assert hashes == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards.glob("*.safetensors")}
+
+
+def test_patterns_see_the_names_of_the_source(source: Path, tmp_path: Path) -> None:
+    target = converted(
+        source,
+        tmp_path / "target.safetensors",
+        only=["model.*", "count"],
+        drop=["model.blocks.1.*"],
+        rename=["model.=", r"re:blocks\.(\d+)=layers.\1"],
+    )
+    assert set(load_file(target)) == {"layers.0.w", "layers.0.b", "count"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_dtypes_round_as_torch_does(name: str, dtype: torch.dtype, source: Path, tmp_path: Path) -> None:
+    before, after = load_file(source), load_file(converted(source, tmp_path / "x.safetensors", dtype=name))
+    assert bit_equal(after, {key: t.to(dtype) if t.is_floating_point() else t for key, t in before.items()})
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_eight_bits_and_back(name: str, source: Path, tmp_path: Path) -> None:
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
+    state = {"layer.weight": weight, "layer.bias": torch.ones(8)}
+    save_file(state, tmp_path / "wide.safetensors")
+    small = converted(tmp_path / "wide.safetensors", tmp_path / "small.safetensors", dtype=name)
+    assert load_file(small)["layer.weight"].dtype.itemsize == 1
+    wide = load_file(converted(small, tmp_path / "back.safetensors", dtype="fp32"))
+    assert wide.keys() == state.keys()
+    assert wide["layer.bias"].equal(state["layer.bias"])
+    # Half a step of 3 or 2 bits after the point.
+    relative = ((wide["layer.weight"] - weight) / weight.abs().max()).abs().max()
+    assert relative <= (2**-4 if name == "fp8_e4m3" else 2**-3)
+    again = converted(small, tmp_path / "again.safetensors", dtype=name)
+    assert bit_equal(load_file(again), load_file(small))
+
+
+def test_scales_are_applied_before_they_can_be_left_out(tmp_path: Path) -> None:
+    state = {"a.weight": torch.full((2, 2), 3.0).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(0.5)}
+    save_file(state, tmp_path / "small.safetensors")
+    target = converted(
+        tmp_path / "small.safetensors", tmp_path / "x.safetensors", dtype="bf16", only=["*.weight"], rename=["a.=b."]
+    )
+    assert {name: tensor.tolist() for name, tensor in load_file(target).items()} == {"b.weight": [[1.5, 1.5]] * 2}
+
+
+def test_eight_bits_keep_their_layout(tmp_path: Path) -> None:
+    save_file(
+        {"double_blocks.0.img_attn.qkv.weight": torch.ones(6, 2).to(torch.float8_e4m3fn)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(RequestError, match="8-bit weights") as caught:
+        plan_convert(settings(tmp_path / "a.safetensors", tmp_path / "b", qkv="split"))
+    assert "--dtype" in str(caught.value.hint)
+
+
+def test_a_plan_writes_nothing(source: Path, tmp_path: Path) -> None:
+    document = plan_convert(settings(source, tmp_path / "target", dtype="bf16")).to_json()
+    assert document["schema"] == "osora.ckpt.convert-plan/1"
+    assert (document["tensors"], document["bytes"]) == (5, 4 * 24 + 8)
+    assert (document["source_format"], document["format"]) == ("safetensors", "safetensors-shards")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_the_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
+    reporter = RecordingReporter()
+    result = convert(settings(source, tmp_path / "target", shard_size="60"), reporter=reporter)
+    assert result.lines() == [str(tmp_path / "target")]
+    document = result.to_json()
+    assert document["schema"] == "osora.ckpt.convert/1"
+    assert document["parameters"] == 49
+    assert sorted(document["files"]) == sorted(map(str, (tmp_path / "target").iterdir()))
+    nbytes = document["bytes"]
+    assert reporter.totals == {"hash": source.stat().st_size, "write": nbytes}
+    assert reporter.advanced == reporter.totals
+    assert f"target  {tmp_path / 'target'} (safetensors-shards)" in reporter.notes
+
+
+def test_dcp_says_that_it_loses_metadata(source: Path, tmp_path: Path) -> None:
+    reporter = RecordingReporter()
+    convert(settings(source, tmp_path / "target", format="dcp"), reporter=reporter)
+    assert any("no place for metadata" in warning for warning in reporter.warnings)
+
+
+def test_presets_check_names_and_shapes(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not become hunyuan-vae: \d+ missing"):
+        plan_convert(settings(source, tmp_path / "target", preset="hunyuan-vae"))
+    with pytest.raises(RequestError, match=r"preset=hunyuan-vea is not one of") as caught:
+        plan_convert(settings(source, tmp_path / "target", preset="hunyuan-vea"))
+    assert caught.value.hint == "did you mean hunyuan-vae?"
+
+
+def test_what_is_read_is_never_written(source: Path, tmp_path: Path) -> None:
+    shards = converted(source, tmp_path / "shards")
+    (tmp_path / "link.safetensors").symlink_to(source)
+    (tmp_path / "hard.safetensors").hardlink_to(source)
+    content = source.read_bytes()
+    for start, target, message in (
+        (source, source, "is what is read"),
+        (source, tmp_path / "x" / ".." / source.name, "is what is read"),
+        (source, tmp_path / "link.safetensors", "is what is read"),
+        (source, tmp_path / "hard.safetensors", "is what is read"),
+        (tmp_path / "link.safetensors", source, "is what is read"),
+        (shards, shards, "is what is read"),
+        (shards, shards / "inside.safetensors", "is inside of"),
+        (shards / "model.safetensors.index.json", shards, "holds"),
+        (source, tmp_path, "holds"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            convert(settings(start, target, overwrite=True))
+    assert source.read_bytes() == content
+
+
+def test_what_is_there_is_replaced_only_on_request(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.safetensors").write_bytes(b"old")
+    reporter = RecordingReporter()
+    with pytest.raises(OutputError, match="exists already"):
+        convert(settings(source, tmp_path / "old.safetensors"), reporter=reporter)
+    assert reporter.stages == []  # it is noticed before anything long
+    assert (tmp_path / "old.safetensors").read_bytes() == b"old"
+    converted(source, tmp_path / "old.safetensors", overwrite=True)
+    assert bit_equal(load_file(tmp_path / "old.safetensors"), load_file(source))
+
+
+def test_a_folder_with_other_things_in_it_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    target = converted(source, tmp_path / "target")
+    converted(source, target, overwrite=True)
+    (target / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(OutputError, match=r"holds more than a checkpoint.*thesis\.txt"):
+        converted(source, target, overwrite=True)
+
+
+def test_nothing_left_to_write(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"nothing of .* is left"):
+        plan_convert(settings(source, tmp_path / "x", drop=["*"]))
+
+
+def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 50})())
+    reporter = RecordingReporter()
+    with pytest.raises(OutputError, match="free"):
+        convert(settings(source, tmp_path / "x"), reporter=reporter)
+    assert reporter.stages == []
+
+
+def golden(name: str) -> dict[str, Tensor]:
+    """The weights of a golden file, without their prefix."""
+    with safe_open(Path(__file__).parents[3] / "golden" / "data" / f"{name}.safetensors", framework="pt") as file:
+        keys = [key for key in file.keys() if key.startswith("param.")]  # noqa: SIM118
+        return {key.removeprefix("param."): file.get_tensor(key) for key in keys}
+
+
+@pytest.mark.parametrize("form", [TargetFormat.SAFETENSORS, TargetFormat.TORCH], ids=str)
+def test_layouts_as_the_reference_converts_them(form: TargetFormat, tmp_path: Path) -> None:
+    image = tmp_path / "image.safetensors"
+    save_file(golden("mmdit_image"), image)
+    ours = converted(image, tmp_path / f"ours{SUFFIXES[form]}", format=form, qkv="split", rotary="half")
+    plain = converted(ours, tmp_path / "plain.safetensors")
+    assert bit_equal(load_file(plain), golden("mmdit_image_converted"))
+    back = converted(ours, tmp_path / "back.safetensors", qkv="fused", rotary="interleaved")
+    assert bit_equal(load_file(back), golden("mmdit_image"))
+
+
+def test_a_layout_that_could_not_be_noted_is_not_written(tmp_path: Path) -> None:
+    image = tmp_path / "image.safetensors"
+    save_file(golden("mmdit_image"), image)
+    plan_convert(settings(image, tmp_path / "dcp", format="dcp"))
+    with pytest.raises(RequestError, match="no place to note that rotary pairs are half, which fused"):
+        plan_convert(settings(image, tmp_path / "dcp", format="dcp", rotary="half"))

@@ -1,0 +1,124 @@
+"""Comparing checkpoints, exactly and with a tolerance."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_weights import awkward_state, converted
+from torch import Tensor
+
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.ckpt import diff as module
+from opensora_cli.engine.ckpt.diff import Difference, diff
+from opensora_cli.settings.ckpt import DiffSettings
+
+
+def compare(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor], **options: object) -> Difference:
+    save_file(first, folder / "first.safetensors")
+    torch.save(second, folder / "second.pt")
+    paths = {"first": str(folder / "first.safetensors"), "second": str(folder / "second.pt")}
+    return diff(DiffSettings.model_validate({**paths, **options}))
+
+
+def test_equal_in_any_form(tmp_path: Path) -> None:
+    found = compare(tmp_path, awkward_state(), dict(reversed(awkward_state().items())))
+    assert found.is_equal
+    assert found.compared == len(awkward_state())
+    found.require_equal()
+    assert found.lines() == [f"equal: {len(awkward_state())} tensors compared, largest difference 0"]
+    folder = converted(tmp_path / "second.pt", tmp_path / "dcp", format="dcp")
+    assert diff(DiffSettings(first=str(folder), second=str(tmp_path / "first.safetensors"))).is_equal
+
+
+@pytest.mark.parametrize("step", [2, 1000])
+def test_every_kind_of_difference(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_NUMEL", step)
+    base = {"same": torch.ones(3), "shape": torch.ones(2), "dtype": torch.ones(2), "value": torch.arange(5.0)}
+    second = {
+        **base,
+        "shape": torch.ones(2, 1),
+        "dtype": torch.ones(2).bfloat16(),
+        "value": torch.tensor([0, 1.5, 2, 3, 4.25]),
+    }
+    found = compare(tmp_path, {**base, "left": torch.ones(1)}, {**second, "right": torch.ones(1)})
+    document = found.to_json()
+    assert document["schema"] == "osora.ckpt.diff/1"
+    assert not document["equal"]
+    assert document["only_in_first"] == ["left"]
+    assert document["only_in_second"] == ["right"]
+    assert document["shapes"] == {"shape": [[2], [2, 1]]}
+    assert document["dtypes"] == {"dtype": ["float32", "bfloat16"]}
+    assert document["values"] == {"value": {"differing": 2, "largest_difference": 0.5}}
+    assert (document["compared"], document["largest_difference"]) == (3, 0.5)
+    assert found.lines() == [
+        "only in the first   left",
+        "only in the second  right",
+        "shape   shape: [2] and [2, 1]",
+        "dtype   1 tensors are float32 and bfloat16",
+        "values  value: 2 differ, by at most 0.5",
+        "different: 3 tensors compared, largest difference 0.5",
+    ]
+    with pytest.raises(CheckpointError, match=r"first\.safetensors and .*second\.pt differ"):
+        found.require_equal()
+
+
+@pytest.mark.parametrize(
+    ("options", "equal"),
+    [
+        ({"atol": 0.25}, True),
+        ({"atol": 0.2}, False),
+        ({"rtol": 0.0625}, True),
+        ({"rtol": 0.06}, False),
+        ({"rtol": 0.05, "atol": 0.05}, True),
+    ],
+)
+def test_tolerances_are_relative_to_the_second(options: dict[str, float], equal: bool, tmp_path: Path) -> None:
+    found = compare(tmp_path, {"x": torch.tensor([4.25, 0.0])}, {"x": torch.tensor([4.0, 0.0])}, **options)
+    assert found.is_equal == equal
+    assert found.largest == 0.25
+
+
+def test_with_a_tolerance_dtypes_may_differ(tmp_path: Path) -> None:
+    wide = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    exact = compare(tmp_path, {"x": wide.bfloat16().float()}, {"x": wide.bfloat16()})
+    assert not exact.is_equal
+    assert exact.values == {}
+    close = compare(tmp_path, {"x": wide}, {"x": wide.bfloat16()}, rtol=2**-8)
+    assert close.is_equal
+    assert "dtype   1 tensors are float32 and bfloat16" in close.lines()
+
+
+def test_bits_that_compare_equal(tmp_path: Path) -> None:
+    nan, other = torch.tensor([math.nan]), torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert compare(tmp_path, {"x": nan}, {"x": nan.clone()}).is_equal
+    assert not compare(tmp_path, {"x": nan}, {"x": other}).is_equal
+    assert compare(tmp_path, {"x": nan}, {"x": other}, atol=1e-9).is_equal
+    zeros = compare(tmp_path, {"x": torch.tensor([0.0])}, {"x": torch.tensor([-0.0])})
+    assert zeros.to_json()["values"] == {"x": {"differing": 1, "largest_difference": 0.0}}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_finite_against_finite(value: float, tmp_path: Path) -> None:
+    found = compare(tmp_path, {"x": torch.tensor([value, 1.0])}, {"x": torch.ones(2)}, atol=1e30)
+    assert found.values["x"].differing == 1
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_only_some_names(tmp_path: Path) -> None:
+    first, second = {"a.x": torch.ones(1), "b.x": torch.ones(1)}, {"a.x": torch.ones(1), "c.x": torch.ones(1)}
+    assert compare(tmp_path, first, second, only=["a.*"]).is_equal
+    assert compare(tmp_path, first, second, only=["c.*"]).only_in_second == ("c.x",)
+    with pytest.raises(RequestError, match="matches no tensor"):
+        compare(tmp_path, first, second, only=["d.*"])
+
+
+def test_the_selection_is_of_the_training_among_the_two(tmp_path: Path) -> None:
+    ema = {"weight": torch.zeros(2)}
+    torch.save({"step": 1, "model": {"weight": torch.ones(2)}, "ema": ema, "optimizers": []}, tmp_path / "a.pt")
+    save_file(ema, tmp_path / "b.safetensors")
+    paths = {"first": str(tmp_path / "a.pt"), "second": str(tmp_path / "b.safetensors")}
+    assert diff(DiffSettings(**paths, select="ema")).is_equal
+    assert not diff(DiffSettings(**paths)).is_equal

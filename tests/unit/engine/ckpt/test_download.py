@@ -1,0 +1,326 @@
+"""Downloading from a Hub: all that is needed, nothing twice, and nothing that is not what the Hub says."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from fake_hub import TOKEN, FakeHub, FakeRepo, serving
+from tiny_world import RecordingReporter
+
+from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.ckpt import hub as hub_module
+from opensora_cli.engine.ckpt.download import State, download, plan_download
+from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
+from opensora_cli.engine.weights import find_released
+from opensora_cli.settings.ckpt import DownloadSettings
+from opensora_cli.settings.components import FileSettings
+
+MAIN = "hpcai-tech/Open-Sora-v2"
+FLUX = "black-forest-labs/FLUX.1-dev"
+T5 = "google/t5-v1_1-xxl"
+CLIP = "openai/clip-vit-large-patch14"
+BIG = "Open_Sora_v2.safetensors"
+
+CONTENT = random.Random(5).randbytes(400_000)
+TEXT_FILES = {
+    f"{T5}/config.json": b"{}",
+    f"{T5}/model-00001-of-00001.safetensors": b"t5",
+    f"{T5}/model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00001.safetensors"}}',
+    f"{T5}/pytorch_model.bin": b"t5 again",
+    f"{T5}/pytorch_model.bin.index.json": b"{}",
+    f"{T5}/tf_model.h5": b"and again",
+    f"{T5}/spiece.model": b"vocabulary",
+    f"{T5}/tokenizer_config.json": b"{}",
+    f"{CLIP}/config.json": b"{}",
+    f"{CLIP}/pytorch_model.bin": b"only form",
+    f"{CLIP}/vocab.json": b"{}",
+    f"{CLIP}/merges.txt": b"",
+    f"{CLIP}/tokenizer.json": b"{}",
+}
+SUPERFLUOUS = {f"{T5}/{name}" for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5")}
+WANTED = {BIG, "hunyuan_vae.safetensors", *TEXT_FILES} - SUPERFLUOUS
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    constants = huggingface_hub.constants
+    with serving() as server:
+        server.repos[MAIN] = FakeRepo(
+            {
+                "README.md": b"no",
+                BIG: CONTENT,
+                "hunyuan_vae.safetensors": b"vae",
+                "other.safetensors": b"no",
+                **TEXT_FILES,
+            }
+        )
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        template = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(hub_module, "RETRY_AFTER_S", 0.0)
+        monkeypatch.setattr("os.fsync", lambda descriptor: None)  # most of the time of these tests
+        monkeypatch.setenv("HF_TOKEN", "")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+        yield server
+
+
+def settings(folder: Path, *, preset: str = "open-sora-v2", overwrite: bool = False) -> DownloadSettings:
+    return DownloadSettings.model_validate({"preset": preset, "to": str(folder), "overwrite": overwrite})
+
+
+def files_in(folder: Path) -> set[str]:
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in paths if path.parts[0] != ".cache"}
+
+
+class Stopping(SilentReporter):
+    """Presses Ctrl-C when so many bytes have come."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def advance(self, amount: int = 1) -> None:
+        self._left -= amount
+        if self._left <= 0:
+            raise KeyboardInterrupt
+
+
+def test_the_server_speaks_as_the_hub_does(hub: FakeHub, tmp_path: Path) -> None:
+    for file, content in ((BIG, CONTENT), (f"{T5}/config.json", b"{}")):
+        path = huggingface_hub.hf_hub_download(MAIN, file, local_dir=tmp_path)
+        assert Path(path).read_bytes() == content
+    folder = huggingface_hub.snapshot_download(MAIN, local_dir=tmp_path / "all")
+    assert files_in(Path(folder)) == set(hub.repos[MAIN].files)
+
+
+def test_generating_finds_what_was_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    result = download(settings(tmp_path))
+
+    assert files_in(tmp_path) == WANTED
+    assert (tmp_path / BIG).read_bytes() == CONTENT
+    assert find_released(FileSettings(), str(tmp_path)).complete
+    assert {planned.state for planned in result.files} == {State.PRESENT}
+    assert result.bytes_to_fetch == 0
+
+
+def test_sizes_and_licences_are_told_before_anything_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    plan = plan_download(settings(tmp_path))
+
+    assert hub.transfers == []
+    assert list(tmp_path.iterdir()) == []
+    assert plan.lines()[0] == f"{MAIN}: licence apache-2.0"
+    assert f"    400.0 kB  {BIG}" in plan.lines()
+    assert plan.bytes_to_fetch == sum(len(hub.repos[MAIN].files[name]) for name in WANTED)
+    reporter = RecordingReporter()
+    download(settings(tmp_path), reporter=reporter)
+    assert plan.lines()[0] in reporter.notes
+
+
+def test_what_is_here_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
+    download(settings(tmp_path))
+    hub.transfers.clear()
+    assert download(settings(tmp_path)).bytes_to_fetch == 0
+    assert hub.transfers == []
+
+
+def test_files_from_elsewhere_are_checked_and_kept(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / BIG).write_bytes(CONTENT)
+    assert plan_download(settings(tmp_path)).files[0].state is State.UNCHECKED
+    download(settings(tmp_path))
+    assert BIG not in dict(hub.transfers)
+    assert downloaded_sha256(tmp_path / BIG) == hashlib.sha256(CONTENT).hexdigest()
+    assert plan_download(settings(tmp_path)).files[0].state is State.PRESENT
+
+
+@pytest.mark.parametrize("content", [bytes(len(CONTENT)), b"short"], ids=["same size", "other size"])
+def test_other_files_are_not_lost(content: bytes, hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / BIG).write_bytes(content)
+    with pytest.raises(OutputError, match=f"other files .*{BIG}"):
+        download(settings(tmp_path))
+    assert hub.transfers == []
+    assert (tmp_path / BIG).read_bytes() == content
+    download(settings(tmp_path, overwrite=True))
+    assert (tmp_path / BIG).read_bytes() == CONTENT
+
+
+def test_a_changed_file_is_noticed_although_it_was_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    download(settings(tmp_path))
+    changed = bytes(1) + CONTENT[1:]
+    record = next((tmp_path / ".cache").rglob(f"{BIG}.metadata"))
+    record.write_text("\n".join([*record.read_text().split()[:2], "0"]))
+    (tmp_path / BIG).write_bytes(changed)
+    with pytest.raises(OutputError, match="other files"):
+        download(settings(tmp_path))
+
+
+def test_broken_connections_are_taken_up_again(hub: FakeHub, tmp_path: Path) -> None:
+    hub.breaks[BIG] = [100_000, 50_000, 0, 0]
+    hub.statuses[BIG] = [503, 429]
+    download(settings(tmp_path))
+    assert (tmp_path / BIG).read_bytes() == CONTENT
+    starts = [start for name, start in hub.transfers if name == BIG]
+    assert starts[0] == 0
+    assert starts[-1] >= 100_000
+    assert starts == sorted(starts)
+
+
+def test_a_connection_that_keeps_breaking_ends_it_and_keeps_what_came(hub: FakeHub, tmp_path: Path) -> None:
+    hub.breaks[BIG] = [200_000, *[0] * 9]
+    with pytest.raises(CheckpointError, match=rf"{MAIN}: .*, 5 times") as caught:
+        download(settings(tmp_path))
+    assert "kB are kept: the same command goes on" in str(caught.value.hint)
+    assert not (tmp_path / BIG).exists()
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_an_interrupted_download_goes_on(knows_ranges: bool, hub: FakeHub, tmp_path: Path) -> None:
+    hub.knows_ranges = knows_ranges
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        download(settings(tmp_path), reporter=Stopping(after=150_000))
+    assert not (tmp_path / BIG).exists()
+    begun = plan_download(settings(tmp_path)).files[0]
+    assert begun.state is State.PARTIAL
+    assert 150_000 <= begun.bytes_here < len(CONTENT)
+    hub.transfers.clear()
+
+    download(settings(tmp_path))
+    assert (tmp_path / BIG).read_bytes() == CONTENT
+    assert dict(hub.transfers)[BIG] == (begun.bytes_here if knows_ranges else 0)
+    assert files_in(tmp_path) == WANTED
+
+
+def test_what_was_begun_of_another_version_is_no_part_of_this_one(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        download(settings(tmp_path), reporter=Stopping(after=150_000))
+    newer = random.Random(6).randbytes(len(CONTENT))
+    hub.repos[MAIN].files[BIG] = newer
+    download(settings(tmp_path))
+    assert (tmp_path / BIG).read_bytes() == newer
+
+
+@pytest.mark.parametrize("name", [BIG, f"{T5}/config.json"])
+def test_wrong_content_is_refused_and_removed(name: str, hub: FakeHub, tmp_path: Path) -> None:
+    hub.sent_instead[name] = bytes(len(hub.repos[MAIN].files[name]))
+    with pytest.raises(CheckpointError, match=f"{name} arrived with the hash"):
+        download(settings(tmp_path))
+    assert not (tmp_path / name).exists()
+    assert list(tmp_path.rglob("*.part")) == []
+    hub.sent_instead.clear()
+    download(settings(tmp_path))
+    assert (tmp_path / name).read_bytes() == hub.repos[MAIN].files[name]
+
+
+def test_more_than_was_promised_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    hub.sent_instead[BIG] = CONTENT + b"more"
+    with pytest.raises(CheckpointError, match="sends more than the 400000 bytes"):
+        download(settings(tmp_path))
+    assert not (tmp_path / BIG).exists()
+
+
+def test_a_mirror_that_lists_only_names(hub: FakeHub, tmp_path: Path) -> None:
+    hub.lists_sizes = False
+    download(settings(tmp_path))
+    assert files_in(tmp_path) == WANTED
+
+
+def test_names_that_lead_elsewhere_are_ignored(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos[MAIN].files |= {f"{T5}/../../../evil.json": b"{}", f"{T5}/..\\evil.json": b"{}", "/evil.json": b"{}"}
+    download(settings(tmp_path / "to"))
+    assert files_in(tmp_path / "to") == WANTED
+    assert list(tmp_path.iterdir()) == [tmp_path / "to"]
+
+
+def test_flux_has_its_own_names_here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    files = {"flux1-dev.safetensors": b"flux", "ae.safetensors": b"ae", "vae/config.json": b"no"}
+    hub.repos[FLUX] = FakeRepo(files, licence="other", gated=True)
+    download(settings(tmp_path, preset="flux1-dev"))
+    assert (tmp_path / "flux1-dev-ae.safetensors").read_bytes() == b"ae"
+    assert files_in(tmp_path) == {"flux1-dev.safetensors", "flux1-dev-ae.safetensors", *TEXT_FILES} - SUPERFLUOUS
+    assert hub.tokens_at_storage == []
+
+
+@pytest.mark.parametrize(
+    ("token", "hint"),
+    [("", "hf auth login, or HF_TOKEN"), ("hf_other", "with the account of your token")],
+)
+def test_gated_repositories_say_how_to_get_in(
+    token: str, hint: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.repos[FLUX] = FakeRepo({"flux1-dev.safetensors": b"f", "ae.safetensors": b"a"}, licence="other", gated=True)
+    request = settings(tmp_path, preset="flux1-dev")
+    said = f"{FLUX}: licence other, given only to those who have accepted its terms: needs a token"
+    assert plan_download(request).lines()[0] == said
+    with pytest.raises(CheckpointError, match="only given to people who have accepted its terms") as caught:
+        download(request)
+    assert hint in str(caught.value.hint)
+    assert f"{hub.endpoint}/{FLUX}" in str(caught.value.hint)
+    assert files_in(tmp_path) == set()
+
+
+def test_a_repository_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{FLUX} is not at http"):
+        plan_download(settings(tmp_path, preset="flux1-dev"))
+
+
+def test_files_that_a_repository_lacks_are_named_at_once(hub: FakeHub, tmp_path: Path) -> None:
+    for name in ("hunyuan_vae.safetensors", f"{CLIP}/config.json"):
+        del hub.repos[MAIN].files[name]
+    with pytest.raises(CheckpointError, match=f"has no hunyuan_vae.safetensors, {CLIP}/config.json"):
+        plan_download(settings(tmp_path))
+
+
+def test_something_else_than_a_hub(hub: FakeHub, tmp_path: Path) -> None:
+    hub.speaks_html = True
+    with pytest.raises(CheckpointError, match=r"http.* does not answer as the Hub does"):
+        plan_download(settings(tmp_path))
+
+
+def test_hashes_that_are_none(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fake_hub._git_hash", lambda content: "../../../evil")
+    with pytest.raises(CheckpointError, match=r"size and hash of .* are not told"):
+        download(settings(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_hub_at_all(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=f"{MAIN}: the connection to http://127.0.0.1:9 broke") as caught:
+        plan_download(settings(tmp_path))
+    assert "HF_ENDPOINT" in str(caught.value.hint)
+
+
+def test_offline_says_what_is_missing(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / BIG).write_bytes(CONTENT)
+    lacking = f"lacks hunyuan_vae.safetensors, {T5}/config.json, {CLIP}/config.json"
+    with pytest.raises(CheckpointError, match=f"offline.*{lacking}"):
+        download(settings(tmp_path))
+    assert hub.requests == []
+
+
+def test_too_little_room(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 300_000})())
+    with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
+        download(settings(tmp_path))
+    assert hub.transfers == []
+
+
+def test_a_folder_that_is_a_file(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot write .*file"):
+        download(settings(tmp_path / "file"))
+
+
+def test_the_document(hub: FakeHub, tmp_path: Path) -> None:
+    document = plan_download(settings(tmp_path)).to_json()
+    assert document["schema"] == "osora.ckpt.download/1"
+    assert document["repos"][0]["licence"] == "apache-2.0"
+    first = document["files"][0]
+    assert (first["name"], first["bytes"], first["state"]) == (BIG, len(CONTENT), "missing")
+    assert first["hash"] == hashlib.sha256(CONTENT).hexdigest()

@@ -1,0 +1,140 @@
+"""Looking into checkpoints: what is told, and that nothing is read for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_weights import awkward_state, converted
+
+from opensora_cli.checkpoint.released import read_released
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.ckpt.inspect import Inspection, inspect
+from opensora_cli.settings.ckpt import InspectSettings
+
+
+def look(path: Path, **options: object) -> Inspection:
+    return inspect(InspectSettings.model_validate({"path": str(path), **options}))
+
+
+def write_sparse(path: Path, name: str, *, metadata: dict[str, str]) -> int:
+    """Make a file with the header of a released model in bf16 and a hole for its data; returns its length."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for key, shape in read_released(name).shapes.items():
+        start, end = end, end + 2 * int(torch.Size(shape).numel())
+        header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + end)
+    return path.stat().st_size
+
+
+def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    size = write_sparse(path, "open-sora-v2", metadata={"note": "hello"})
+    assert size > 23 * 10**9
+    assert path.stat().st_blocks * 512 < 10**7
+
+    document = look(path).to_json()
+    assert document["schema"] == "osora.ckpt.inspect/1"
+    assert (document["model"], document["format"]) == ("open-sora-v2", "safetensors")
+    assert (document["qkv"], document["rotary"]) == ("split", "half")
+    assert document["parameters"] == 11_891_390_528
+    assert document["dtypes"] == {"bfloat16": {"tensors": 1082, "parameters": 11_891_390_528, "bytes": 23_782_781_056}}
+    assert document["metadata"] == {"note": "hello"}
+    assert document["tensors"][0] == {
+        "name": "img_in.weight",
+        "dtype": "bfloat16",
+        "shape": [3072, 64],
+        "bytes": 393216,
+    }
+
+
+def test_lines(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    write_sparse(path, "hunyuan-vae", metadata={"note": "two\nlines\x1b[31m"})
+    lines = look(path).lines()
+    table, summary = lines[: lines.index("")], lines[lines.index("") + 1 :]
+    assert len(table) == 248
+    assert table[0].split() == [
+        "encoder.conv_in.conv.weight",
+        "bfloat16",
+        "[128,",
+        "3,",
+        "3,",
+        "3,",
+        "3]",
+        "20.7",
+        "kB",
+    ]
+    assert summary[0] == "format      safetensors, 1 file"
+    assert "tensors     248" in summary
+    assert r"metadata    note: 'two\nlines\x1b[31m'" in summary
+
+
+def test_only_some_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    write_sparse(path, "hunyuan-vae", metadata={})
+    found = look(path, only=["decoder.conv_out.*"])
+    assert [tensor["name"] for tensor in found.to_json()["tensors"]] == [
+        "decoder.conv_out.conv.weight",
+        "decoder.conv_out.conv.bias",
+    ]
+    assert found.to_json()["model"] == "hunyuan-vae"  # goes by all of them
+    with pytest.raises(RequestError, match=r"only='nothing\*' matches no tensor"):
+        look(path, only=["nothing*"])
+
+
+def test_statistics_name_what_is_broken(tmp_path: Path) -> None:
+    state = {
+        "good": torch.tensor([1.0, 3.0]),
+        "broken": torch.tensor([1.0, float("nan"), float("inf")]),
+        "dead": torch.zeros(3, dtype=torch.bfloat16),
+        "nothing": torch.empty(0),
+    }
+    save_file(state, tmp_path / "a.safetensors")
+    found = look(tmp_path / "a.safetensors", stats=True)
+    statistics = {tensor["name"]: tensor["statistics"] for tensor in found.to_json()["tensors"]}
+    assert statistics["good"] == {"nan": 0, "infinite": 0, "all_zero": False, "min": 1.0, "max": 3.0, "mean": 2.0}
+    assert (statistics["broken"]["nan"], statistics["broken"]["infinite"]) == (1, 1)
+    assert statistics["dead"]["all_zero"]
+    assert found.lines()[-2:] == ["not finite  broken", "all zero    dead"]
+    assert next(line for line in found.lines() if line.startswith("good")).endswith("1 to 3, mean 2")
+    sound = look(tmp_path / "a.safetensors", stats=True, only=["good"])
+    assert sound.lines()[-2:] == ["not finite  none", "all zero    none"]
+
+
+def test_trainings_tell_their_selections(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2)}
+    checkpoint = {"step": 7, "model": state, "ema": {"weight": torch.zeros(2)}, "optimizers": []}
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    for path in (tmp_path, tmp_path / "checkpoint.pt"):
+        found = look(path, select="ema", stats=True)
+        document = found.to_json()
+        assert (document["format"], document["selection"]) == ("training", "ema")
+        assert document["selections"] == ["model", "ema"]
+        assert document["tensors"][0]["statistics"]["all_zero"]
+        assert "weights     ema (there are: model, ema)" in found.lines()
+        assert look(path).to_json()["selection"] == "model"
+    with pytest.raises(RequestError, match="has no master weights"):
+        look(tmp_path, select="master")
+
+
+def test_every_form_is_told_alike(tmp_path: Path) -> None:
+    save_file(awkward_state(), tmp_path / "source.safetensors")
+    expected = {tensor["name"]: tensor for tensor in look(tmp_path / "source.safetensors").to_json()["tensors"]}
+    for form in ("safetensors-shards", "torch", "torch-shards", "colossalai", "dcp"):
+        document = look(converted(tmp_path / "source.safetensors", tmp_path / form, format=form)).to_json()
+        assert document["format"] == form
+        assert {tensor["name"]: tensor for tensor in document["tensors"]} == expected
+        json.dumps(document, allow_nan=False)
+
+
+def test_empty_and_missing_paths(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing does not exist"):
+        look(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        look(tmp_path)

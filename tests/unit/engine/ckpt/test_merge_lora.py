@@ -1,0 +1,105 @@
+"""Merging an adapter into a model in a file, and taking it out again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_weights import bit_equal
+from tiny_world import RecordingReporter
+
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.ckpt.merge_lora import MergeResult, merge_lora
+from opensora_cli.settings.ckpt import MergeLoraSettings
+
+RANK, ALPHA = 2, 6
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(4)
+    state = {name: torch.randn(6, 5, generator=generator).bfloat16() for name in ("to_q.weight", "to_k.weight")}
+    save_file({**state, "norm.scale": torch.ones(5)}, tmp_path / "base.safetensors", metadata={"note": "kept"})
+    return tmp_path / "base.safetensors"
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["to_q"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
+    factors = {"A": torch.randn(RANK, 5, generator=generator), "B": torch.randn(6, RANK, generator=generator)}
+    named = {f"base_model.model.to_q.lora_{name}.weight": factor for name, factor in factors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+def merge(base: Path, adapter: Path, target: Path, **options: object) -> MergeResult:
+    values = {"base": str(base), "adapter": str(adapter), "target": str(target), **options}
+    return merge_lora(MergeLoraSettings.model_validate(values))
+
+
+def update(adapter: Path) -> torch.Tensor:
+    factors = load_file(adapter / "adapter_model.safetensors")
+    a, b = (factors[f"base_model.model.to_q.lora_{name}.weight"] for name in "AB")
+    return ALPHA / RANK * b @ a
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, -2.0])
+def test_the_adapter_is_added(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
+    result = merge(base, adapter, tmp_path / "merged.safetensors", scale=scale)
+    before, after = load_file(base), load_file(tmp_path / "merged.safetensors")
+    expected = before["to_q.weight"].float() + scale * update(adapter)
+    torch.testing.assert_close(after["to_q.weight"], expected.bfloat16(), rtol=2**-7, atol=1e-6)
+    others = ("to_k.weight", "norm.scale")
+    assert bit_equal({name: after[name] for name in others}, {name: before[name] for name in others})
+    assert (result.changed, result.error) == (1, None)
+    assert result.lines() == [str(tmp_path / "merged.safetensors")]
+
+
+def test_what_was_done_is_noted(base: Path, adapter: Path, tmp_path: Path) -> None:
+    document = merge(base, adapter, tmp_path / "merged.safetensors", scale=0.5).to_json()
+    assert document["schema"] == "osora.ckpt.merge-lora/1"
+    assert (document["changed"], document["error_bound"]) == (1, None)
+    with safe_open(tmp_path / "merged.safetensors", framework="pt") as file:
+        noted = file.metadata()
+    assert noted["note"] == "kept"
+    assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": 0.5}
+
+
+def test_unmerging_is_as_exact_as_it_says(base: Path, adapter: Path, tmp_path: Path) -> None:
+    merge(base, adapter, tmp_path / "merged.safetensors")
+    result = merge(tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors", unmerge=True)
+    before, after = load_file(base)["to_q.weight"], load_file(tmp_path / "back.safetensors")["to_q.weight"]
+    bound = result.to_json()["error_bound"]
+    off = float((before.float() - after.float()).abs().max())
+    assert 0 < off <= bound < 0.1
+    assert result.lines()[1].endswith(f"off by at most {bound:.3g}, in to_q.weight")
+
+
+def test_progress(base: Path, adapter: Path, tmp_path: Path) -> None:
+    reporter = RecordingReporter()
+    values = {"base": str(base), "adapter": str(adapter), "target": str(tmp_path / "x.safetensors"), "unmerge": True}
+    merge_lora(MergeLoraSettings.model_validate(values), reporter=reporter)
+    assert reporter.stages == ["measure", "hash", "write"]
+    assert reporter.totals["measure"] == 6 * 5 * 2
+    assert reporter.advanced == reporter.totals
+
+
+def test_an_adapter_of_another_model(base: Path, adapter: Path, tmp_path: Path) -> None:
+    save_file({"other.weight": torch.ones(6, 5)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="not in the model"):
+        merge(tmp_path / "other.safetensors", adapter, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="no folder with an adapter"):
+        merge(base, tmp_path / "gone", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_nothing_is_written_into_what_is_read(base: Path, adapter: Path) -> None:
+    for target in (base, adapter / "x.safetensors", adapter):
+        with pytest.raises(RequestError, match=r"which is read|is what is read|must agree"):
+            merge(base, adapter, target, overwrite=True)

@@ -1,0 +1,82 @@
+"""Settings of `osora ckpt`: what is understood, what contradicts itself."""
+
+import pytest
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.ckpt import ConvertSettings, DiffSettings, VerifySettings
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import validate
+
+
+def convert(target: str, **values: object) -> ConvertSettings:
+    given = {"source": "a.safetensors", "target": target, **values}
+    return validate(ConvertSettings, {key: Given(value, f"--{key}") for key, value in given.items()})
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("x.safetensors", "safetensors"),
+        ("x.SAFETENSORS", "safetensors"),
+        ("x.pt", "torch"),
+        ("x.pth", "torch"),
+        ("x.bin", "torch"),
+        ("x", "safetensors-shards"),
+        ("v1.5", "safetensors-shards"),
+        ("folder/", "safetensors-shards"),
+    ],
+)
+def test_the_target_names_the_format(target: str, expected: str) -> None:
+    assert convert(target).resolved_format == expected
+
+
+def test_a_name_without_ending_takes_any_format() -> None:
+    assert convert("x", format="torch").resolved_format == "torch"
+    assert convert("x", format="dcp").resolved_format == "dcp"
+
+
+@pytest.mark.parametrize(
+    ("target", "values", "message"),
+    [
+        ("x.pt", {"format": "safetensors"}, "must agree with the ending of target=x.pt, which is that of torch"),
+        ("x.safetensors", {"format": "safetensors-shards"}, "must agree with the ending"),
+        ("x.pt", {"shard_size": "4GB"}, "has no effect on format=torch: use one of safetensors-shards, torch-shards"),
+        ("x", {"shard_size": "4XB"}, "shard_size='4XB' is not a size such as 4GB or 4096MiB (from --shard_size)"),
+        ("x", {"shard_size": "0"}, "shard_size=0 must be over 0"),
+        ("x", {"dtype": "fp8"}, "dtype=fp8 must be one of fp32, bf16, fp16, fp8_e4m3"),
+        ("x", {"qkv": "fussed"}, "did you mean fused?"),
+        ("x", {"format": "training"}, "format=training must be one of safetensors,"),
+        ("", {}, "target='' must not be empty"),
+    ],
+)
+def test_contradictions(target: str, values: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        convert(target, **values)
+    assert message in caught.value.message
+
+
+def test_options_are_what_the_result_depends_on() -> None:
+    settings = convert("x", shard_size="4GiB", hashing=False, overwrite=True, preset="flux1-dev")
+    assert settings.shard_size == 2**32
+    assert settings.options == {}
+    changed = convert("x", select="ema", rename=["a=b", "re:c,d=e"], dtype="bf16")
+    assert changed.options == {"select": "ema", "rename": ["a=b", "re:c,d=e"], "dtype": "bf16"}
+
+
+@pytest.mark.parametrize("sha256", ["", "12", "g" * 64, "a" * 63])
+def test_what_is_no_hash(sha256: str) -> None:
+    with pytest.raises(RequestError, match="must be 64 hexadecimal digits"):
+        validate(VerifySettings, {"path": Given("x", "PATH"), "sha256": Given(sha256 or "0", "--sha256")})
+
+
+def test_a_hash_needs_the_data() -> None:
+    given = {"path": Given("x", "PATH"), "sha256": Given("A" * 64, "--sha256"), "data": Given(False, "--no-data")}
+    with pytest.raises(RequestError, match="sha256 cannot be checked"):
+        validate(VerifySettings, given)
+
+
+def test_tolerances() -> None:
+    assert DiffSettings(first="a", second="b").is_exact
+    assert not DiffSettings(first="a", second="b", rtol=1e-3).is_exact
+    with pytest.raises(ValueError, match="atol"):
+        DiffSettings(first="a", second="b", atol=-1)
