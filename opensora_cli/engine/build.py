@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 
 from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.configs import mmdit_config, transformer_on_meta, vae_on_meta
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.mmdit.layout import converter
+from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 
@@ -53,14 +54,16 @@ def load_transformer(plan: ExecutionPlan, *, advance: Advance | None = None) -> 
     Raises:
         CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
     """
-    settings = plan.settings.model
+    settings, path = plan.settings.model, plan.weights.path(Component.TRANSFORMER)
     transformer = transformer_on_meta(settings)
+    checkpoint = open_checkpoint(path)
+    rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
     load_into_module(
         transformer,
-        plan.weights.path(Component.TRANSFORMER),
+        path,
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
-        convert=converter(mmdit_config(settings)),
+        convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
         advance=advance,
     )
     return transformer.requires_grad_(False).eval()

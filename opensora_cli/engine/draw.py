@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.progress import BYTES
 from opensora_cli.engine import build
 from opensora_cli.engine.configs import vae_tiling
 from opensora_cli.engine.latents import save_latents
@@ -25,8 +27,6 @@ from opensora_cli.engine.velocity import GuidedVelocity
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +160,10 @@ def load_vae(plan: ExecutionPlan, record: RunRecord) -> HunyuanVAE:
 
 @contextmanager
 def _loading(path: Path, record: RunRecord) -> Iterator[build.Advance]:
-    """Show the loading of a file of weights, in MiB; yields what is to be told of bytes."""
-    done = 0
-    with record.stage("load", total=-(-path.stat().st_size // _MIB), unit="MiB") as progress:
-
-        def advance(num_bytes: int) -> None:
-            nonlocal done
-            before, done = done, done + num_bytes
-            progress.advance(done // _MIB - before // _MIB)
-
-        yield advance
+    """Show the loading of weights; yields what is to be told of bytes."""
+    total = sum(entry.nbytes for entry in open_checkpoint(path).entries.values())
+    with record.stage("load", total=total, unit=BYTES) as progress:
+        yield progress.advance
 
 
 def _prompt_embeds(plan: ExecutionPlan, record: RunRecord) -> PromptEmbeds:

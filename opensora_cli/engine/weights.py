@@ -12,7 +12,7 @@ import torch
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
-from opensora_cli.settings.components import FileSettings
+from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -47,7 +47,6 @@ class WeightFiles:
     """What each component lacks, below a weights folder."""
     looked_in: str
     """Where, in words."""
-    hub_repo: str
     download_folder: str
 
     @property
@@ -72,21 +71,15 @@ class WeightFiles:
         names = [name for component in lacking for name in self.missing[component]]
         raise CheckpointError(
             f"weights of the {self.model} model are missing: {', '.join(names)} (looked in {self.looked_in})",
-            hint=self._how_to_get(lacking),
+            hint=self._how_to_get(),
         )
 
-    def _how_to_get(self, lacking: list[Component]) -> str:
+    def _how_to_get(self) -> str:
         if self.model is ModelName.DEMO:
             return "the demo comes with osora: install it again"
-        patterns = [
-            f"--include {shlex.quote(pattern)}"
-            for component in lacking
-            for pattern in dict.fromkeys(
-                f"{Path(name).parent.as_posix()}/*" if component.is_folder else name for name in self.missing[component]
-            )
-        ]
-        command = ["hf download", self.hub_repo, *patterns, "--local-dir", shlex.quote(self.download_folder)]
-        return " ".join(command)
+        # What is there already is not fetched again.
+        place = "" if self.download_folder == DEFAULT_FOLDER else f" --to {shlex.quote(self.download_folder)}"
+        return DOWNLOAD_COMMAND + place
 
 
 def find_weights(settings: GenerateSettings) -> WeightFiles:
@@ -100,7 +93,7 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
     if settings.model.name is ModelName.OPEN_SORA_V2:
         return find_released(files, named)
     # OSORA_WEIGHTS is usually set for the released model: a folder without a demo in it must not hide the packaged one.
-    folder = Path(named) if named is not None and (Path(named) / files.transformer).is_file() else packaged_demo()
+    folder = Path(named) if named is not None and (Path(named) / files.transformer).exists() else packaged_demo()
     return _located(files, [folder], model=ModelName.DEMO, looked_in=str(folder))
 
 
@@ -168,7 +161,6 @@ def _located(
         paths=paths,
         missing=missing,
         looked_in=looked_in,
-        hub_repo=files.hub_repo,
         download_folder=download_folder,
     )
 
@@ -187,7 +179,7 @@ def _lacking(component: Component, path: Path) -> list[str]:
         return T5Encoder.missing_files(path)
     if component is Component.CLIP:
         return ClipEncoder.missing_files(path)
-    return [] if path.is_file() else [str(path)]
+    return [] if path.exists() else [str(path)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ from pydantic import Field, PositiveInt, model_validator
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import ModelName
 
+DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
+"""The line that fetches the released weights to where they are looked for."""
+
 
 class ModelSettings(Section):
     """Name and sizes of the MMDiT. The defaults are those of the released 11B model."""

@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.settings.base import Section, split_list
-from opensora_cli.settings.components import FileSettings, ModelSettings, TextSettings, VAESettings
+from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings, ModelSettings, TextSettings, VAESettings
 from opensora_cli.settings.enums import AspectRatio, ConditionMode, DType, Fit, ModelChoice, ModelName, OutputFormat
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
@@ -240,7 +240,7 @@ def _size_problems(settings: GenerateSettings) -> list[str]:
     if video.resolution not in video.resolutions:
         fix = f"use {_either(video.resolutions)}"
         if settings.model.name is ModelName.DEMO:
-            fix += f", or get the released model: {download_command(settings.files.hub_repo)}"
+            fix += f", or get the released model: {DOWNLOAD_COMMAND}"
         problems.append(f"video.resolution={video.resolution} is not a size of the {settings.model.name} model: {fix}")
     if video.aspect_ratio not in video.aspect_ratios:
         problems.append(
@@ -300,11 +300,6 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
             + (" or another mode" if shortest > settings.video.max_frames else "")
         )
     return problems
-
-
-def download_command(hub_repo: str) -> str:
-    """Return the line that fetches the weights of `hub_repo` to where they are looked for."""
-    return f"hf download {hub_repo} --local-dir ckpts"
 
 
 def _near_multiples(value: int, multiple: int) -> list[str]:

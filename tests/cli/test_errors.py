@@ -57,8 +57,11 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generate", "x", "--out", "a.mp4", "--format", "gif"], "must agree with the ending of output.path=a.mp4"),
         (["generate", "x", "--model", "open-sora-v2", "--num-frames", "130"], "use 129 (from --num-frames)"),
         (["generate", "x", "--model", "open-sora-v2", "--res", "512px"], "use 256px or 768px"),
-        (["generate", "x", "--model", "demo", "--res", "768px"], "use 64px, or get the released model: hf download"),
-        (["generate", "x", "--res", "768px"], "hf download hpcai-tech/Open-Sora-v2 --local-dir ckpts"),
+        (
+            ["generate", "x", "--model", "demo", "--res", "768px"],
+            "use 64px, or get the released model: osora ckpt download",
+        ),
+        (["generate", "x", "--res", "768px"], "osora ckpt download open-sora-v2"),
     ],
 )
 def test_bad_request(args: list[str], message: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

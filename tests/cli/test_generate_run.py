@@ -187,7 +187,7 @@ class TestBadInput:
         stderr = capsys.readouterr().err
         for name in ("Open_Sora_v2.safetensors", "hunyuan_vae.safetensors", "google/t5-v1_1-xxl", "openai/clip-vit"):
             assert name in stderr
-        assert "hf download hpcai-tech/Open-Sora-v2" in stderr
+        assert "osora ckpt download open-sora-v2" in stderr
         assert not out.exists()
 
     def test_broken_weights(self, world, tmp_path, out, capsys):

@@ -6,10 +6,11 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
+from opensora_cli.checkpoint.folders import TRAINING_FILE
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.settings.train import TrainTarget
 
-CHECKPOINT_FILE = "checkpoint.pt"
+CHECKPOINT_FILE = TRAINING_FILE
 LOG_FILE = "log.jsonl"
 SETTINGS_FILE = "settings.json"
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint.saver import write_state
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError, RequestError
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.progress import Reporter
@@ -241,14 +242,8 @@ class Trainer(Generic[ModuleT]):
             "ema": self.ema.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
-        with atomic_path(self._output / CHECKPOINT_FILE) as temporary, temporary.open("wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:
-                # Of a full disk torch itself only says that it is not where it should be in the file.
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
+        with atomic_path(self._output / CHECKPOINT_FILE) as temporary:
+            write_state(temporary, state)
 
     def resume(self) -> None:
         """Take up the checkpoint in the output folder, and take out of the log what came after it.
