@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.folders import MODEL_FOLDER
+from opensora_cli.checkpoint.formats import Checkpoint
+from opensora_cli.checkpoint.fp8 import dequantise
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.remote import fetch_from_hub
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import first_few
+from opensora_cli.core.metadata import ROTARY_METADATA
 
 Shape = tuple[int, ...]
 
@@ -90,7 +94,7 @@ def load_into_module(
     path = Path(path)
     _refuse_unfillable(module_on_meta)
     expected = module_on_meta.state_dict()
-    entries = open_checkpoint(path).entries
+    entries = dequantise(open_checkpoint(path).entries, dtype)
     read = convert or _as_is
     found = {key: tuple(tensor.shape) for key, tensor in read(_MetaTensors(entries))}
     shapes = {key: tuple(tensor.shape) for key, tensor in expected.items()}
@@ -124,7 +128,7 @@ def load_checkpoint(
     """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
 
     Weights that the model has already are overwritten in place: an optimizer that holds them goes on holding them, and
-    their dtype and device stay. Weights on the meta device get the checkpoint's dtype.
+    their dtype and device stay. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
 
     Args:
         model: what is filled.
@@ -132,7 +136,7 @@ def load_checkpoint(
             `owner/repository/file`.
         cache_dir: where files of the Hub are kept; None is the usual place.
         device_map: where weights on the meta device go.
-        cai_model_name: the subfolder of a ColossalAI checkpoint that is loaded, where `path` has one.
+        cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
         strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
         rename_keys: old to new starts of names, changed before anything is compared.
 
@@ -141,25 +145,43 @@ def load_checkpoint(
         RequestError: `rename_keys` matches nothing, or gives two tensors one name.
     """
     found = Path(path) if Path(path).exists() else fetch_from_hub(str(path), cache_dir=cache_dir)
-    if (found / cai_model_name).is_dir():
+    if cai_model_name != MODEL_FOLDER:
         found = found / cai_model_name
-    entries = open_checkpoint(found).entries
+    checkpoint = open_checkpoint(found)
     if rename_keys:
-        entries = rename(entries, [f"{old}={new}" for old, new in rename_keys.items()])
-    expected = model.state_dict()
+        renamed = rename(checkpoint.entries, [f"{old}={new}" for old, new in rename_keys.items()])
+        checkpoint = replace(checkpoint, entries=renamed)
+    fill_module(model, checkpoint, device=device_map, strict=strict)
+    return model
+
+
+def fill_module(
+    module: nn.Module, checkpoint: Checkpoint, *, device: torch.device | str = "cpu", strict: bool = True
+) -> None:
+    """Give a module the weights of an open checkpoint, those that it has already in place; see `load_checkpoint`.
+
+    Raises:
+        CheckpointError: keys or shapes don't fit the module, or a file cannot be read.
+    """
+    if checkpoint.metadata.get(ROTARY_METADATA) == "interleaved":
+        raise CheckpointError(
+            f"{checkpoint.path} has interleaved rotary pairs, which its names don't tell",
+            hint="osora ckpt convert --rotary half brings them into the order that models expect",
+        )
+    entries = dequantise(checkpoint.entries, torch.get_default_dtype())
+    expected = module.state_dict()
     shapes = {key: tuple(entry.shape) for key, entry in entries.items()}
     mismatch = _Mismatch.between(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
     if mismatch.wrong or (strict and mismatch):
-        raise CheckpointError(f"{found} does not fit the model: {mismatch}")
+        raise CheckpointError(f"{checkpoint.path} does not fit the model: {mismatch}")
     if mismatch:
-        warnings.warn(f"{found} does not fit the model: {mismatch}", stacklevel=2)
+        warnings.warn(f"{checkpoint.path} does not fit the model: {mismatch}", stacklevel=3)
     tensors = _MappedTensors(entries)
     for key in expected.keys() & entries.keys():
         if expected[key].is_meta:
-            _assign(model, key, tensors[key].to(device_map))
+            _assign(module, key, tensors[key].to(device))
         else:
             expected[key].copy_(tensors[key])
-    return model
 
 
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

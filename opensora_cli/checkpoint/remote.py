@@ -5,13 +5,15 @@ from pathlib import Path
 from opensora_cli.core.exceptions import CheckpointError
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_SUBFOLDERS = ["*/*"]
 
 
 def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
     """Return the file or folder in the Hub's cache that `name` means, downloading what is missing of it.
 
     Args:
-        name: `owner/repository` for all safetensors files of a repository, or `owner/repository/path/of/file`.
+        name: `owner/repository` for the safetensors files of a repository, those in its subfolders left out; or
+            `owner/repository/path/of/file`.
         cache_dir: where files of the Hub are kept; None is the usual place.
 
     Raises:
@@ -28,9 +30,12 @@ def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
     try:
         if file:
             return Path(hf_hub_download(repo, file, cache_dir=cache_dir))
-        return Path(str(snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS)))
+        folder = snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"{name} does not exist here, and cannot be fetched from the Hugging Face Hub: {reason}"
         ) from error
+    if not Path(str(folder)).is_dir():
+        raise CheckpointError(f"{name} has no safetensors files", hint=f"name a file of it: {name}/FILE")
+    return Path(str(folder))

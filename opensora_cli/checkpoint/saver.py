@@ -4,6 +4,7 @@ import atexit
 import json
 import sys
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -22,16 +23,23 @@ from opensora_cli.checkpoint.folders import (
     RUNNING_STATES_FILE,
     checkpoint_folder_name,
 )
-from opensora_cli.checkpoint.load import load_checkpoint
+from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.load import fill_module
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.safetensors_file import write_safetensors
 from opensora_cli.checkpoint.shards import write_shards
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import atomic_folder
+from opensora_cli.core.listing import first_few
 
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
 LR_SCHEDULER_FILE = "lr_scheduler.pt"
 SAMPLER_FILE = "sampler.pt"
-_SHARD_BYTES = 4096 * 2**20
+_NAMES = (
+    *(MODEL_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
+    *(LR_SCHEDULER_FILE, SAMPLER_FILE, RUNNING_STATES_FILE),
+)
+"""What a folder may hold that is replaced."""
 
 
 class Stateful(Protocol):
@@ -104,22 +112,21 @@ class CheckpointIO:
             The checkpoint's folder, which exists once the writing is over.
 
         Raises:
-            OutputError: this or, if it was not waited for, the save before could not be written.
+            OutputError: this or, if it was not waited for, the save before could not be written; or a state holds what
+                cannot be read again without trusting the file, or the folder holds something of somebody else.
         """
         self.wait()
         folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=global_step)
-        weights = {
+        _refuse_to_replace(folder)
+        states = {OPTIMIZER_FILE: optimizer, LR_SCHEDULER_FILE: lr_scheduler, SAMPLER_FILE: sampler}
+        given = {
             MODEL_FOLDER: _tensors_of(model),
             EMA_FILE: _tensors_of(ema),
-            MASTER_FILE: None if master is None else dict(master),
-        }
-        states = {
-            OPTIMIZER_FILE: optimizer and optimizer.state_dict(),
-            LR_SCHEDULER_FILE: lr_scheduler and lr_scheduler.state_dict(),
-            SAMPLER_FILE: sampler and sampler.state_dict(),
+            MASTER_FILE: _tensors_of(master),
+            **{name: None if state is None else state.state_dict() for name, state in states.items()},
         }
         running = {"epoch": epoch, "step": step, "global_step": global_step, "batch_size": batch_size}
-        kept = self._snapshot({name: value for name, value in {**weights, **states}.items() if value is not None})
+        kept = self._snapshot({name: value for name, value in given.items() if value is not None})
 
         def write() -> None:
             _write_folder(folder, kept, running)
@@ -136,9 +143,10 @@ class CheckpointIO:
         Raises:
             OutputError: it went wrong; told once.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            # An interruption of this leaves the thread to be waited for: its memory is not free before it has ended.
+            self._thread.join()
+            self._thread = None
             atexit.unregister(self._report_at_exit)
         error, self._error = self._error, None
         if error is not None:
@@ -170,14 +178,15 @@ class CheckpointIO:
             `epoch`, `step`, `global_step` and `batch_size`.
 
         Raises:
-            CheckpointError: the folder is not a complete checkpoint, lacks what is asked for, or does not fit.
+            CheckpointError: the folder is not a complete checkpoint, lacks a state, or does not fit.
+            RequestError: it lacks the weights that are asked for.
         """
         self.wait()
         folder = Path(load_dir)
         running = _read_running_states(folder)
-        for module, name in ((model, MODEL_FOLDER), (ema, EMA_FILE)):
+        for module, select in ((model, Selection.MODEL), (ema, Selection.EMA)):
             if module is not None:
-                load_checkpoint(module, folder / name, strict=strict)
+                fill_module(module, open_checkpoint(folder, select=select), strict=strict)
         for target, name in ((optimizer, OPTIMIZER_FILE), (lr_scheduler, LR_SCHEDULER_FILE), (sampler, SAMPLER_FILE)):
             if target is not None:
                 _load_state(target, folder / name)
@@ -200,24 +209,53 @@ class CheckpointIO:
             print(f"error: the last checkpoint is lost: {self._error}", file=sys.stderr)
 
     def _snapshot(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Copy every tensor to the host, into the memory of the last snapshot where it fits."""
+        """Copy everything; tensors to the host, into the memory of the last snapshot where they fit."""
+        found, structure = pytree.tree_flatten_with_path(values)
+        plain = iter(_copy_plain([(pytree.keystr(path), leaf) for path, leaf in found if not _is_tensor(leaf)]))
         buffers: dict[str, Tensor] = {}
-
-        def copy(path: tuple[Any, ...], value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            name = pytree.keystr(path)
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            buffers[name] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
-            return buffer
-
-        copied: dict[str, Any] = pytree.tree_map_with_path(copy, values)
+        copied = [
+            self._copy(pytree.keystr(path), leaf, buffers) if _is_tensor(leaf) else next(plain) for path, leaf in found
+        ]
         if any(buffer.is_pinned() for buffer in buffers.values()):
             torch.cuda.synchronize()
         self._buffers = buffers
-        return copied
+        snapshot: dict[str, Any] = pytree.tree_unflatten(copied, structure)
+        return snapshot
+
+    def _copy(self, name: str, tensor: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        buffers[name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        return buffer
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _copy_plain(leaves: list[tuple[str, Any]]) -> list[Any]:
+    """Copy what is not a tensor by writing and reading it, which shows at once that it can be read again."""
+    try:
+        return _written_and_read([leaf for _, leaf in leaves])
+    except Exception:
+        for name, leaf in leaves:
+            try:
+                _written_and_read([leaf])
+            except Exception as error:
+                raise OutputError(
+                    f"the state {name} cannot be saved: {type(leaf).__name__} is nothing that can be read again safely",
+                    hint="keep tensors, numbers, text, and lists and dictionaries of them in it",
+                ) from error
+        raise
+
+
+def _written_and_read(values: list[Any]) -> list[Any]:
+    buffer = BytesIO()
+    torch.save(values, buffer)
+    buffer.seek(0)
+    read: list[Any] = torch.load(buffer, weights_only=True)
+    return read
 
 
 def write_state(path: Path, state: object) -> None:
@@ -242,6 +280,15 @@ def _tensors_of(weights: nn.Module | Mapping[str, Tensor] | None) -> dict[str, T
     return dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
 
 
+def _refuse_to_replace(folder: Path) -> None:
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _NAMES) if folder.is_dir() else []
+    if foreign:
+        raise OutputError(
+            f"{folder} holds more than a checkpoint, which would be lost: {first_few(foreign)}",
+            hint="move it, or save to another folder",
+        )
+
+
 def _write_folder(folder: Path, kept: Mapping[str, Any], running: Mapping[str, object]) -> None:
     with atomic_folder(folder) as temporary:
         for name, value in kept.items():
@@ -249,7 +296,7 @@ def _write_folder(folder: Path, kept: Mapping[str, Any], running: Mapping[str, o
             target.parent.mkdir(exist_ok=True)
             if name == MODEL_FOLDER:
                 target.mkdir()
-                write_shards(target, _entries(value), shard_bytes=_SHARD_BYTES, metadata={"format": "pt"})
+                write_shards(target, _entries(value), metadata={"format": "pt"})
             elif name in (EMA_FILE, MASTER_FILE):
                 write_safetensors(target, _entries(value), metadata={"format": "pt"})
             else:

@@ -7,9 +7,9 @@ from torch import Tensor
 from opensora_cli.checkpoint.entries import Entry, JoinedEntry, RowsEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few
+from opensora_cli.core.metadata import ROTARY_METADATA
 from opensora_cli.models.mmdit.layout import (
     QKV,
-    ROTARY_METADATA,
     HeadSizes,
     Piece,
     Rotary,

@@ -19,13 +19,11 @@ from typing import Self
 from torch import Tensor
 
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.metadata import ROTARY_METADATA
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 Shape = tuple[int, ...]
-
-ROTARY_METADATA = "osora.rotary"
-"""Metadata key under which a converted file says how its rotary pairs lie."""
 
 
 class QKV(StrEnum):

@@ -57,9 +57,29 @@ def test_a_training_is_loaded_from_the_model_subfolder_or_another(tmp_path, weig
     for name, factor in (("model", 1), ("other", 2)):
         (tmp_path / name).mkdir()
         save_file({key: factor * tensor for key, tensor in weights.items()}, tmp_path / name / "a.safetensors")
+    with pytest.raises(CheckpointError, match="not written to its end"):
+        load_checkpoint(model(1), tmp_path)
+    (tmp_path / "running_states.json").write_text("{}")
     assert equal(load_checkpoint(model(1), tmp_path), weights)
     doubled = {key: 2 * tensor for key, tensor in weights.items()}
     assert equal(load_checkpoint(model(1), tmp_path, cai_model_name="other"), doubled)
+
+
+def test_eight_bits_are_multiplied_with_their_scales(tmp_path):
+    weight, scale = torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn), torch.tensor(0.25)
+    save_file({"weight": weight, "weight_scale": scale}, tmp_path / "a")
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            linear = nn.Linear(2, 1, bias=False)
+        assert load_checkpoint(linear, tmp_path / "a").weight.tolist() == [[0.25, -0.5]]
+        assert linear.weight.dtype is torch.float32
+
+
+def test_an_order_that_names_do_not_tell_is_refused(tmp_path, weights):
+    save_file(weights, tmp_path / "a", metadata={"osora.rotary": "interleaved"})
+    with pytest.raises(CheckpointError, match="interleaved rotary pairs") as caught:
+        load_checkpoint(model(1), tmp_path / "a")
+    assert "--rotary half" in caught.value.hint
 
 
 def test_names_are_changed_first(tmp_path, weights):
@@ -119,6 +139,11 @@ class TestHub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert equal(load_checkpoint(model(2), name, cache_dir=tmp_path / "cache"), weights)
         assert len(hub.transfers) == 1
+
+    def test_subfolders_are_not_fetched(self, tmp_path, hub):
+        with pytest.raises(CheckpointError, match=r"owner/repo has no safetensors files"):
+            load_checkpoint(model(1), "owner/repo", cache_dir=tmp_path / "cache")
+        assert hub.transfers == []
 
     @pytest.mark.parametrize(
         "name", ["owner/none", "owner/repo/none.safetensors", "./nowhere", "/nowhere", "nowhere", "a b/c d"]

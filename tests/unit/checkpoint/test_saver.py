@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from opensora_cli.checkpoint import saver
 from opensora_cli.checkpoint.formats import Format, Selection
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.saver import CheckpointIO
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
 
 class Counter:
@@ -30,6 +31,29 @@ class Counter:
     def load_state_dict(self, state):
         self.count = state["count"]
         assert state["seen"].numel() == self.count
+
+
+class Recorder:
+    """A sampler whose state is a dictionary of its own, and whose length may be 0."""
+
+    def __init__(self):
+        self.state = {}
+
+    def __len__(self):
+        return len(self.state)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
 def trained(seed):
@@ -102,6 +126,44 @@ class TestSaving:
         assert equal(other.state_dict(), before)
         assert torch.equal(its_optimizer.state_dict()["state"][0]["exp_avg"], moments)
 
+    def test_plain_values_are_copied_too(self, tmp_path, monkeypatch):
+        goes_on, write = threading.Event(), saver._write_folder
+        monkeypatch.setattr(saver, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
+        sampler = Recorder()
+        sampler.state["seen"] = [1, 2]
+        io = CheckpointIO()
+        folder = io.save(tmp_path, sampler=sampler)
+        sampler.state["seen"].append(3)
+        goes_on.set()
+        io.wait()
+        other = Recorder()
+        io.load(folder, sampler=other)
+        assert other.state == {"seen": [1, 2]}
+
+    def test_a_sampler_without_samples_is_saved(self, tmp_path):
+        sampler = Recorder()
+        assert not sampler
+        folder = CheckpointIO().save(tmp_path, sampler=sampler, async_io=False)
+        CheckpointIO().load(folder, sampler=sampler)
+        assert sampler.state == {}
+
+    def test_an_interrupted_wait_keeps_the_memory_until_it_is_free(self, tmp_path, monkeypatch):
+        (model, _), goes_on, write = trained(0), threading.Event(), saver._write_folder
+        monkeypatch.setattr(saver, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
+        before = cloned(model)
+        io = CheckpointIO()
+        folder = io.save(tmp_path, model, global_step=1)
+        with torch.no_grad():
+            model[0].weight.zero_()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "join", raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                io.save(tmp_path, model, global_step=2)
+        threading.Timer(0.2, goes_on.set).start()
+        io.save(tmp_path, model, global_step=3)  # what a handler of Ctrl-C does
+        io.wait()
+        assert equal({name: entry.read() for name, entry in open_checkpoint(folder).entries.items()}, before)
+
     def test_the_next_save_waits_and_reuses_the_memory(self, tmp_path, monkeypatch):
         model, _ = trained(0)
         written, write = [], saver._write_folder
@@ -130,6 +192,21 @@ class TestSaving:
 
 
 class TestErrors:
+    def test_what_could_not_be_read_again_is_refused_at_once(self, tmp_path):
+        sampler = Recorder()
+        sampler.state["order"] = {"of": np.arange(3)}
+        with pytest.raises(OutputError, match=r"\['order'\]\['of'\] cannot be saved: ndarray"):
+            CheckpointIO().save(tmp_path, sampler=sampler)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_other_files_are_not_lost(self, tmp_path):
+        model, _ = trained(0)
+        folder = CheckpointIO().save(tmp_path, model, async_io=False)
+        (folder / "notes.md").write_text("mine")
+        with pytest.raises(OutputError, match=r"holds more than a checkpoint, which would be lost: notes\.md"):
+            CheckpointIO().save(tmp_path, model)
+        assert (folder / "notes.md").read_text() == "mine"
+
     @pytest.fixture
     def blocked(self, tmp_path):
         (tmp_path / "file").write_text("in the way")
@@ -206,7 +283,7 @@ class TestLoading:
             CheckpointIO().load(folder)
 
     def test_what_was_not_saved(self, folder):
-        with pytest.raises(CheckpointError, match=r"ema\.safetensors"):
+        with pytest.raises(RequestError, match="ema"):  # and nobody is asked for it over the network
             CheckpointIO().load(folder, ema=trained(1)[0])
         with pytest.raises(CheckpointError, match=r"sampler\.pt does not exist"):
             CheckpointIO().load(folder, sampler=Counter())
