@@ -60,9 +60,7 @@ def reshard(source: Path, target: Path) -> None:
     """Write `source` anew in four shards."""
     entries, metadata = open_safetensors(source)
     shard_bytes = source.stat().st_size // 4
-    write_checkpoint(
-        entries, target, format=Format.SAFETENSORS_SHARDS, shard_bytes=shard_bytes, metadata=metadata, hashing=False
-    )
+    write_checkpoint(entries, target, format=Format.SAFETENSORS_SHARDS, shard_bytes=shard_bytes, metadata=metadata)
 
 
 def cast(source: Path, target: Path) -> None:

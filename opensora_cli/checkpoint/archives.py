@@ -25,7 +25,9 @@ _CODE = "constants.pkl"
 _ROOT = "archive"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
-_MAX_DIRECTORY_BYTES = 2**25
+_MAX_DIRECTORY_BYTES = 2**22
+"""Room for the records of some 60,000 tensors, each of which takes ten times as much memory."""
+
 _ALIGNMENT = 64
 _ZIP64_FIELD_BYTES = 20
 _PADDING_FIELD = struct.Struct("<2sH")

@@ -4,6 +4,7 @@ An entry knows its shape and dtype, and reads any range of its elements when ask
 entries; writing asks for one small range after the other. So nothing ever holds a checkpoint, nor even a whole tensor.
 """
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.listing import plain
 
 PIECE_BYTES = 2**20
 """How much is read at a time: large enough for a disk, small enough to stay in a processor's cache."""
@@ -141,15 +143,26 @@ class HeldEntry(Entry):
 
 
 class CastEntry(Entry):
-    """Another entry in another dtype, rounded element by element as torch does."""
+    """Another entry in another dtype, rounded element by element as torch does.
 
-    def __init__(self, base: Entry, dtype: torch.dtype) -> None:
+    Args:
+        base: the other entry.
+        dtype: what it is rounded to.
+        name: of the tensor, for errors.
+    """
+
+    def __init__(self, base: Entry, dtype: torch.dtype, *, name: str) -> None:
         super().__init__(base.shape, dtype)
         self._base = base
+        self._name = name
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read and round elements `start` to `stop`."""
-        return self._base.elements(start, stop).to(self.dtype)
+        """Read and round elements `start` to `stop`.
+
+        Raises:
+            CheckpointError: a number is too large for the dtype; or as for any entry.
+        """
+        return rounded(self._base.elements(start, stop), self.dtype, name=self._name)
 
 
 class RowsEntry(Entry):
@@ -213,6 +226,37 @@ class JoinedEntry(Entry):
             read.append(part.elements(start - first, end - first))
             start, index = end, index + 1
         return read[0] if len(read) == 1 else torch.cat([*read, torch.empty(0, dtype=self.dtype)])
+
+
+def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
+    """Return numbers in another dtype.
+
+    Args:
+        values: of one dimension.
+        dtype: theirs from now on.
+        name: of the tensor they are of, for errors.
+
+    Raises:
+        CheckpointError: finite numbers would become infinite.
+    """
+    result = values.to(dtype)
+    if _may_overflow(values, dtype) and bool((result.isinf() & values.isfinite()).any()):
+        raise CheckpointError(
+            f"{plain(name)} has numbers that are too large for {str(dtype).removeprefix('torch.')}",
+            hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or leave it as it is",
+        )
+    return result
+
+
+def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the largest of `values` might not fit, at the cost of one fast product."""
+    if not (values.dtype.is_floating_point and dtype.is_floating_point):
+        return False
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= largest:
+        return False
+    wide = values if values.dtype.itemsize >= 4 else values.float()
+    return not math.sqrt(torch.dot(wide, wide)) < largest
 
 
 def cut_extents(extents: Sequence[Extent], start: int, stop: int) -> Iterator[Extent]:

@@ -91,15 +91,15 @@ def find_file(folder: Path) -> Path:
 
     Raises:
         RequestError: it has several.
-        CheckpointError: it has none, or it is a link to elsewhere.
+        CheckpointError: it has none, or a link to a file elsewhere, which is not read even to see what it is.
     """
-    kinds = {path: recognise(path) for path in _listed(folder) if path.is_file()}
+    kinds = {path: recognise(refuse_outside(path, folder)) for path in _listed(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in WEIGHTS]
     chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
     if len(chosen) > 1:
         raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
     if chosen:
-        return refuse_outside(chosen[0], folder)
+        return chosen[0]
     for path, kind in kinds.items():
         if kind in (Kind.LFS_POINTER, Kind.WEB_PAGE):
             raise refusal(path, kind)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.computing import ComputedEntry
-from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.entries import Entry, rounded
 from opensora_cli.core.exceptions import CheckpointError
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -40,19 +40,48 @@ def dequantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, En
     Raises:
         CheckpointError: a tensor has two scales, or one whose shape or dtype is none of the variants.
     """
-    quantised = {name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name)}
-    scales = {name: scale for name in quantised for scale in _find_scale(name, entries)}
-    left_out = set(scales.values()) | _companions(quantised)
+    scales = _scales(entries)
     result: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        if name in left_out or (_is_marker(name) and entry.dtype in FP8_DTYPES):
-            continue
-        if name in quantised:
-            scale = entries[scales[name]] if name in scales else None
-            result[name] = DequantisedEntry(name, entry, scale, dtype)
-        else:
+    for name, entry in without_scales(entries).items():
+        if name not in scales:
             result[name] = entry
+            continue
+        if len(scales[name]) > 1:
+            raise CheckpointError(f"{name} has more than one scale: {', '.join(scales[name])}")
+        scale = entries[scales[name][0]] if scales[name] else None
+        result[name] = DequantisedEntry(name, entry, scale, dtype)
     return result
+
+
+def without_scales(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors under whose names a model has its weights: all but scales, and notes beside 8-bit tensors."""
+    scales = _scales(entries)
+    left_out = {name for found in scales.values() for name in found} | _companions(scales)
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if name not in left_out and not (_is_marker(name) and entry.dtype in FP8_DTYPES)
+    }
+
+
+def separated(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[str]:
+    """Return the 8-bit tensors that have not the same scale any more.
+
+    Args:
+        before: the tensors of a checkpoint.
+        after: some of the same entries, by the same or other names.
+
+    Returns:
+        Their names in `before`.
+    """
+    new_names = {id(entry): name for name, entry in after.items()}
+    scales, new_scales = _scales(before), _scales(after)
+    return [
+        name
+        for name, found in scales.items()
+        if (new_name := new_names.get(id(before[name]))) is not None
+        and [before[scale] for scale in found] != [after[scale] for scale in new_scales.get(new_name, [])]
+    ]
 
 
 def quantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
@@ -93,6 +122,7 @@ class DequantisedEntry(ComputedEntry):
 
     def __init__(self, name: str, base: Entry, scale: Entry | None, dtype: torch.dtype) -> None:
         super().__init__(base.shape, dtype)
+        self._name = name
         self._base = base
         self._scale = scale
         self._block = (1, 1) if scale is None else _block_of_scale(name, base, scale)
@@ -102,7 +132,7 @@ class DequantisedEntry(ComputedEntry):
         values = _widened(self._base.elements(start, stop))
         if self._scale is not None:
             values *= self._factors(self._scale.read().float(), start, stop)
-        return values.to(self.dtype)
+        return rounded(values, self.dtype, name=self._name)
 
     def _factors(self, scale: Tensor, start: int, stop: int) -> Tensor:
         """Return the scale of each element, or the one of them all."""
@@ -191,14 +221,16 @@ def _widened(values: Tensor) -> Tensor:
     return numbers.index_select(0, values.view(torch.uint8).int())
 
 
-def _find_scale(name: str, entries: Mapping[str, Entry]) -> list[str]:
-    """Return the name of the tensor's scale, if it has one."""
+def _scales(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
+    """Return the 8-bit tensors, each with the tensors that may be its scale: hardly ever more than one."""
+    quantised = (name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name))
+    return {name: _find_scales(name, entries) for name in quantised}
+
+
+def _find_scales(name: str, entries: Mapping[str, Entry]) -> list[str]:
     module, _, kind = name.rpartition(".")
     candidates = [f"{name}{_SCALE}", f"{name}_scale_inv", f"{module}.scale_{kind}" if module else f"scale_{kind}"]
-    found = [candidate for candidate in candidates if candidate in entries]
-    if len(found) > 1:
-        raise CheckpointError(f"{name} has more than one scale: {', '.join(found)}")
-    return found
+    return [candidate for candidate in candidates if candidate in entries]
 
 
 def _companions(quantised: Iterable[str]) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.computing import ComputedEntry
-from opensora_cli.checkpoint.entries import CastEntry, Entry
+from opensora_cli.checkpoint.entries import CastEntry, Entry, rounded
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES
 from opensora_cli.checkpoint.peft_files import Adapter, LowRank
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -50,9 +50,9 @@ def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0)
     _check(entries, adapter)
     merged = dict(entries)
     for name, replacement in adapter.replacements.items():
-        merged[name] = CastEntry(replacement, entries[name].dtype)
+        merged[name] = CastEntry(replacement, entries[name].dtype, name=name)
     for name, update in adapter.updates.items():
-        merged[name] = MergedEntry(merged[name], update, scale=scale)
+        merged[name] = MergedEntry(merged[name], update, scale=scale, name=name)
     return merged
 
 
@@ -113,24 +113,36 @@ class MergedEntry(ComputedEntry):
         base: the weight.
         update: what is added.
         scale: how much of it.
+        name: of the weight, for errors.
     """
 
-    def __init__(self, base: Entry, update: LowRank, *, scale: float) -> None:
+    def __init__(self, base: Entry, update: LowRank, *, scale: float, name: str) -> None:
         # A product of matrices may round otherwise where it has other sizes: every range must see the same products.
         super().__init__(base.shape, base.dtype, whole_rows=True)
         self._base = base
         self._update = update
         self._scale = scale
+        self._name = name
+        self._last_change: tuple[int, Tensor] | None = None
 
     def compute(self, start: int, stop: int) -> Tensor:
         """Read and add elements `start` to `stop`."""
-        step = self.step_numel
-        begin = start - start % step
-        first, last = begin // self.row_numel, min(begin + step, self.numel) // self.row_numel
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        change = self._update.rows(first, last, dtype) * (self._update.scale * self._scale)
-        change = change.reshape(-1)[start - begin : stop - begin]
-        return change.add_(self._base.elements(start, stop)).to(self.dtype)
+        begin = start - start % self.step_numel
+        end = min(begin + self.step_numel, self.numel)
+        change = self._change(begin, end)
+        if stop == end:
+            # Nobody who reads on will ask for it again, and there may be a thousand tensors.
+            self._last_change = None
+        total = change[start - begin : stop - begin] + self._base.elements(start, stop)
+        return rounded(total, self.dtype, name=self._name)
+
+    def _change(self, begin: int, end: int) -> Tensor:
+        """Return what is added in one step, which is often read in several pieces."""
+        if self._last_change is None or self._last_change[0] != begin:
+            dtype = torch.promote_types(self.dtype, torch.float32)
+            rows = self._update.rows(begin // self.row_numel, end // self.row_numel, dtype)
+            self._last_change = begin, rows.mul_(self._update.scale * self._scale).reshape(-1)
+        return self._last_change[1]
 
 
 def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:

@@ -1,9 +1,10 @@
 """Reading the files of a PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`."""
 
+import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.name_patterns import ValuesByName
 from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.listing import first_few, plain
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -22,7 +25,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<table>[AB]))", re.DOTALL)
-_MAX_CONFIG_BYTES = 10_000_000
+_MAX_CONFIG_BYTES = 1_000_000
+_MAX_NAME_LENGTH = 1000
+_MAX_NUMBER = 1_000_000
 
 _REFUSED = {
     "use_dora": "DoRA",
@@ -107,7 +112,7 @@ def open_adapter(path: Path) -> Adapter:
             f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
             hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
         )
-    entries, _ = open_safetensors(weights)
+    entries, _ = open_safetensors(_regular_file(weights))
     factors: dict[tuple[str, bool], dict[str, Entry]] = {}
     replacements: dict[str, Entry] = {}
     for key, entry in entries.items():
@@ -120,6 +125,7 @@ def open_adapter(path: Path) -> Adapter:
             raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
         else:
             replacements[name.replace(".base_layer.", ".")] = entry
+    config.check({module for module, _ in factors})
     if not factors:
         raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
     if replacements and not config.trains_more:
@@ -155,22 +161,22 @@ class _Config:
     fan_in_fan_out: bool
     trains_more: bool
     """Whether tensors may come with it that replace the model's."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    ranks: ValuesByName
+    alphas: ValuesByName
 
     @classmethod
     def read(cls, path: Path) -> "_Config":
         config = _read_json(path)
         kind = config.get("peft_type")
         if kind != "LORA":
-            raise RequestError(f"{path}: peft_type={kind!r} is no LoRA, and cannot be merged")
+            raise RequestError(f"{path}: peft_type={_told(kind)} is no LoRA, and cannot be merged")
         for key, feature in _REFUSED.items():
             if config.get(key):
                 raise RequestError(f"{path}: {key} ({feature}) cannot be merged")
         beginning = config.get("init_lora_weights", True)
         if beginning not in _PLAIN_BEGINNINGS:
             raise RequestError(
-                f"{path}: init_lora_weights={beginning!r} has changed the weights that the adapter is for",
+                f"{path}: init_lora_weights={_told(beginning)} has changed the weights that the adapter is for",
                 hint="save it as plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)",
             )
         return cls(
@@ -180,57 +186,87 @@ class _Config:
             use_rslora=config.get("use_rslora") is True,
             fan_in_fan_out=config.get("fan_in_fan_out") is True,
             trains_more=bool(config.get("modules_to_save")) or config.get("bias", "none") != "none",
-            rank_pattern={k: _rank(path, k, v) for k, v in _patterns(path, config, "rank_pattern").items()},
-            alpha_pattern={k: _number(path, k, v) for k, v in _patterns(path, config, "alpha_pattern").items()},
+            ranks=_by_name(path, config, "rank_pattern", _rank),
+            alphas=_by_name(path, config, "alpha_pattern", _number),
         )
 
+    def check(self, modules: Set[str]) -> None:
+        """Refuse what would take long.
+
+        Raises:
+            CheckpointError: a module's name is too long, or there are too many for the patterns.
+        """
+        too_long = [module for module in modules if len(module) > _MAX_NAME_LENGTH]
+        if too_long:
+            raise CheckpointError(f"{self.path.parent} is for a module of too long a name: {first_few(too_long)}")
+        for key, values in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
+            try:
+                values.check(modules)
+            except ValueError as error:
+                raise CheckpointError(f"{self.path}: {key}: {error}") from None
+
     def rank(self, module: str) -> int:
-        return int(_value_for(module, self.rank_pattern, self.r))
+        return int(self.ranks.get(module, self.r))
 
     def scale(self, module: str) -> float:
         rank = self.rank(module)
-        alpha = _value_for(module, self.alpha_pattern, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return self.alphas.get(module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _value_for(module: str, patterns: Mapping[str, float], default: float) -> float:
-    """Return the value of the first pattern that matches the module's name, or the end of it after a dot."""
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(found, default)
+def _regular_file(path: Path) -> Path:
+    """Return a file of an adapter, which has to be one, and to lie in the adapter's folder."""
+    try:
+        if not refuse_outside(path, path.parent).is_file():
+            hint = None if path.exists() else "an adapter is the folder that PEFT saved"
+            raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'does not exist'}", hint=hint)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return path
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
+        with _regular_file(path).open("rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(content) > _MAX_CONFIG_BYTES:
             raise CheckpointError(f"{path} is too long to be the configuration of an adapter")
-        return parse_object(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist", hint="an adapter is the folder that PEFT saved") from error
+        return parse_object(content)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is broken: {error}") from error
 
 
-def _patterns(path: Path, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _by_name(
+    path: Path, config: Mapping[str, Any], key: str, checked: Callable[[Path, str, Any], float]
+) -> ValuesByName:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{path}: {key} must be an object")
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CheckpointError(f"{path}: {key} has {shown(pattern)}, no regular expression: {error}") from error
-    return patterns
+    values = {pattern: checked(path, pattern, value) for pattern, value in patterns.items()}
+    try:
+        return ValuesByName(values)
+    except ValueError as error:
+        hint = "list the modules by their names"
+        raise CheckpointError(f"{path}: {key}: {error}", hint=hint) from None
 
 
 def _number(path: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{path}: {shown(key)} must be a number, and is {shown(str(value))}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+        raise CheckpointError(f"{path}: {shown(key)} must be a number up to {_MAX_NUMBER:,}, and is {_told(value)}")
     return float(value)
 
 
 def _rank(path: Path, key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{path}: {shown(key)} must be a whole number over 0, and is {shown(str(value))}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_NUMBER:
+        raise CheckpointError(
+            f"{path}: {shown(key)} must be a whole number from 1 to {_MAX_NUMBER:,}, and is {_told(value)}"
+        )
     return value
+
+
+def _told(value: object) -> str:
+    """Return a value of the configuration as it may appear in a message."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return shown(value) if isinstance(value, str) else plain(json.dumps(value))

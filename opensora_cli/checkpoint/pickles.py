@@ -40,8 +40,8 @@ _OLD_NUMBERS = (0x1950A86A20F9469CFC6C, 1001)
 _OLD_COUNT_BYTES = 8
 _MAX_PICKLE_BYTES = 2**26
 _MAX_METADATA_BYTES = 2**23
-_MAX_OPERATIONS = 4_000_000
-"""Of a pickle: a tensor in a state dict takes some 30."""
+_MAX_OPERATIONS = 2_500_000
+"""Of a pickle: a tensor in a state dict takes some 30, and each may take 80 bytes of memory."""
 
 _FETCH = "fetch it again"
 _METADATA, _BYTE_ORDER = "metadata.json", "byteorder"
@@ -53,6 +53,7 @@ class _Saved:
 
     tree: Any
     storage: Callable[[str], Extent]
+    storages: Mapping[str, Storage]
 
 
 def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
@@ -80,6 +81,18 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
         metadata={**weights.metadata, **metadata},
         files=(path,),
     )
+
+
+def check_torch(path: Path) -> None:
+    """Check that a file of `torch.save`, of whatever it is, is whole: its archive, its pickle, the data of its tensors.
+
+    Raises:
+        CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
+    """
+    saved, _ = _open(path)
+    for key, storage in saved.storages.items():
+        if storage.numel and saved.storage(key).length < storage.numel * storage.dtype.itemsize:
+            raise CheckpointError(f"{path} is broken: it lacks a part of the data {shown(key)}", hint=_FETCH)
 
 
 def open_tensor(path: Path, *, start: int, length: int) -> Entry:
@@ -154,8 +167,15 @@ def _read_archive(archive: Archive, path: Path) -> _Saved:
     if archive.has(_BYTE_ORDER) and archive.content(_BYTE_ORDER, max_bytes=_MAX_METADATA_BYTES) != b"little":
         raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
     content = archive.content(PICKLE, max_bytes=_MAX_PICKLE_BYTES)
-    tree, _ = unpickle(content, path=path, names=NAMES, max_operations=_MAX_OPERATIONS, persistent_load=load_storage)
-    return _Saved(tree, lambda key: archive.record(f"data/{key}"))
+    storages: dict[str, Storage] = {}
+
+    def load(found: object) -> Storage:
+        storage = load_storage(found)
+        storages[storage.key] = storage
+        return storage
+
+    tree, _ = unpickle(content, path=path, names=NAMES, max_operations=_MAX_OPERATIONS, persistent_load=load)
+    return _Saved(tree, lambda key: archive.record(f"data/{key}"), storages)
 
 
 def _read_metadata(archive: Archive, path: Path) -> dict[str, str]:
@@ -207,7 +227,7 @@ def _read_old(path: Path, size: int) -> _Saved:
                 raise CheckpointError(f"{path} is truncated or broken: not all of its data is there", hint=_FETCH)
     if extents.keys() != storages.keys():
         raise CheckpointError(f"{path} is broken: it has tensors without data")
-    return _Saved(tree, extents.__getitem__)
+    return _Saved(tree, extents.__getitem__, storages)
 
 
 def _entry(name: str, tensor: SavedTensor, saved: _Saved, path: Path) -> Entry:

@@ -16,7 +16,14 @@ import torch
 
 from opensora_cli.checkpoint.copying import copy_entries, write_all
 from opensora_cli.checkpoint.entries import Entry, Extent, StoredEntry
-from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, is_unicode, parse_object, shown
+from opensora_cli.checkpoint.strict_json import (
+    MAX_JSON_BYTES,
+    as_unicode,
+    is_too_large,
+    is_unicode,
+    parse_object,
+    shown,
+)
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 _DTYPES = {
@@ -202,7 +209,7 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
         start, end = end, end + entry.nbytes
         document[name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    if len(text) > MAX_JSON_BYTES:
-        raise RequestError(f"the names of {len(entries)} tensors are too long for a safetensors file")
+    if is_too_large(text):
+        raise RequestError(f"{len(entries)} tensors and their metadata are too much for one safetensors file")
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     return _LENGTH.pack(len(text)) + text

@@ -7,7 +7,7 @@ why the index is written last.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
@@ -206,7 +206,7 @@ def write_shards(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str],
     form: ShardForm = SAFETENSORS_FORM,
-    hashing: bool = False,
+    hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
     """Write shards and then their index into a folder, straight to their names.
@@ -217,7 +217,8 @@ def write_shards(
         shard_bytes: what no shard is larger than, unless a single tensor is.
         metadata: kept in the index and in each shard.
         form: how shards are called and written.
-        hashing: put the SHA-256 of each shard into the index.
+        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index; None: they are
+            left out.
         advance: called with the number of bytes that were written, again and again.
 
     Raises:
@@ -230,8 +231,8 @@ def write_shards(
     told[_TOTAL_SIZE] = sum(entry.nbytes for entry in entries.values())
     for name, shard in zip(names, shards, strict=True):
         form.write(folder / name, shard, metadata, advance)
-    if hashing:
-        told[_SHA256] = {name: sha256_of(folder / name) for name in names}
+    if hash_each is not None:
+        told[_SHA256] = dict(zip(names, hash_each([folder / name for name in names]), strict=True))
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     write_json_atomic(folder / form.index_name, {"metadata": told, "weight_map": weight_map})
 

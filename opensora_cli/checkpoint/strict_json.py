@@ -3,17 +3,22 @@
 import json
 from typing import Any
 
-MAX_JSON_BYTES = 100_000_000
-"""No header or index is longer: room for a million tensors."""
+MAX_JSON_BYTES = 10_000_000
+"""No header or index is longer: that of a model with eleven billion parameters has 150 kB."""
+
+_MAX_SEPARATORS = 1_000_000
+"""Of values, which may take 100 bytes of memory for each of these: a tensor in a header has some 15."""
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
     """Return the object that `content` is, as UTF-8 JSON.
 
     Raises:
-        ValueError: it is something else, too deep, or has a key twice or text that no file name could be; says so in
-            one line.
+        ValueError: it is something else, too large or too deep, or has a key twice or text that no file name could be;
+            says so in one line.
     """
+    if is_too_large(content):
+        raise ValueError("JSON with more values than any model needs")
     try:
         document = json.loads(content.decode("utf-8"), object_pairs_hook=_checked_object, parse_constant=_refuse)
     except RecursionError:
@@ -25,6 +30,11 @@ def parse_object(content: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError("JSON that is no object")
     return document
+
+
+def is_too_large(content: bytes) -> bool:
+    """Return whether `content` may take more memory as an object than there should be for it."""
+    return len(content) > MAX_JSON_BYTES or sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_SEPARATORS
 
 
 def shown(text: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from opensora_cli.checkpoint.entries import CastEntry, Entry
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.listing import plain
 
 _REGEX = "re:"
 
@@ -37,9 +38,10 @@ def rename(entries: Mapping[str, Entry], rules: Sequence[str]) -> dict[str, Entr
             found = found or new_name is not None
             new_name = name if new_name is None else new_name
             if not new_name:
-                raise RequestError(f"rename={rule!r} leaves nothing of the name {name}")
+                raise RequestError(f"rename={rule!r} leaves nothing of the name {plain(name)}")
             if new_name in sources:
-                raise RequestError(f"rename={rule!r} gives {sources[new_name]} and {name} the same name: {new_name}")
+                both = f"{plain(sources[new_name])} and {plain(name)}"
+                raise RequestError(f"rename={rule!r} gives {both} the same name: {plain(new_name)}")
             sources[new_name] = name
             renamed[new_name] = entry
         if not found:
@@ -74,7 +76,7 @@ def cast(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
     8-bit tensors must have been multiplied with their scales before: see `fp8.dequantise`.
     """
     return {
-        name: CastEntry(entry, dtype) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
+        name: CastEntry(entry, dtype, name=name) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
         for name, entry in entries.items()
     }
 
@@ -112,4 +114,4 @@ def _matched(entries: Mapping[str, Entry], patterns: Sequence[str], *, option: s
 
 
 def _such_as(entries: Mapping[str, Entry]) -> str:
-    return f"; there is, for example, {next(iter(entries))}" if entries else "; there are none"
+    return f"; there is, for example, {plain(next(iter(entries)))}" if entries else "; there are none"

@@ -8,11 +8,21 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.entries import Entry
 
+_BLOCK_NUMEL = 2**20
+"""How many elements are read at a time."""
+
+_MOST_HELD = 2
+"""How many views hold their elements at a time: of each of two checkpoints that are compared, the tensor at hand."""
+
+_holding: list["StridedEntry"] = []
+"""These, the oldest first."""
+
 
 class StridedEntry(Entry):
     """A view of a longer tensor, such as a transposed one or some of its columns.
 
-    What is read at a time is what lies between the first and the last element asked for: of a transposed matrix, all.
+    Any part of a transposed matrix lies all over the file. So a view is read as a whole, once and in the order of the
+    file, and held until its last element was asked for, or other views were read.
 
     Args:
         shape: its sizes: one dimension or more, and no zero.
@@ -24,17 +34,49 @@ class StridedEntry(Entry):
         super().__init__(shape, base.dtype)
         self._stride = tuple(stride)
         self._base = base
+        self._held: Tensor | None = None
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop`, out of all rows that they are in."""
-        first, last = start // self.row_numel, -(-stop // self.row_numel)
-        if first >= last:
+        """Return elements `start` to `stop`, having read them all."""
+        if start >= stop:
             return torch.empty(0, dtype=self.dtype)
-        shape = (last - first, *self.shape[1:])
-        begin = first * self._stride[0]
-        read = self._base.elements(begin, begin + span(shape, self._stride))
-        rows = read.as_strided(shape, self._stride).reshape(-1)
-        return rows[start - first * self.row_numel : stop - first * self.row_numel]
+        whole = self._gather() if self._held is None else self._held
+        if stop == self.numel:
+            self._release()
+        elif self._held is None:
+            self._hold(whole)
+        return whole.view(-1)[start:stop]
+
+    def _hold(self, whole: Tensor) -> None:
+        if len(_holding) == _MOST_HELD:
+            _holding[0]._release()
+        self._held = whole
+        _holding.append(self)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held = None
+            _holding.remove(self)
+
+    def _gather(self) -> Tensor:
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        order = sorted(range(len(self.shape)), key=lambda dimension: -self._stride[dimension])
+        self._fill(whole.permute(order), [self._stride[dimension] for dimension in order], 0)
+        return whole
+
+    def _fill(self, target: Tensor, stride: Sequence[int], begin: int) -> None:
+        """Read a part of the view that begins at an element of the base; its strides become smaller and smaller."""
+        row_span = span(target.shape[1:], stride[1:])
+        if row_span > _BLOCK_NUMEL:
+            for number, row in enumerate(target):
+                self._fill(row, stride[1:], begin + number * stride[0])
+            return
+        count = (_BLOCK_NUMEL - row_span) // max(1, stride[0]) + 1
+        for first in range(0, len(target), count):
+            rows = target[first : first + count]
+            start = begin + first * stride[0]
+            read = self._base.elements(start, start + span(rows.shape, stride))
+            rows.copy_(read.as_strided(rows.shape, stride))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ torch.distributed.checkpoint.
 """
 
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from opensora_cli.checkpoint.dcp import write_dcp
@@ -19,23 +18,19 @@ from opensora_cli.checkpoint.pickles import write_torch
 from opensora_cli.checkpoint.safetensors_file import write_safetensors
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardForm, write_shards
 from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.core.files import atomic_folder, atomic_path
+from opensora_cli.core.files import atomic_folder, atomic_path, refuse_special, require_space
 from opensora_cli.core.listing import first_few
-from opensora_cli.core.sizes import format_bytes
 
 _FILES = (Format.SAFETENSORS, Format.TORCH)
+
 _FOLDERS = (Format.SAFETENSORS_SHARDS, Format.TORCH_SHARDS, Format.COLOSSALAI, Format.DCP)
 
-_REPLACEABLE = (
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model-?????-of-?????.bin",
-    "pytorch_model.bin.index.json",
-    "__*_*.distcp",
-    ".metadata",
-    ".osora-*.tmp",
-)
-"""What a folder may hold that is replaced: nothing but what is written into such folders."""
+_OWN_NAMES = {
+    Format.SAFETENSORS_SHARDS: re.compile(r"model(-\d{5,}-of-\d{5,}\.safetensors|\.safetensors\.index\.json)"),
+    Format.TORCH_SHARDS: re.compile(r"pytorch_model(-\d{5,}-of-\d{5,}\.bin|\.bin\.index\.json)"),
+    Format.DCP: re.compile(r"__\d+_\d+\.distcp|\.metadata"),
+}
+"""The files that a folder of each format holds; ColossalAI's holds another folder."""
 
 
 def _write_torch_shard(
@@ -55,7 +50,7 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
-    hashing: bool = False,
+    hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Path, ...]:
     """Write tensors as a checkpoint, reading them piece by piece.
@@ -66,8 +61,10 @@ def write_checkpoint(
         format: any but a training's.
         shard_bytes: what no shard is larger than, unless a single tensor is.
         metadata: kept beside the tensors; torch.distributed.checkpoint has no room for it.
-        overwrite: replace what is there. A folder is replaced only if it holds a checkpoint and nothing else.
-        hashing: put the SHA-256 of each shard into the index, where there is one.
+        overwrite: replace what is there. A folder is replaced only if it holds a checkpoint of the same format and
+            nothing else.
+        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index, where there is
+            one; None: they are left out.
         advance: called with the number of bytes of tensors that were written, again and again.
 
     Returns:
@@ -76,17 +73,18 @@ def write_checkpoint(
     Raises:
         RequestError: the format is not written here, or does not know the name or dtype of a tensor.
         CheckpointError: a tensor cannot be read.
-        OutputError: `path` exists already, or cannot be written; nothing is left of the attempt.
+        OutputError: `path` exists already (or does so at the end), or cannot be written; nothing is left of the
+            attempt.
     """
     check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
     if format in _FILES:
-        with atomic_path(path) as temporary:
+        with atomic_path(path, replace=overwrite) as temporary:
             if format is Format.SAFETENSORS:
                 write_safetensors(temporary, entries, metadata=metadata or {}, advance=advance)
             else:
                 write_torch(temporary, entries, metadata=metadata or {}, advance=advance)
         return (path,)
-    with atomic_folder(path) as temporary:
+    with atomic_folder(path, replace=overwrite) as temporary:
         if format is Format.DCP:
             write_dcp(temporary, entries, advance=advance)
         else:
@@ -99,10 +97,12 @@ def write_checkpoint(
                 shard_bytes=shard_bytes,
                 metadata=metadata or {},
                 form=form,
-                hashing=hashing,
+                hash_each=hash_each,
                 advance=advance,
             )
-        written = [file.relative_to(temporary) for file in _files_in(temporary)]
+        # Once more: hours may have passed since the first check.
+        _refuse_to_replace(path, format=format, overwrite=overwrite)
+        written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
     return tuple(path / name for name in written)
 
 
@@ -122,42 +122,37 @@ def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) ->
     if format not in (*_FILES, *_FOLDERS):
         raise RequestError(f"the format {format} is written by trainings alone", hint="write safetensors")
     try:
-        _refuse_to_replace(path, is_folder=format in _FOLDERS, overwrite=overwrite)
-        _require_room(path, needed)
+        _refuse_to_replace(path, format=format, overwrite=overwrite)
+        require_space(path, needed)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _refuse_to_replace(path: Path, *, is_folder: bool, overwrite: bool) -> None:
-    if not os.path.lexists(path) or (is_folder and path.is_dir() and not any(path.iterdir())):
+def _refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
+    is_folder = format in _FOLDERS
+    is_empty = is_folder and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    if not os.path.lexists(path) or is_empty:
         return
+    refuse_special(path)
     if path.is_dir() and not is_folder:
         raise OutputError(f"{path} is a folder", hint="give the name of a file, or a format of several files")
     if is_folder and not path.is_dir():
         raise OutputError(f"{path} is a file", hint="give the name of a folder, or a format of one file")
     if not overwrite:
         raise OutputError(f"{path} exists already", hint="use --overwrite, or write to another name")
-    if not is_folder:
-        return
-    foreign = [file for file in _files_in(path) if not any(fnmatchcase(file.name, each) for each in _REPLACEABLE)]
-    if foreign:
+    if is_folder and (foreign := _foreign(path, format)):
         names = first_few([str(file.relative_to(path)) for file in foreign])
         raise OutputError(
-            f"{path} holds more than a checkpoint, which would be lost: {names}", hint="write to another folder"
+            f"{path} holds more than a checkpoint of {format}, which would be lost: {names}",
+            hint="write to another folder",
         )
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if not file.is_dir())
-
-
-def _require_room(path: Path, needed: int) -> None:
-    """Notice a disk that is too small before hours of writing."""
-    folder = next(each for each in path.absolute().parents if each.is_dir())
-    usage = shutil.disk_usage(folder)
-    # Some network file systems don't tell their size.
-    if usage.total and usage.free < needed:
-        raise OutputError(
-            f"cannot write {path}: it needs {format_bytes(needed)}, and {format_bytes(usage.free)} are free there",
-            hint="make room there, or write to another disk",
-        )
+def _foreign(folder: Path, format: Format) -> list[Path]:
+    """Return what is in a folder, and would not be if it were nothing but a checkpoint of this format."""
+    there = sorted(folder.iterdir())
+    if format is Format.COLOSSALAI:
+        inner = folder / MODEL_FOLDER
+        others = [path for path in there if path != inner]
+        return others or _foreign(inner, Format.SAFETENSORS_SHARDS)
+    return [path for path in there if not _OWN_NAMES[format].fullmatch(path.name) or path.is_dir()]

@@ -170,7 +170,7 @@ def explain_failure(error: Exception) -> Failure | None:
 
     match error:
         case OsoraError():
-            return Failure(tuple(error.message.splitlines()), error.exit_code, error.hint)
+            return Failure(tuple(error.message.split("\n")), error.exit_code, error.hint)
         case ValidationError():
             return Failure(tuple(explain(error)), RequestError.exit_code)
         case _UsageError():

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.listing import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 
 
@@ -44,21 +45,21 @@ def print_json(document: Mapping[str, object]) -> None:
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines of data to stdout."""
+    """Print lines of data to stdout, in as many lines: what is in a name steers no terminal."""
     for line in lines:
-        _print(line)
+        _print(escaped(line))
 
 
 def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
-    """Print what went wrong to stderr, and below it how to mend it."""
+    """Print what went wrong to stderr, and below it how to mend it, which may take several lines."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     for line in lines:
-        console.print(Text.assemble(("error: ", "bold red"), line))
-    for line in (hint or "").splitlines():
-        console.print(Text(f"       {line}"))
+        console.print(Text.assemble(("error: ", "bold red"), escaped(line)))
+    for line in hint.split("\n") if hint else ():
+        console.print(Text(f"       {escaped(line)}"))
 
 
 def _print(line: str) -> None:

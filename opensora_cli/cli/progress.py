@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
+from opensora_cli.core.listing import escaped
 from opensora_cli.core.progress import BYTES, StageProgress
 from opensora_cli.core.sizes import best_unit, format_bytes
 
@@ -84,7 +85,7 @@ class LineReporter:
     def note(self, text: str) -> None:
         """Print one line. A reader that has left (`2>&1 | head`) does not end the run."""
         with suppress(BrokenPipeError):
-            print(text, file=sys.stderr, flush=True)
+            print(escaped(text), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print one line, marked as a warning."""
@@ -130,11 +131,11 @@ class BarReporter:
 
     def note(self, text: str) -> None:
         """Print one line above the bars."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(escaped(text)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print one line above the bars, marked as a warning."""
-        self._console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+        self._console.print(Text.assemble(("warning: ", "yellow"), escaped(text)), soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:

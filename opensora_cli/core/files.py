@@ -12,37 +12,57 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.sizes import format_bytes
+
+_MAKE_ROOM = "make room there, or write to another disk"
+_ANOTHER_NAME = "write to another name"
+
+# For indexes, folders and whatever else a file system keeps beside the data.
+_HEADROOM = 2**20
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 @contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on leaving, what was written there becomes `path`.
 
     Missing parent folders are made. The temporary file is flushed to the disk before it is renamed, and removed when
     the block fails or is interrupted, so `path` never holds half a result. The temporary name has no telling ending: a
     writer that guesses its format from the name must be told the format.
 
+    Args:
+        path: the file.
+        replace: whether the file takes the place of one that is there. If not, what appears there meanwhile is kept.
+
     Raises:
         OutputError: an operating system error while making, writing (in the block, too), flushing or renaming, with
-            `path` and the cause.
+            `path` and the cause; or `path` is a device or such; or it is there and must not be replaced.
     """
     target = Path(path)
     with _temporary_beside(target) as temporary:
         yield temporary
         _flush_to_disk(temporary)
-        temporary.replace(target)
+        if replace:
+            temporary.replace(target)
+        else:
+            with _no_replacing(target):
+                _link_or_rename(temporary, target)
         _flush_to_disk(target.parent)
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
     """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with everything in it.
 
     A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
     in one step. Elsewhere the old one is renamed first, and a crash in that instant leaves both complete, the old one
     under a temporary name. A link to a folder is replaced by a folder of its own; what it points to stays.
+
+    Args:
+        path: the folder.
+        replace: whether the folder takes the place of one that is there. If not, what appears there meanwhile is kept,
+            unless it is an empty folder.
 
     Raises:
         OutputError: as `atomic_path`.
@@ -53,7 +73,11 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         for written in [*sorted(temporary.rglob("*")), temporary]:
             _flush_to_disk(written)
-        if target.is_dir():
+        if not replace:
+            # The system renames a folder over nothing but an empty one.
+            with _no_replacing(target):
+                temporary.rename(target)
+        elif target.is_dir():
             _swap_names(temporary, target)
         else:
             temporary.rename(target)
@@ -84,10 +108,39 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
     write_bytes_atomic(path, (text + "\n").encode("utf-8", "backslashreplace"))
 
 
+def refuse_special(path: Path) -> None:
+    """Refuse a device, a pipe or a socket as the place of a result: renaming would replace it.
+
+    Raises:
+        OutputError: `path` is one.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OutputError(f"{path} is neither a file nor a folder", hint=_ANOTHER_NAME)
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Check that the disk of `path`, which need not exist, has room for `needed` bytes more.
+
+    Raises:
+        OutputError: it has not.
+    """
+    place = next((place for place in (path, *path.absolute().parents) if place.exists()), Path("/"))
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    # Some network file systems don't tell their size.
+    if usage.total and usage.free < needed + _HEADROOM:
+        raise OutputError(
+            f"{path} needs {format_bytes(needed)}, and its disk has {format_bytes(usage.free)} free", hint=_MAKE_ROOM
+        )
+
+
 @contextmanager
 def _temporary_beside(target: Path) -> Iterator[Path]:
     """Yield an unused name beside `target`, remove what is left there, and translate operating system errors."""
     try:
+        refuse_special(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_name(target)
         try:
@@ -101,6 +154,29 @@ def _temporary_beside(target: Path) -> Iterator[Path]:
 def _temporary_name(target: Path) -> Path:
     # Short and free of the target's own name: that may already be as long as the file system allows.
     return target.parent / f".osora-{secrets.token_hex(6)}.tmp"
+
+
+@contextmanager
+def _no_replacing(target: Path) -> Iterator[None]:
+    """Say what it means that the system does not let a name be taken."""
+    try:
+        yield
+    except OSError as error:
+        if not os.path.lexists(target):
+            raise
+        raise OutputError(f"{target} exists already", hint=_ANOTHER_NAME) from error
+
+
+def _link_or_rename(temporary: Path, target: Path) -> None:
+    """Give a file a name that is free: unlike renaming, linking never replaces what is there."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(target):
+            raise
+        temporary.rename(target)
 
 
 def _swap_names(temporary: Path, target: Path) -> None:
@@ -146,7 +222,7 @@ def _flush_to_disk(path: Path) -> None:
 
 def _hint(error: OSError) -> str | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "make room there, or write to another disk"
+        return _MAKE_ROOM
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return "choose a folder that you may write to"
     if isinstance(error, NotADirectoryError | FileExistsError):

@@ -8,6 +8,9 @@ UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _FACTORS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+_LARGEST = 2**63 - 1
+"""No file is larger, on any system."""
+
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 
 
@@ -15,13 +18,16 @@ def parse_bytes(text: str) -> int:
     """Return the bytes that `text` means: `4096`, `4GB` (powers of 1000), `4GiB` (powers of 1024), `1.5 GB`.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is no size, or one that no file can have.
     """
     found = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(found.group(2).upper()) if found else None
     if found is None or factor is None:
         raise ValueError(f"{text!r} is not a size such as 4GB or 4096MiB")
-    return round(float(found.group(1)) * factor)
+    size = float(found.group(1)) * factor
+    if size > _LARGEST:
+        raise ValueError(f"{text.strip()[:20]!r}... is larger than any file")
+    return round(size)
 
 
 def best_unit(count: int) -> str:

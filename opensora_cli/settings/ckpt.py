@@ -70,8 +70,10 @@ class DiffSettings(Section):
     second: str = Field(min_length=1, description="file or folder")
     select: WeightSelection | None = Field(default=None, description="which weights, of a training among the two")
     only: Patterns = Field(default=(), description="shell patterns of names; nothing else is compared")
-    rtol: float = Field(default=0.0, ge=0, description="what may differ, relative to the value in the second")
-    atol: float = Field(default=0.0, ge=0, description="what may differ, absolutely")
+    rtol: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="what may differ, relative to the value in the second"
+    )
+    atol: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="what may differ, absolutely")
 
     @property
     def is_exact(self) -> bool:
@@ -99,6 +101,14 @@ class WriteSettings(Section):
     def named_format(self) -> TargetFormat | None:
         """The format of files with the target's ending, if it has one that we know."""
         return _FORMAT_OF_ENDING.get(PurePath(self.target).suffix.lower())
+
+    @model_validator(mode="after")
+    def _format_is_known(self) -> Self:
+        # Letters after a dot are meant to say what a file is; `v1.5` is a name.
+        ending = PurePath(self.target).suffix
+        if self.format is None and self.named_format is None and ending[1:2].isalpha():
+            raise ValueError(f"target={self.target} has an ending, {ending}, that names no format: add --format")
+        return self
 
     @model_validator(mode="after")
     def _format_fits(self) -> Self:
@@ -142,7 +152,9 @@ class MergeLoraSettings(WriteSettings):
     base: str = Field(min_length=1, description="file or folder of the model")
     adapter: str = Field(min_length=1, description="folder of the PEFT adapter")
     unmerge: bool = Field(default=False, description="take the adapter out again")
-    scale: float = Field(default=1.0, description="how much of the adapter; 1 is as it was trained")
+    scale: float = Field(
+        default=1.0, allow_inf_nan=False, description="how much of the adapter; 1 is as it was trained"
+    )
 
     @property
     def options(self) -> dict[str, object]:

@@ -59,6 +59,10 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         (["convrt", "a", "b"], 2, "Did you mean 'convert'?"),
         (["convert", "good.safetensors", "x", "--qkv", "fuse"], 2, "'fuse' is not one of 'fused', 'split'"),
         (["convert", "good.safetensors", "x", "--shard-size", "4XB"], 2, "size such as 4GB or 4096MiB (from"),
+        (["convert", "good.safetensors", "x", "--shard-size", "1" + "0" * 400], 2, "is larger than any file (from"),
+        (["convert", "good.safetensors", "x.ckpt"], 2, ".ckpt, that names no format: add --format"),
+        (["convert", "good.safetensors", "x.safetensors.index.json"], 2, ".json, that names no format"),
+        (["merge-lora", "good.safetensors", "folder", "x.ckpt"], 2, ".ckpt, that names no format"),
         (["convert", "good.safetensors", "x.pt", "--shard-size", "4GB"], 2, "has no effect on format=torch"),
         (["convert", "good.safetensors", "x.pt", "--format", "dcp"], 2, "must agree with the ending"),
         (["convert", "good.safetensors", "good.safetensors", "--overwrite"], 2, "is what is read"),
@@ -89,6 +93,7 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         (["convert", "good.safetensors", "file"], 3, "file is a file"),
         (["convert", "good.safetensors", "file", "--format", "torch"], 3, "exists already"),
         (["convert", "good.safetensors", "folder", "--format", "safetensors"], 3, "is a folder"),
+        (["convert", "good.safetensors", "/dev/null", "--overwrite", "--format", "torch"], 3, "neither a file nor a"),
         (["convert", "good.safetensors", "file/x"], 3, "cannot write file/x"),
         (["convert", "good.safetensors", "x" * 300], 3, "cannot write xxx"),
     ],
@@ -102,6 +107,16 @@ def test_refusals(args: list[str], code: int, message: str, capsys: pytest.Captu
     assert out == ""
     assert not Path("x").exists()
     assert not Path("executed").exists()
+
+
+def test_names_of_tensors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "evil\x1b[2J\nerror: a"
+    save_file({name: torch.ones(1), "b": torch.ones(1)}, "evil.safetensors")
+    for args in (["convert", "evil.safetensors", "x", "--rename", f"b={name}"], ["inspect", "evil.safetensors"]):
+        _, out, err = run(*args, "--quiet", capsys=capsys)
+        assert "\x1b" not in out + err
+        assert "evil\\x1b[2J\\nerror: a" in out + err
+        assert len(err.splitlines()) <= 1
 
 
 @pytest.mark.parametrize("command", [["ckpt", "convert"], ["convert-ckpt"]], ids=" ".join)
@@ -165,6 +180,31 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("diff", "good.safetensors", "half.pt", "--atol", "0.01", "--json", "-q", capsys=capsys)
     assert (code, err) == (0, "")
     assert json.loads(out)["equal"]
+
+
+def test_merge_lora_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
+    Path("adapter", "adapter_config.json").write_text(json.dumps(config))
+    factors = {"A": torch.tensor([[1.0, 0.0, -1.0]]), "B": torch.tensor([[3.0], [0.5]])}
+    tensors = {f"base_model.model.a.lora_{name}.weight": factor for name, factor in factors.items()}
+    save_file(tensors, "adapter/adapter_model.safetensors")
+
+    code, out, err = run("merge-lora", "good.safetensors", "adapter", "new.safetensors", "-q", capsys=capsys)
+    assert (code, out, err) == (0, "new.safetensors\n", "")
+    assert load_file("new.safetensors")["a.weight"].tolist() == [[6, 1, -4], [4, 4, 4]]
+    assert load_file("new.safetensors")["a.bias"].tolist() == [1, 1]
+    code, out, _ = run(
+        *("merge-lora", "new.safetensors", "adapter", "back.pt", "--unmerge", "--json", "-q"), capsys=capsys
+    )
+    document = json.loads(out)
+    assert (code, document["schema"], document["error"]["tensor"]) == (0, "osora.ckpt.merge-lora/1", "a.weight")
+    assert 0 < document["error"]["bound"] < 1e-5
+    assert run("diff", "good.safetensors", "back.pt", "-q", capsys=capsys)[0] == 0
+    args = ("new.safetensors", "adapter", "half.safetensors", "--scale", "-0.5", "-q")
+    assert run("merge-lora", *args, capsys=capsys)[0] == 0
+    assert load_file("half.safetensors")["a.weight"].tolist() == [[3, 1, -1], [3.5, 4, 4.5]]
+    assert run("merge-lora", *args, capsys=capsys)[0] == 3
 
 
 def test_a_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +328,10 @@ def test_download_in_a_process_of_its_own() -> None:
         assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err
         assert Path("ckpts/Open_Sora_v2.safetensors").read_bytes() == b"weights"
         assert out.endswith(f"{sum(map(len, files.values()))} bytes  in ckpts, all there\n")
+        hub.requests.clear()
+        out, err, code = download(HF_HUB_OFFLINE="1")
+        assert (code, hub.requests) == (0, []), err
+        assert out.endswith("in ckpts, all there\n")
 
 
 def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:

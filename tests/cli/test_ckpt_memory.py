@@ -3,9 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +24,9 @@ LIMITED = """
 import os, resource, sys
 import torch
 from opensora_cli.cli.app import main
-from opensora_cli.engine.ckpt import convert, diff, inspect, verify
+from opensora_cli.engine.ckpt import convert, diff, inspect, merge_lora, verify
 
-torch.ones(1000, 1000).sum()
+torch.ones(1000, 1000).sum() + (torch.ones(1000, 1000) @ torch.ones(1000, 1000)).sum()
 os.fsync = lambda descriptor: None
 used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
 limit = used + int(sys.argv[1])
@@ -35,39 +40,50 @@ sys.exit("there is no limit")
 """
 
 
+def write_holes(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write tensors of fp32 zeros: a file with a hole for its data."""
+    header = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + end)
+
+
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Square matrices, more of them than fit: a file with a hole for its data."""
-    header = {
-        f"layers.{index}.weight": {
-            "dtype": "F32",
-            "shape": [SIDE, SIDE],
-            "data_offsets": [index * TENSOR_BYTES, (index + 1) * TENSOR_BYTES],
-        }
-        for index in range(TENSORS)
-    }
-    content = json.dumps(header).encode()
-    with (tmp_path / "large.safetensors").open("wb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
-        file.truncate(8 + len(content) + TENSORS * TENSOR_BYTES)
+    """Square matrices, more of them than fit."""
+    write_holes(tmp_path / "large.safetensors", {f"layers.{index}.weight": [SIDE, SIDE] for index in range(TENSORS)})
     return tmp_path / "large.safetensors"
 
 
-def run(*args: str) -> str:
-    """Run `osora ckpt` with little memory, and return what it prints."""
-    limit = 2 * TENSOR_BYTES + 256 * 2**20
-    assert 2 * limit < TENSORS * TENSOR_BYTES
-    command = [sys.executable, "-c", LIMITED, str(limit), str(TENSORS * TENSOR_BYTES), "ckpt", *args, "--quiet"]
+def limit_for(largest: int) -> int:
+    return 2 * largest + 256 * 2**20
+
+
+def run(*args: str, largest: int = TENSOR_BYTES, total: int = TENSORS * TENSOR_BYTES) -> str:
+    """Run `osora ckpt` on tensors of so many bytes with little memory, and return what it prints."""
+    limit = limit_for(largest)
+    assert 2 * limit < total
+    command = [sys.executable, "-c", LIMITED, str(limit), str(total), "ckpt", *args, "--quiet"]
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_statistics(large: Path) -> None:
-    tensors = json.loads(run("inspect", str(large), "--stats", "--json"))["tensors"]
+def statistics(path: Path) -> list[dict[str, Any]]:
+    """Return the figures of every tensor."""
+    tensors = json.loads(run("inspect", str(path), "--stats", "--json"))["tensors"]
     assert len(tensors) == TENSORS
-    assert all(tensor["statistics"]["all_zero"] for tensor in tensors)
+    return [tensor["statistics"] for tensor in tensors]
+
+
+def test_statistics(large: Path) -> None:
+    assert all(each["all_zero"] for each in statistics(large))
 
 
 def test_verify_and_diff(large: Path) -> None:
@@ -82,3 +98,36 @@ def test_convert(dtype: str, form: str, large: Path, tmp_path: Path) -> None:
     dtypes = json.loads(run("inspect", str(tmp_path / "small"), "--json"))["dtypes"]
     name = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}[dtype]
     assert dtypes[name]["tensors"] == TENSORS
+
+
+def test_merge_lora(large: Path, tmp_path: Path) -> None:
+    rank = 64
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 1}))
+    factors = {"A": torch.ones(rank, SIDE), "B": torch.ones(SIDE, rank)}
+    names = [f"base_model.model.layers.{index}.lora" for index in range(TENSORS)]
+    tensors = {f"{name}_{letter}.weight": each.clone() for name in names for letter, each in factors.items()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    merged = tmp_path / "merged.safetensors"
+    run("merge-lora", str(large), str(adapter), str(merged), "--no-hash")
+    assert all(each["min"] == each["max"] == 1 for each in statistics(merged))
+    run("merge-lora", str(merged), str(adapter), str(tmp_path / "back"), "--unmerge", "--no-hash")
+    assert all(each["all_zero"] for each in statistics(tmp_path / "back"))
+
+
+def test_layouts(tmp_path: Path) -> None:
+    hidden, head, blocks = 1024, 128, 16
+    block = {"linear1.weight": [7 * hidden, hidden], "linear2.weight": [hidden, 5 * hidden]}
+    block |= {f"norm.{name}_norm.scale": [head] for name in ("query", "key")}
+    shapes = {f"single_blocks.{index}.{name}": shape for index in range(blocks) for name, shape in block.items()}
+    source, target = tmp_path / "fused.safetensors", tmp_path / "changed"
+    write_holes(source, {"img_in.weight": [hidden, 64], **shapes})
+    sizes = {"largest": 4 * 7 * hidden**2, "total": source.stat().st_size}
+    run("convert", str(source), str(target), "--qkv", "split", "--rotary", "half", "--no-hash", **sizes)
+    found = json.loads(run("inspect", str(target), "--json", **sizes))
+    assert (found["qkv"], found["rotary"]) == ("split", "half")
+    assert len(found["tensors"]) > len(shapes) + 1
+    asked = ("--qkv", "fused", "--rotary", "interleaved", "--no-hash")
+    run("convert", str(target), str(tmp_path / "back"), *asked, **sizes)
+    assert run("diff", str(source), str(tmp_path / "back"), **sizes).startswith("equal")

@@ -173,6 +173,23 @@ def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyP
     assert raw.getvalue() == b"\\xe9.mp4\n"
 
 
+def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_lines(["a\x1b[2J\nb", "c"])
+    output.print_failure(["a\x1b[2J\rb", "c\n"], hint="d\x9b\ne")
+    LineReporter().warn("a\x1b\nb")
+    BarReporter().note("a\x1b\nb")
+    captured = capsys.readouterr()
+    assert captured.out == "a\\x1b[2J\\nb\nc\n"
+    assert captured.err.splitlines() == [
+        "error: a\\x1b[2J\\rb",
+        "error: c\\n",
+        "       d\\x9b",
+        "       e",
+        "warning: a\\x1b\\nb",
+        "a\\x1b\\nb",
+    ]
+
+
 def test_a_reader_of_lines_that_has_left_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -7,10 +7,11 @@ import torch
 
 from opensora_cli.checkpoint.entries import Entry
 from opensora_cli.checkpoint.formats import Checkpoint, Selection
-from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise, separated, without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import check
 from opensora_cli.engine.ckpt.layout import change_layout
@@ -81,7 +82,7 @@ def plan_convert(settings: ConvertSettings) -> ConvertPlan:
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
     if settings.preset is not None:
-        problems = check({name: entry.shape for name, entry in entries.items()}, settings.preset)
+        problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, settings.preset)
         if problems:
             raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
     product = Product(source=source, entries=entries, metadata=metadata, options=settings.options, settings=settings)
@@ -116,6 +117,11 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
     if settings.drop:
         entries = drop(entries, settings.drop)
     entries = rename(entries, settings.rename)
+    if settings.dtype is None and (lost := separated(source.entries, entries)):
+        raise RequestError(
+            f"without their scales, 8-bit tensors of {source.path} are worth nothing: {first_few(lost)}",
+            hint="let only, drop and rename treat both alike, or give --dtype: bf16, or fp8_e4m3 for new scales",
+        )
     if settings.qkv is not None or settings.rotary is not None:
         if any(entry.dtype in FP8_DTYPES for entry in entries.values()):
             raise RequestError(

@@ -14,7 +14,7 @@ from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.inspect import dtype_name, printable
-from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_real_numbers
+from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_integers, as_real_numbers
 from opensora_cli.settings.ckpt import DiffSettings
 from opensora_cli.settings.enums import WeightSelection
 
@@ -161,16 +161,37 @@ def _compare(first: Entry, second: Entry, settings: DiffSettings) -> ValueDiffer
         if same_dtype and torch.equal(*(_bits(piece) for piece in pair)):
             continue
         a, b = (as_real_numbers(piece).double() for piece in pair)
-        distance = (a - b).abs()
-        finite = distance[distance.isfinite()]
-        found.largest = max(found.largest, float(finite.max()) if finite.numel() else 0.0)
+        whole = as_integers(*pair)
+        if whole is None:
+            largest, far = _far_apart(a, b, settings)
+        else:
+            largest, far = _integers_far_apart(*whole, settings.atol + settings.rtol * b.abs())
+        found.largest = max(found.largest, largest)
         if settings.is_exact and same_dtype:
             bits = (_bits(piece).view(stop - start, -1) for piece in pair)
             found.differing += int((next(bits) != next(bits)).any(dim=1).sum())
         else:
-            close = torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
-            found.differing += int(close.numel() - close.sum())
+            found.differing += int(far.sum())
     return found
+
+
+def _far_apart(a: Tensor, b: Tensor, settings: DiffSettings) -> tuple[float, Tensor]:
+    """Return the largest finite distance of numbers in fp64, and which are farther apart than they may."""
+    distance = (a - b).abs()
+    finite = distance[distance.isfinite()]
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return largest, ~torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
+
+
+def _integers_far_apart(a: Tensor, b: Tensor, allowed: Tensor) -> tuple[float, Tensor]:
+    """Return the same of 64-bit integers, whose distances fp64 would round: those above `allowed` are too far."""
+    distance = torch.maximum(a, b) - torch.minimum(a, b)
+    # Distances from 2^63 on wrap around to negative numbers.
+    wrapped = distance < 0
+    rough = distance.double() + wrapped * 2.0**64
+    exact = ~wrapped & (allowed < 2.0**63)
+    far = torch.where(exact, distance > torch.where(exact, allowed.floor(), 0.0).long(), rough > allowed)
+    return float(rough.max()), far
 
 
 def _bits(piece: Tensor) -> Tensor:

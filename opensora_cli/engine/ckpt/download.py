@@ -1,16 +1,17 @@
 """`osora ckpt download`: what a released model needs, to where generating looks for it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.files import require_space
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, OfflineProblem, fetch, part_of, read_repo
+from opensora_cli.engine.ckpt.hub_listings import read_listing, write_listing
 from opensora_cli.engine.ckpt.hub_records import Record, read_record, write_record
-from opensora_cli.engine.ckpt.space import require_space
 from opensora_cli.settings.ckpt import DownloadSettings
 from opensora_cli.settings.components import FileSettings
 from opensora_cli.settings.enums import DownloadPreset
@@ -33,6 +34,11 @@ class _Source:
     """Names there to names here."""
     folders: tuple[str, ...] = ()
     """transformers folders, which keep their names."""
+
+    @property
+    def names(self) -> list[str]:
+        """What there is here for certain when all is."""
+        return [*self.files.values(), *(f"{folder}/config.json" for folder in self.folders)]
 
     def wants(self, name: str) -> bool:
         """Whether a file of this name may be needed."""
@@ -110,6 +116,8 @@ class DownloadPlan:
     folder: Path
     repos: tuple[HubRepo, ...]
     files: tuple[PlannedFile, ...]
+    offline: bool
+    """Whether the Hub was not asked, so that this is what it said when all was downloaded."""
 
     @property
     def bytes_to_fetch(self) -> int:
@@ -122,6 +130,7 @@ class DownloadPlan:
             "schema": SCHEMA,
             "preset": self.preset.value,
             "folder": str(self.folder),
+            "offline": self.offline,
             "repos": [
                 {"name": repo.name, "commit": repo.commit, "licence": repo.licence, "gated": repo.is_gated}
                 for repo in self.repos
@@ -136,6 +145,7 @@ class DownloadPlan:
         total = format_bytes(sum(planned.file.size for planned in self.files))
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
         return [
+            *(["the machine is offline (HF_HUB_OFFLINE): this is as it was downloaded"] if self.offline else []),
             *(_about(repo) for repo in self.repos),
             *(
                 f"{format_bytes(planned.file.size):>12}  {planned.name}{_SAID_OF[planned.state]}"
@@ -162,16 +172,20 @@ def _about(repo: HubRepo) -> str:
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
     """Ask the Hub what there is to fetch, and look what is here already.
 
+    A machine that is offline is told what was noted when all was downloaded.
+
     Raises:
         CheckpointError: the Hub cannot be reached, does not have what is needed or does not give it.
     """
     folder = Path(settings.to)
-    repos, files = [], []
-    for source in _PRESETS[settings.preset]:
-        repo = _read(source, folder)
-        repos.append(repo)
-        files += [_planned(file, name, folder) for name, file in _needed(source, repo).items()]
-    return DownloadPlan(preset=settings.preset, folder=folder, repos=tuple(repos), files=tuple(files))
+    sources = _PRESETS[settings.preset]
+    repos, offline = _read(sources, settings.preset, folder)
+    files = [
+        _planned(file, name, folder)
+        for source, repo in zip(sources, repos, strict=True)
+        for name, file in _needed(source, repo).items()
+    ]
+    return DownloadPlan(preset=settings.preset, folder=folder, repos=repos, files=tuple(files), offline=offline)
 
 
 def download(settings: DownloadSettings, *, reporter: Reporter | None = None) -> DownloadPlan:
@@ -206,16 +220,28 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
         raise KeyboardInterrupt("what has arrived is kept: the same command goes on from there") from stop
 
 
-def _read(source: _Source, folder: Path) -> HubRepo:
+def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> tuple[tuple[HubRepo, ...], bool]:
+    """Return what is in the repositories, and whether that is only what is noted here of a machine that is offline."""
     try:
-        return read_repo(source.repo, wanted=source.wants)
+        return tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
     except OfflineProblem as problem:
-        names = [*source.files.values(), *(f"{name}/config.json" for name in source.folders)]
+        noted = read_listing(folder, preset)
+        names = [name for source in sources for name in source.names]
+        if all(source.repo in noted for source in sources):
+            repos = tuple(_wanted(source, noted[source.repo]) for source in sources)
+            names = [name for source, repo in zip(sources, repos, strict=True) for name in _needed(source, repo)]
+            if all((folder / name).is_file() for name in names):
+                return repos, True
         missing = [name for name in names if not (folder / name).exists()]
-        lacking = f"{folder} lacks {', '.join(missing)}" if missing else f"{folder} has {', '.join(names)}"
+        lacking = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(names)}, but no note of a download"
         raise CheckpointError(
-            f"{problem.message}; {lacking}", hint="unset HF_HUB_OFFLINE, or copy the files from another machine"
+            f"{problem.message}; {folder} {lacking}",
+            hint="unset HF_HUB_OFFLINE, or copy the files from another machine, .cache included",
         ) from problem
+
+
+def _wanted(source: _Source, repo: HubRepo) -> HubRepo:
+    return replace(repo, files={name: file for name, file in repo.files.items() if source.wants(name)})
 
 
 def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
@@ -284,6 +310,8 @@ def _fetch_all(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
         for planned in left:
             fetch(planned.file, plan.folder / planned.name, advance=progress.advance)
             _note(planned, plan.folder)
+    if not plan.offline:
+        write_listing(plan.folder, plan.preset, plan.repos)
     done = (replace(planned, state=State.PRESENT, bytes_here=planned.file.size) for planned in plan.files)
     return replace(plan, files=tuple(done))
 

@@ -121,7 +121,7 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
                 url = huggingface_hub.hf_hub_url(name, sibling.rfilename, revision=commit)
                 found = huggingface_hub.get_hf_file_metadata(url)
                 size, digest = found.size, found.etag
-            if size is None or not _DIGEST.fullmatch(digest or ""):
+            if size is None or not is_digest(digest or ""):
                 raise CheckpointError(f"{name}: size and hash of {sibling.rfilename} are not told", hint=_CHECK)
             files[sibling.rfilename] = HubFile(
                 repo=name, commit=commit, name=sibling.rfilename, size=size, digest=str(digest)
@@ -135,6 +135,11 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         is_gated=bool(info.gated),
         files=files,
     )
+
+
+def is_digest(text: str) -> bool:
+    """Return whether it can be the `digest` of a file."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def part_of(file: HubFile, target: Path) -> Path:

@@ -52,13 +52,20 @@ def read_record(folder: Path, name: str) -> Record | None:
 def downloaded_sha256(path: Path) -> str | None:
     """Return the SHA-256 that a file had on the Hub, if it was downloaded and that was noted.
 
-    A file in the Hugging Face cache has it as the name of the blob that it is a link to.
+    A file in the Hugging Face cache has it as the name of the blob that it is a link to. Of a file that was written
+    since, nothing is known.
     """
     blob = path.resolve()
-    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+    if blob.parent.name == "blobs" and is_sha256(blob.name):
         return blob.name
     for folder in path.absolute().parents:
         record = read_record(folder, path.absolute().relative_to(folder).as_posix())
         if record is not None:
-            return record.digest if _SHA256.fullmatch(record.digest) else None
+            known = is_sha256(record.digest) and path.exists() and record.is_newer_than(path)
+            return record.digest if known else None
     return None
+
+
+def is_sha256(text: str) -> bool:
+    """Return whether it is a SHA-256 in small hexadecimal digits."""
+    return _SHA256.fullmatch(text) is not None

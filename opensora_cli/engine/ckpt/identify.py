@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opensora_cli.checkpoint.released import Shape, differences, read_released, released_names
+from opensora_cli.core.listing import plain
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
 
 # A tensor by which a kind of model is known, and the kind. The first that is found decides.
@@ -64,7 +65,8 @@ def check(shapes: Mapping[str, Shape], name: str) -> list[str]:
     problems = differences(shapes, _in_layout_of(shapes, released.shapes))
     identity = identify(shapes) if problems else None
     if identity is not None and identity.prefix:
-        problems.insert(0, f"names begin with {identity.prefix!r}: take it off with --rename {identity.prefix}=")
+        prefix = plain(identity.prefix)
+        problems.insert(0, f"names begin with {prefix}: take it off with --rename {prefix}=")
     return problems
 
 

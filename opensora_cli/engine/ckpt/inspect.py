@@ -8,6 +8,7 @@ import torch
 
 from opensora_cli.checkpoint.entries import Entry
 from opensora_cli.checkpoint.formats import Checkpoint, Selection
+from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
@@ -145,7 +146,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         total = sum(entry.nbytes for entry in entries.values())
         with reporter.stage("read", total=total, unit=BYTES) as progress:
             statistics = {name: TensorStatistics.of(entry, advance=progress.advance) for name, entry in entries.items()}
-    shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
+    shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
     layout = find_layout(shapes, checkpoint.metadata)
     return Inspection(
         checkpoint=checkpoint,

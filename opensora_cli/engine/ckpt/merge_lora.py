@@ -25,20 +25,22 @@ class MergeResult:
     """After unmerging: how far from the weights before merging they can be."""
 
     def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.merge-lora/1`."""
-        bound = self.error.bound if self.error else math.nan
-        return {
-            "schema": SCHEMA,
-            **self.written.to_json(),
-            "changed": self.changed,
-            "error_bound": bound if math.isfinite(bound) else None,
-            "error_tensor": self.error.tensor if self.error else None,
-        }
+        """Return it as a document of the schema `osora.ckpt.merge-lora/1`.
+
+        `error` is null after merging; after unmerging its `bound` is null if there is none.
+        """
+        error = None
+        if self.error is not None:
+            bound = self.error.bound if math.isfinite(self.error.bound) else None
+            error = {"bound": bound, "tensor": self.error.tensor}
+        return {"schema": SCHEMA, **self.written.to_json(), "changed": self.changed, "error": error}
 
     def lines(self) -> list[str]:
         """Return the path of what was written and, after unmerging, how exact it is."""
         if self.error is None:
             return self.written.lines()
+        if not math.isfinite(self.error.bound):
+            return [*self.written.lines(), f"nothing can be said of {self.error.tensor}: it is not finite"]
         return [
             *self.written.lines(),
             f"each of the {self.changed} tensors is as before merging, but for rounding: "

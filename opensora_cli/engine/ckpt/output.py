@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from opensora_cli.checkpoint.entries import Entry
@@ -12,7 +13,7 @@ from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.layout import find_layout, is_told_by_names
-from opensora_cli.engine.ckpt.provenance import SOURCE_SHA256, hash_files, provenance
+from opensora_cli.engine.ckpt.provenance import SOURCE_SHA256, hash_each, hash_files, provenance
 from opensora_cli.settings.ckpt import WriteSettings
 
 
@@ -154,7 +155,7 @@ def write(product: Product, *, reporter: Reporter) -> Written:
             shard_bytes=settings.shard_size or SHARD_BYTES,
             metadata={**kept, **noted},
             overwrite=settings.overwrite,
-            hashing=settings.hashing,
+            hash_each=partial(hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
             advance=progress.advance,
         )
     return Written(product=product, files=files, sha256=sha256)

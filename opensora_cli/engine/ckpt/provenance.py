@@ -41,13 +41,27 @@ def hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    files = _by_name(source.files, source.path)
-    with reporter.stage("hash", total=sum(path.stat().st_size for path in source.files), unit=BYTES) as progress:
-        hashes = {name: sha256_of(files[name], advance=progress.advance) for name in sorted(files)}
+    files = sorted(_by_name(source.files, source.path).items())
+    hashes = hash_each([path for _, path in files], stage="hash", reporter=reporter)
     if len(hashes) == 1:
-        return next(iter(hashes.values()))
-    lines = (f"{digest}  {name}\n" for name, digest in hashes.items())
+        return hashes[0]
+    lines = (f"{digest}  {name}\n" for (name, _), digest in zip(files, hashes, strict=True))
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:
+    """Return the SHA-256 of each of some files.
+
+    Args:
+        files: are read one after the other.
+        stage: what the stage is called.
+        reporter: shown progress in bytes.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    with reporter.stage(stage, total=sum(path.stat().st_size for path in files), unit=BYTES) as progress:
+        return [sha256_of(path, advance=progress.advance) for path in files]
 
 
 def _by_name(files: Sequence[Path], path: Path) -> dict[str, Path]:

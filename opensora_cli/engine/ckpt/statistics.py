@@ -96,3 +96,18 @@ def as_real_numbers(piece: Tensor) -> Tensor:
         piece = torch.view_as_real(piece.to(wide)).reshape(-1)
     is_small_float = piece.dtype.is_floating_point and piece.dtype.itemsize <= 4
     return piece.to(torch.float32 if is_small_float else torch.float64)
+
+
+def as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return integers and truth values as int64 of the same distances; None if there are others, or int64 is too small.
+
+    Of uint64 both are moved down by 2^63, where they fit.
+    """
+    if any(piece.dtype.is_floating_point or piece.dtype.is_complex for piece in (first, second)):
+        return None
+    if first.dtype == second.dtype == torch.uint64:
+        lowest = torch.iinfo(torch.int64).min
+        return first.view(torch.int64) ^ lowest, second.view(torch.int64) ^ lowest
+    if torch.uint64 in (first.dtype, second.dtype):
+        return None
+    return first.long(), second.long()

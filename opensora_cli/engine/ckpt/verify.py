@@ -1,25 +1,29 @@
 """`osora ckpt verify`: whether a checkpoint is whole and sound."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats import Checkpoint, Selection
+from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.shards import read_index, sha256_of
+from opensora_cli.checkpoint.recognition import Kind, recognise
+from opensora_cli.checkpoint.shards import ShardIndex, read_index, sha256_of
+from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.sizes import format_bytes
-from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
+from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
 from opensora_cli.engine.ckpt.identify import check
 from opensora_cli.engine.ckpt.inspect import printable
 from opensora_cli.engine.ckpt.presets import require_preset
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
+from opensora_cli.engine.ckpt.training_states import broken_states
 from opensora_cli.settings.ckpt import VerifySettings
+from opensora_cli.settings.enums import WeightSelection
 
 SCHEMA = "osora.ckpt.verify/1"
-
-_INDEX_ENDING = ".index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,8 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     """Check a checkpoint, and collect everything that is wrong with it.
 
     Opening it checks headers, lengths, and indexes against shards. Its data is then compared with the hashes that are
-    known: of the index, of a download, and the one that is given. Of a training, all weights are read unless some are
-    selected. Everything broken is a problem, not an error.
+    known: of the index, of a download, and the one that is given. Of a training, all weights are read and the states
+    beside them are opened, unless some weights are selected. Everything broken is a problem, not an error.
 
     Raises:
         RequestError: there is no such preset, no such weights to select, or a hash is given for a folder.
@@ -93,48 +97,91 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     path = Path(settings.path)
     if settings.sha256 is not None and path.is_dir():
         raise RequestError(f"sha256 is the hash of one file, and {path} is a folder", hint="name a file in it")
-    problems: list[str] = []
-    checkpoint = None
-    try:
-        selection = None if settings.select is None else Selection(settings.select)
-        checkpoint = open_checkpoint(path, select=selection)
-    except CheckpointError as error:
-        problems += error.message.splitlines()
-    expected = {}
+    parts, problems = _open_parts(path, settings.select)
+    checkpoint = parts[0] if parts else None
+    indexes = _read_indexes(parts)
+    for index, part in indexes:
+        problems += _wrong_size(index, part)
+    if checkpoint is not None and checkpoint.format is Format.COLOSSALAI and settings.select is None:
+        problems += broken_states(path, known={file for part in parts for file in part.files})
+    expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
-        expected = _expected_hashes(path, checkpoint, settings.sha256)
+        files = [file for part in parts for file in part.files] or [path]
+        expected, wrong = _expected_hashes(files, [index for index, _ in indexes])
+        problems += wrong
+        if settings.sha256 is not None:
+            expected.setdefault(path, set()).add(settings.sha256.lower())
         problems += _wrong_hashes(expected, reporter)
     if checkpoint is not None and settings.preset is not None:
-        shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
+        shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
         problems += [f"{path} is not {settings.preset}: {problem}" for problem in check(shapes, settings.preset)]
-    if checkpoint is not None and settings.data:
-        others = [each for each in checkpoint.selections if settings.select is None and each != checkpoint.selection]
-        for part in (checkpoint, *(open_checkpoint(path, select=each) for each in others)):
+    if settings.data:
+        for part in parts:
             problems += _broken_data(part, reporter)
     return Verification(
         path=path,
         problems=tuple(problems),
         checkpoint=checkpoint,
         hashed=tuple(expected),
-        data_read=settings.data,
+        data_read=settings.data and checkpoint is not None,
         preset=settings.preset,
     )
 
 
-def _expected_hashes(path: Path, checkpoint: Checkpoint | None, given: str | None) -> dict[Path, set[str]]:
-    """Return the hashes that files must have; more than one where what is known contradicts itself."""
-    files = checkpoint.files if checkpoint else (path,)
+def _open_parts(path: Path, select: WeightSelection | None) -> tuple[list[Checkpoint], list[str]]:
+    """Open the weights that are selected, or all there are, and return what is wrong with others."""
+    parts: list[Checkpoint] = []
+    problems: list[str] = []
+    left: list[Selection | None] = [None if select is None else Selection(select)]
+    while left:
+        try:
+            part = open_checkpoint(path, select=left.pop(0))
+        except CheckpointError as error:
+            problems += error.message.splitlines()
+            continue
+        if not parts and select is None:
+            left += [each for each in part.selections if each != part.selection]
+        parts.append(part)
+    return parts, problems
+
+
+def _read_indexes(parts: Sequence[Checkpoint]) -> list[tuple[ShardIndex, Checkpoint]]:
+    """Return the index of each checkpoint that has one: it comes first among the files."""
+    firsts = [(part.files[0], part) for part in parts if part.files]
+    return [(read_index(file), part) for file, part in firsts if recognise(file) is Kind.JSON]
+
+
+def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
+    entries = checkpoint.entries
+    # Tensors of a torch file may share their data, which some count once and others each time.
+    once: dict[object, int] = {entry.extents() or (name,): entry.nbytes for name, entry in entries.items()}
+    found = sum(entry.nbytes for entry in entries.values())
+    if index.total_size is not None and index.total_size not in (found, sum(once.values())):
+        yield f"{index.path} says that the tensors have {plain(str(index.total_size))} bytes, and they have {found}"
+
+
+def _expected_hashes(files: Iterable[Path], indexes: Iterable[ShardIndex]) -> tuple[dict[Path, set[str]], list[str]]:
+    """Return the hashes that files must have, and what cannot be one.
+
+    There is more than one hash where what is known contradicts itself.
+    """
     expected: dict[Path, set[str]] = {}
+    problems: list[str] = []
     for file in filter(Path.is_file, files):
         downloaded = downloaded_sha256(file)
         if downloaded is not None:
             expected.setdefault(file, set()).add(downloaded)
-        if checkpoint is not None and file.name.endswith(_INDEX_ENDING):
-            for name, digest in read_index(file).sha256.items():
-                expected.setdefault(file.parent / name, set()).add(digest.lower())
-    if given is not None:
-        expected.setdefault(path, set()).add(given.lower())
-    return expected
+    for index in indexes:
+        # Only shards are known to lie in the folder.
+        shards = set(index.shard_names)
+        for name, digest in index.sha256.items():
+            if name not in shards:
+                problems.append(f"{index.path} has a hash for {shown(name)}, which is none of its shards")
+            elif not is_sha256(digest.lower()):
+                problems.append(f"{index.path} has no hash for {shown(name)}, but {shown(digest)}")
+            else:
+                expected.setdefault(index.path.parent / name, set()).add(digest.lower())
+    return expected, problems
 
 
 def _wrong_hashes(expected: dict[Path, set[str]], reporter: Reporter) -> Iterator[str]:

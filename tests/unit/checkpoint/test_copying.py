@@ -56,7 +56,7 @@ def test_stored_and_computed_tensors_in_turn(source):
     flags = torch.tensor([True, False, True])
     entries = [
         first,
-        CastEntry(HeldEntry(values), torch.bfloat16),
+        CastEntry(HeldEntry(values), torch.bfloat16, name="x"),
         HeldEntry(flags),
         HeldEntry(torch.empty(0, 4)),
         last,

@@ -68,7 +68,7 @@ class Builder:
             return JoinedEntry([entry for entry, _ in parts]), torch.cat([tensor for _, tensor in parts])
         if kind == "cast":
             entry, tensor = self.draw(tail, self.data.draw(st.sampled_from(DTYPES)), depth - 1)
-            return CastEntry(entry, dtype), tensor.to(dtype)
+            return CastEntry(entry, dtype, name="x"), tensor.to(dtype)
         return self.leaf(self.data.draw(st.integers(0, 5)), tail, dtype)
 
 
@@ -100,7 +100,7 @@ def test_rows_and_joins_of_stored_tensors_are_still_copied_as_bytes(tmp_path):
     whole = store(torch.arange(24.0).reshape(6, 4), tmp_path / "a", cut=10)
     joined = JoinedEntry([RowsEntry(whole, 4, 6), RowsEntry(whole, 0, 1)])
     assert [(extent.offset, extent.length) for extent in joined.extents()] == [(70, 32), (3, 16)]
-    assert JoinedEntry([whole, CastEntry(whole, torch.float32)]).extents() is None
+    assert JoinedEntry([whole, CastEntry(whole, torch.float32, name="x")]).extents() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint64])

@@ -8,6 +8,7 @@ import torch
 from hostile_files import refused
 from safetensors.torch import save_file
 
+from opensora_cli.checkpoint import recognition
 from opensora_cli.checkpoint.entries import HeldEntry
 from opensora_cli.checkpoint.folders import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.formats import Format, Selection
@@ -210,6 +211,13 @@ class TestOthers:
         (tmp_path / "a" / "b.safetensors").symlink_to(tmp_path / "secret")
         assert "link out of its folder" in refused(lambda: open_checkpoint(tmp_path / "a"))
         assert is_of(1, tmp_path / "a" / "b.safetensors")
+
+    def test_a_link_to_elsewhere_is_not_read_even_to_look_what_it_is(self, tmp_path, monkeypatch):
+        (tmp_path / "secret").write_text("{")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "b").symlink_to(tmp_path / "secret")
+        monkeypatch.setattr(recognition, "read_start", lambda path: pytest.fail(f"{path} was read"))
+        assert "link out of its folder" in refused(lambda: open_checkpoint(tmp_path / "a"))
 
     def test_a_snapshot_of_the_hugging_face_cache(self, tmp_path):
         blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"

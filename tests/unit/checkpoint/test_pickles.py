@@ -2,9 +2,11 @@
 
 import io
 import pickle
+import struct
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from collections import Counter, OrderedDict
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opensora_cli.checkpoint import pickles
+from opensora_cli.checkpoint.archives import MAGIC
 from opensora_cli.checkpoint.entries import Entry, HeldEntry
 from opensora_cli.checkpoint.formats import Format, Selection
 from opensora_cli.checkpoint.pickles import open_tensor, open_torch, write_tensor, write_torch
@@ -356,9 +359,29 @@ class TestBrokenFiles:
         path = with_pickle(tmp_path / "a", b"\x80\x02" + b"N" * 1000 + b".")
         assert "more than 1000 operations" in refused(lambda: open_torch(path))
 
+    @pytest.mark.slow
+    def test_the_longest_program_takes_no_more_than_the_memory_there_is(self, tmp_path):
+        path = with_pickle(tmp_path / "a", b"\x80\x04" + b"]\x94" * (pickles._MAX_OPERATIONS // 2 - 10) + b".")
+        tracemalloc.start()
+        try:
+            assert "holds no tensors" in refused(lambda: open_torch(path))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 256_000_000
+
     def test_attributes_of_dictionaries_change_nothing(self, tmp_path):
         path = with_pickle(tmp_path / "a", b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb.")
         assert open_torch(path).entries == {}
+
+    def test_a_directory_of_many_records_takes_little_memory(self, tmp_path):
+        """Each fifty bytes would become an object of nine hundred."""
+        record = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *[0] * 9, 4, *[0] * 6) + b"name"
+        directory = record * 300_000
+        end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0, 0, len(directory), 4, 0)
+        (tmp_path / "a").write_bytes(MAGIC + directory + end)
+        with little_memory():
+            assert f"a directory of {len(directory)} bytes" in refused(lambda: open_torch(tmp_path / "a"))
 
     def test_compressed_records_are_refused(self, tmp_path):
         with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as archive:

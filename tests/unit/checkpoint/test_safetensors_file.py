@@ -4,9 +4,11 @@ import json
 import os
 import random
 import struct
+import tracemalloc
 
 import pytest
 import torch
+from hostile_files import little_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -152,7 +154,7 @@ BROKEN = {
     "zip": (b"PK\x03\x04" + b"x" * 100, "does not begin"),
     "absurd length": (struct.pack("<Q", 2**63) + b"{}", "too long"),
     "long length": (struct.pack("<Q", MAX_JSON_BYTES + 1) + b"{}", "too long"),
-    "length over the end": (struct.pack("<Q", 90_000_000) + b"{}", "truncated"),
+    "length over the end": (struct.pack("<Q", 9_000_000) + b"{}", "truncated"),
     "no JSON": (pack(b'{"a": '), "no JSON"),
     "no UTF-8": (pack(b'{"\xff": 1}'), "no UTF-8"),
     "two documents": (pack(b"{}{}"), "no JSON"),
@@ -200,6 +202,37 @@ def test_broken_and_hostile_headers(tmp_path, case):
     content, word = BROKEN[case] if isinstance(BROKEN[case], tuple) else (BROKEN[case], case)
     (tmp_path / "a.safetensors").write_bytes(content)
     assert word in refusal(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(("length", "word"), [(MAX_JSON_BYTES, "more values"), (8 * MAX_JSON_BYTES, "too long")])
+def test_a_header_of_many_small_values_takes_little_memory(tmp_path, length, word):
+    """Each three bytes would become a list of eighty."""
+    start, end = b'{"a":[', b"0]}"
+    (tmp_path / "a").write_bytes(pack(start + b"[]," * ((length - len(start + end)) // 3) + end))
+    with little_memory():
+        message = refusal(tmp_path / "a")
+    assert word in message
+
+
+def test_a_header_with_as_many_values_as_may_be_takes_no_more_than_the_memory_there_is(tmp_path):
+    """Lists in lists, and so much text that it would be the worst, with one character that makes all of it wide."""
+    lists = b",".join([b"[" * 500 + b"]" * 500] * 1980)
+    text = "🌊".encode() + b"x" * (MAX_JSON_BYTES - len(lists) - 100)
+    (tmp_path / "a").write_bytes(pack(b'{"a":[' + lists + b'],"' + text + b'":1}'))
+    tracemalloc.start()
+    try:
+        assert "described by something else" in refusal(tmp_path / "a")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 150_000_000 < peak < 250_000_000
+
+
+def test_what_is_not_read_again_is_not_written(tmp_path):
+    names = {f"{'n' * 1000}.{number}": torch.ones(1) for number in range(10_000)}
+    with pytest.raises(RequestError, match=r"10000 tensors .* too much"):
+        write_safetensors(tmp_path / "a", entries_of(names), metadata={})
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_is_no_file(tmp_path):

@@ -19,6 +19,10 @@ from opensora_cli.core.exceptions import CheckpointError
 INDEX = "model.safetensors.index.json"
 
 
+def hash_each(files):
+    return [sha256_of(file) for file in files]
+
+
 @pytest.fixture
 def tensors():
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +109,7 @@ class TestWriting:
         assert sorted(metadata["all_checkpoint_keys"]) == sorted(tensors)
 
     def test_written_and_read_again(self, folder, tensors):
-        write(folder, tensors, metadata={"source": "a test", "command": "caf\udce9"}, hashing=True)
+        write(folder, tensors, metadata={"source": "a test", "command": "caf\udce9"}, hash_each=hash_each)
         entries, metadata, files = open_in(folder)
         assert list(entries) == list(tensors)
         assert all(torch.equal(entries[key].read(), tensor) for key, tensor in tensors.items())
@@ -114,7 +118,7 @@ class TestWriting:
         assert {file.name for file in files} == set(os.listdir(folder))
 
     def test_hashes(self, folder, tensors):
-        write(folder, tensors, hashing=True)
+        write(folder, tensors, hash_each=hash_each)
         index = read_index(folder / INDEX)
         assert list(index.sha256) == index.shard_names
         for name, digest in index.sha256.items():

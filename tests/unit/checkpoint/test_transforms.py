@@ -53,6 +53,7 @@ class TestRename:
             ),
             (["module.head.bias=step"], "gives module.head.bias and step the same name: step"),
             (["step="], "leaves nothing of the name step"),
+            (["step=evil\x1b[2J\n", "module.head.bias=evil\x1b[2J\n"], r"the same name: 'evil\x1b[2J\n'"),
             (["re:(=x"], "is no regular expression"),
             ([r"re:step=\2"], "cannot be filled in"),
             ([r"re:step=\g<x>"], "cannot be filled in"),

@@ -21,6 +21,7 @@ from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
 from opensora_cli.checkpoint.formats import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
@@ -39,6 +40,10 @@ def tensors():
 
 def entries_of(tensors):
     return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def hash_each(files):
+    return [sha256_of(file) for file in files]
 
 
 def write(tensors, path, format, **options):
@@ -87,7 +92,7 @@ class TestEveryFormat:
 
 
 def test_metadata_and_hashes(tmp_path, tensors):
-    write(tensors, tmp_path / "a", Format.SAFETENSORS_SHARDS, metadata={"source": "a test"}, hashing=True)
+    write(tensors, tmp_path / "a", Format.SAFETENSORS_SHARDS, metadata={"source": "a test"}, hash_each=hash_each)
     index = json.loads((tmp_path / "a" / INDEX).read_text())
     assert index["metadata"]["source"] == "a test"
     assert index["metadata"]["sha256"].keys() == set(os.listdir(tmp_path / "a")) - {INDEX}
@@ -118,15 +123,83 @@ class TestRefusals:
         with pytest.raises(OutputError, match=f"is a {kind}"):
             write(tensors, tmp_path / "a", format, overwrite=True)
 
-    @pytest.mark.parametrize("name", ["config.json", "Open_Sora_v2.safetensors", "optimizer/pytorch_optim-00001.bin"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("config.json", "Open_Sora_v2.safetensors", "model-my-of-backup.safetensors"),
+            *("optimizer/pytorch_optim-00001.bin", "model/model.safetensors.index.json", "empty/"),
+            *("pytorch_model.bin.index.json", ".metadata", "model-00009-of-00009.safetensors/"),
+        ],
+    )
     def test_a_folder_with_more_than_a_checkpoint_is_not_replaced(self, tmp_path, tensors, name):
         write(tensors, tmp_path / "a", Format.SAFETENSORS_SHARDS)
-        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "a" / name).write_text("precious")
-        before = killing.tree(tmp_path)
-        with pytest.raises(OutputError, match=f"would be lost: {name}"):
+        if name.endswith("/"):
+            (tmp_path / "a" / name).mkdir()
+        else:
+            (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "a" / name).write_text("precious")
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OutputError, match=f"would be lost: {name.split('/')[0]}"):
             write(tensors, tmp_path / "a", Format.SAFETENSORS_SHARDS, overwrite=True)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    @pytest.mark.parametrize("format", FOLDERS)
+    def test_a_folder_of_checkpoints_is_not_replaced(self, tmp_path, tensors, format):
+        for each in FOLDERS:
+            write(tensors, tmp_path / "all" / each, each)
+        write(tensors, tmp_path / "all" / "epoch0" / "model", Format.SAFETENSORS_SHARDS)
+        before = killing.tree(tmp_path)
+        for folder in (tmp_path / "all", tmp_path / "all" / "epoch0"):
+            if (folder.name, format) != ("epoch0", Format.COLOSSALAI):  # which that folder is, and nothing else
+                with pytest.raises(OutputError, match="would be lost: "):
+                    write(tensors, folder, format, overwrite=True)
         assert killing.tree(tmp_path) == before
+
+    @pytest.mark.parametrize("format", FOLDERS)
+    def test_a_checkpoint_of_another_format_is_not_replaced(self, tmp_path, tensors, format):
+        write(tensors, tmp_path / "a", format)
+        for other in FOLDERS:
+            if other is not format:
+                with pytest.raises(OutputError, match=f"more than a checkpoint of {other}"):
+                    write(tensors, tmp_path / "a", other, overwrite=True)
+        assert open_checkpoint(tmp_path / "a").format is format
+
+    @pytest.mark.parametrize("format", [Format.SAFETENSORS, Format.DCP])
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_what_is_neither_file_nor_folder_is_left_alone(self, tmp_path, tensors, format, overwrite):
+        os.mkfifo(tmp_path / "a")
+        with pytest.raises(OutputError, match="a is neither a file nor a folder"):
+            write(tensors, tmp_path / "a", format, overwrite=overwrite)
+        assert (tmp_path / "a").is_fifo()
+        assert os.listdir(tmp_path) == ["a"]
+
+    @pytest.mark.parametrize("format", FILES + FOLDERS)
+    def test_what_appears_while_it_is_written_is_kept(self, tmp_path, tensors, format):
+        """As another run may have it that was started with the same name."""
+
+        def appear(_):
+            if format in FILES:
+                (tmp_path / "a").write_text("precious")
+            else:
+                (tmp_path / "a").mkdir(exist_ok=True)
+                (tmp_path / "a" / "thesis.txt").write_text("precious")
+
+        with pytest.raises(OutputError, match="a exists already") as caught:
+            write(tensors, tmp_path / "a", format, advance=appear)
+        assert caught.value.hint is not None
+        assert os.listdir(tmp_path) == ["a"]
+        kept = tmp_path / "a" if format in FILES else tmp_path / "a" / "thesis.txt"
+        assert kept.read_text() == "precious"
+
+    @pytest.mark.parametrize("format", FOLDERS)
+    def test_what_appears_in_a_folder_that_may_be_replaced_is_kept(self, tmp_path, tensors, format):
+        write(tensors, tmp_path / "a", format)
+        notes = tmp_path / "a" / "notes.txt"
+        with pytest.raises(OutputError, match=r"would be lost: notes\.txt"):
+            write(tensors, tmp_path / "a", format, overwrite=True, advance=lambda _: notes.write_text("precious"))
+        assert notes.read_text() == "precious"
+        notes.unlink()
+        assert open_checkpoint(tmp_path / "a").entries.keys() == tensors.keys()
 
     def test_an_empty_folder_is_filled(self, tmp_path, tensors):
         (tmp_path / "a").mkdir()
@@ -141,8 +214,8 @@ class TestRefusals:
 
 class TestFullDisk:
     def test_it_is_noticed_before_anything_is_written(self, tmp_path):
-        huge = CastEntry(HeldEntry(torch.zeros(1).expand(2**60)), torch.float32)
-        with pytest.raises(OutputError, match=r"it needs 4611686.0 TB, and ") as caught:
+        huge = CastEntry(HeldEntry(torch.zeros(1).expand(2**60)), torch.float32, name="x")
+        with pytest.raises(OutputError, match=r"a needs 4611686.0 TB, and its disk has ") as caught:
             write_checkpoint({"a": huge}, tmp_path / "a", format=Format.SAFETENSORS)
         assert caught.value.hint is not None
         assert os.listdir(tmp_path) == []
@@ -195,16 +268,20 @@ import killing
 from opensora_cli.checkpoint.entries import HeldEntry
 from opensora_cli.checkpoint.formats import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 
 folder, stride, formats = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 os.fsync = lambda _: None  # a killed process loses nothing that it wrote
 
+def hash_each(files):
+    return [sha256_of(file) for file in files]
+
 def entries(value):
     return {f"layer.{index}": HeldEntry(torch.full((50, 10), value + index)) for index in range(3)}
 
 def write(entries, path, format):
-    write_checkpoint(entries, path, format=format, shard_bytes=2500, hashing=True, overwrite=True)
+    write_checkpoint(entries, path, format=format, shard_bytes=2500, hash_each=hash_each, overwrite=True)
 
 write(entries(2.0), folder / "source", Format.SAFETENSORS_SHARDS)
 source = open_checkpoint(folder / "source").entries
@@ -278,6 +355,7 @@ import torch
 from opensora_cli.checkpoint.entries import CastEntry
 from opensora_cli.checkpoint.formats import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 
 source, target, spare = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -290,7 +368,14 @@ limit = used + 2 * largest + spare
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 def write(entries, format):
-    files = write_checkpoint(entries, target, format=format, shard_bytes=total // 3, hashing=True, overwrite=True)
+    files = write_checkpoint(
+        entries,
+        target,
+        format=format,
+        shard_bytes=total // 3,
+        hash_each=lambda files: [sha256_of(file) for file in files],
+        overwrite=True,
+    )
     written = sum(file.stat().st_size for file in files)
     print(format, written / total, flush=True)
     return written
@@ -300,7 +385,8 @@ for format in map(Format, sys.argv[4:]):
     for file in sorted(target.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     target.rmdir() if target.is_dir() else target.unlink()
-assert total // 2 <= write({k: CastEntry(e, torch.bfloat16) for k, e in entries.items()}, Format.SAFETENSORS) < total
+small = {k: CastEntry(e, torch.bfloat16, name=k) for k, e in entries.items()}
+assert total // 2 <= write(small, Format.SAFETENSORS) < total
 
 try:
     held = [entry.read() for entry in entries.values()]

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,70 @@ def test_a_folder_and_all_that_is_in_it_is_flushed_before_it_takes_the_name(
     temporary = flushed[2][0]
     assert temporary.startswith(".osora-")
     assert flushed == [("inner", False), ("new", False), (temporary, False), (tmp_path.name, True)]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    target = tmp_path / "a.bin"
+
+    def write() -> None:
+        with atomic_path(target, replace=False) as temporary:
+            temporary.write_bytes(b"mine")
+            if race:
+                target.write_bytes(b"theirs")
+
+    for race in (False, True):
+        if race:
+            target.unlink()
+            with pytest.raises(OutputError, match="exists already"):
+                write()
+        else:
+            write()
+        assert target.read_bytes() == (b"theirs" if race else b"mine")
+        assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("theirs", ["folder", "file", "link"])
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path, theirs: str) -> None:
+    target = tmp_path / "frames"
+
+    def appear() -> None:
+        if theirs == "folder":
+            target.mkdir()
+            (target / "theirs.txt").touch()
+        elif theirs == "file":
+            target.touch()
+        else:
+            target.symlink_to(tmp_path)
+
+    def write() -> None:
+        with atomic_folder(target, replace=False) as temporary:
+            (temporary / "mine.txt").touch()
+            appear()
+
+    with pytest.raises(OutputError, match="exists already"):
+        write()
+    assert os.listdir(tmp_path) == ["frames"]
+    assert not (target / "mine.txt").exists()
+
+
+def test_an_empty_folder_is_filled_without_replacing(tmp_path: Path) -> None:
+    (tmp_path / "frames").mkdir()
+    with atomic_folder(tmp_path / "frames", replace=False) as temporary:
+        (temporary / "mine.txt").touch()
+    assert os.listdir(tmp_path / "frames") == ["mine.txt"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes among files")
+@pytest.mark.parametrize("write", [write_folder, lambda path, content: write_bytes_atomic(path, content.encode())])
+def test_a_pipe_is_not_replaced(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(OutputError, match="a is neither a file nor a folder"):
+        write(tmp_path / "a", "content")
+    assert (tmp_path / "a").is_fifo()
+    assert os.listdir(tmp_path) == ["a"]

@@ -28,6 +28,13 @@ def test_no_sizes(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["1" + "0" * 400, "9" * 30 + "TB", "9223373TB"])
+def test_no_size_of_any_file(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\.\.\. is larger than any file") as caught:
+        parse_bytes(text)
+    assert len(str(caught.value)) < 60
+
+
 @pytest.mark.parametrize(
     ("count", "expected"),
     [

@@ -23,6 +23,8 @@ def convert(target: str, **values: object) -> ConvertSettings:
         ("x.bin", "torch"),
         ("x", "safetensors-shards"),
         ("v1.5", "safetensors-shards"),
+        ("../.hidden", "safetensors-shards"),
+        ("runs.old/x", "safetensors-shards"),
         ("folder/", "safetensors-shards"),
     ],
 )
@@ -33,6 +35,8 @@ def test_the_target_names_the_format(target: str, expected: str) -> None:
 def test_a_name_without_ending_takes_any_format() -> None:
     assert convert("x", format="torch").resolved_format == "torch"
     assert convert("x", format="dcp").resolved_format == "dcp"
+    assert convert("x.ckpt", format="torch").resolved_format == "torch"
+    assert convert("epoch1.final/", format="colossalai").resolved_format == "colossalai"
 
 
 @pytest.mark.parametrize(
@@ -42,11 +46,15 @@ def test_a_name_without_ending_takes_any_format() -> None:
         ("x.safetensors", {"format": "safetensors-shards"}, "must agree with the ending"),
         ("x.pt", {"shard_size": "4GB"}, "has no effect on format=torch: use one of safetensors-shards, torch-shards"),
         ("x", {"shard_size": "4XB"}, "shard_size='4XB' is not a size such as 4GB or 4096MiB (from --shard_size)"),
+        ("x", {"shard_size": "1" + "0" * 400}, "shard_size='10000000000000000000'... is larger than any file (from --"),
         ("x", {"shard_size": "0"}, "shard_size=0 must be over 0"),
         ("x", {"dtype": "fp8"}, "dtype=fp8 must be one of fp32, bf16, fp16, fp8_e4m3"),
         ("x", {"qkv": "fussed"}, "did you mean fused?"),
         ("x", {"format": "training"}, "format=training must be one of safetensors,"),
         ("", {}, "target='' must not be empty"),
+        ("x.ckpt", {}, "target=x.ckpt has an ending, .ckpt, that names no format: add --format"),
+        ("x.safetensors.index.json", {}, "has an ending, .json, that names no format: add --format"),
+        ("x.p\u0442", {}, "that names no format"),
     ],
 )
 def test_contradictions(target: str, values: dict[str, object], message: str) -> None:

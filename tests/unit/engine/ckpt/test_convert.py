@@ -185,7 +185,8 @@ def test_the_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
     assert document["parameters"] == 49
     assert sorted(document["files"]) == sorted(map(str, (tmp_path / "target").iterdir()))
     nbytes = document["bytes"]
-    assert reporter.totals == {"hash": source.stat().st_size, "write": nbytes}
+    shards = sum(path.stat().st_size for path in (tmp_path / "target").glob("*.safetensors"))
+    assert reporter.totals == {"hash": source.stat().st_size, "write": nbytes, "hash shards": shards}
     assert reporter.advanced == reporter.totals
     assert f"target  {tmp_path / 'target'} (safetensors-shards)" in reporter.notes
 
@@ -281,3 +282,80 @@ def test_a_layout_that_could_not_be_noted_is_not_written(tmp_path: Path) -> None
     plan_convert(settings(image, tmp_path / "dcp", format="dcp"))
     with pytest.raises(RequestError, match="no place to note that rotary pairs are half, which fused"):
         plan_convert(settings(image, tmp_path / "dcp", format="dcp", rotary="half"))
+
+
+@pytest.fixture
+def small(source: Path, tmp_path: Path) -> Path:
+    """Weights of 8 bits, each with its scale."""
+    weights = {name: tensor for name, tensor in load_file(source).items() if tensor.ndim == 2}
+    save_file(
+        {name.replace(".w", ".weight"): tensor for name, tensor in weights.items()}, tmp_path / "wide.safetensors"
+    )
+    return converted(tmp_path / "wide.safetensors", tmp_path / "small.safetensors", dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"only": ["*.weight"]},
+        {"drop": ["*_scale"]},
+        {"drop": ["*.0.weight_scale"]},
+        {"rename": ["re:weight$=w"]},
+        {"rename": ["re:0.weight_scale$=0.scale"]},
+        {"rename": [r"re:0(\.weight_scale)$=2\1", r"re:1(\.weight_scale)$=0\1", r"re:2(\.weight_scale)$=1\1"]},
+    ],
+)
+def test_scales_are_not_lost(options: dict[str, list[str]], small: Path, tmp_path: Path) -> None:
+    message = r"without their scales, 8-bit tensors of .* are worth nothing: model\.blocks\.0\.weight"
+    with pytest.raises(RequestError, match=message) as caught:
+        converted(small, tmp_path / "target.safetensors", **options)
+    assert "--dtype" in str(caught.value.hint)
+    weights = load_file(converted(small, tmp_path / "target.safetensors", dtype="fp32", only=["*.weight"]))
+    expected = load_file(tmp_path / "wide.safetensors")
+    assert all(torch.allclose(weights[name], expected[name], rtol=0.07, atol=0.01) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"rename": ["model.="]}, {"blocks.0.weight", "blocks.0.weight_scale"}),
+        ({"drop": ["*.1.*"]}, {"model.blocks.0.weight", "model.blocks.0.weight_scale"}),
+        (
+            {"rename": [r"re:(\w+)\.weight_scale$=\1.scale_weight"]},
+            {"model.blocks.0.weight", "model.blocks.0.scale_weight"},
+        ),
+        ({"only": ["*.0.weight_scale"]}, {"model.blocks.0.weight_scale"}),
+    ],
+)
+def test_scales_that_stay_with_their_weights(
+    options: dict[str, list[str]], names: set[str], small: Path, tmp_path: Path
+) -> None:
+    assert names <= load_file(converted(small, tmp_path / "target.safetensors", **options)).keys()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "hint"),
+    [("fp16", 65_520.0, "bf16"), ("fp16", -1e30, "bf16"), ("bf16", 3.4e38, "fp32"), ("fp32", 1e300, "leave")],
+)
+def test_numbers_that_would_become_infinite(dtype: str, value: float, hint: str, tmp_path: Path) -> None:
+    wide = torch.zeros(3, 5, dtype=torch.float64)
+    wide[2, 3] = value
+    save_file({"fine": torch.ones(2).double(), "large": wide}, tmp_path / "source.safetensors")
+    with pytest.raises(CheckpointError, match="large has numbers that are too large for") as caught:
+        converted(tmp_path / "source.safetensors", tmp_path / "target.safetensors", dtype=dtype)
+    assert hint in str(caught.value.hint)
+    assert not (tmp_path / "target.safetensors").exists()
+
+
+def test_infinite_numbers_stay_infinite(tmp_path: Path) -> None:
+    numbers = torch.tensor([float("inf"), -float("inf"), float("nan"), 65_519.0])
+    save_file({"x": numbers}, tmp_path / "source.safetensors")
+    found = load_file(converted(tmp_path / "source.safetensors", tmp_path / "target.safetensors", dtype="fp16"))["x"]
+    assert bit_equal({"x": found}, {"x": numbers.half()})
+
+
+def test_products_with_scales_that_would_become_infinite(tmp_path: Path) -> None:
+    state = {"x.weight": torch.full((2, 2), 448.0).to(torch.float8_e4m3fn), "x.weight_scale": torch.tensor(1000.0)}
+    save_file(state, tmp_path / "source.safetensors")
+    with pytest.raises(CheckpointError, match=r"x\.weight has numbers that are too large for float16"):
+        converted(tmp_path / "source.safetensors", tmp_path / "target.safetensors", dtype="fp16")

@@ -1,6 +1,8 @@
 """Downloading from a Hub: all that is needed, nothing twice, and nothing that is not what the Hub says."""
 
 import hashlib
+import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,8 +306,46 @@ def test_offline_says_what_is_missing(hub: FakeHub, tmp_path: Path, monkeypatch:
     assert hub.requests == []
 
 
+def test_offline_with_everything_there(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download(settings(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    result = download(settings(tmp_path))
+    assert {planned.name for planned in result.files} == WANTED
+    assert {planned.state for planned in result.files} == {State.PRESENT}
+    assert (result.to_json()["offline"], result.bytes_to_fetch, hub.requests) == (True, 0, [])
+    assert "offline" in result.lines()[0]
+
+    later = (tmp_path / BIG).stat().st_mtime + 100
+    os.utime(tmp_path / BIG, (later, later))  # its record says nothing any more
+    assert download(settings(tmp_path)).files[0].state is State.PRESENT
+    (tmp_path / BIG).write_bytes(CONTENT[::-1])
+    os.utime(tmp_path / BIG, (later + 100, later + 100))
+    with pytest.raises(OutputError, match="other files than on the Hub are there"):
+        download(settings(tmp_path))
+    (tmp_path / T5 / "spiece.model").unlink()
+    with pytest.raises(CheckpointError, match=f"offline.*lacks {T5}/spiece.model"):
+        download(settings(tmp_path))
+    with pytest.raises(CheckpointError, match=r"offline.*lacks flux1-dev\.safetensors"):
+        download(settings(tmp_path, preset="flux1-dev"))
+
+
+@pytest.mark.parametrize("change", [{"size": -1}, {"digest": "../evil"}, {"commit": None}, {"other": 1}, None])
+def test_offline_with_a_broken_note(
+    change: dict[str, object] | None, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download(settings(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (note,) = tmp_path.rglob("*.listing.json")
+    document = json.loads(note.read_text())
+    document[MAIN]["files"][BIG] |= change or {}
+    note.write_text(json.dumps(document) if change else "[]")
+    with pytest.raises(CheckpointError, match="but no note of a download"):
+        download(settings(tmp_path))
+
+
 def test_too_little_room(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 300_000})())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 300_000})())
     with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
         download(settings(tmp_path))
     assert hub.transfers == []

@@ -64,7 +64,7 @@ def test_prefixes_are_found_and_named():
     identity = identify(shapes)
     assert (identity.name, identity.prefix) == ("hunyuan-vae", "module.")
     problems = check(shapes, "hunyuan-vae")
-    assert problems[0] == "names begin with 'module.': take it off with --rename module.="
+    assert problems[0] == "names begin with module.: take it off with --rename module.="
     assert problems[1].startswith("248 missing: encoder.conv_in.conv.weight, encoder.conv_in.conv.bias, ")
 
 

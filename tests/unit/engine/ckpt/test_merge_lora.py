@@ -64,7 +64,7 @@ def test_the_adapter_is_added(scale: float, base: Path, adapter: Path, tmp_path:
 def test_what_was_done_is_noted(base: Path, adapter: Path, tmp_path: Path) -> None:
     document = merge(base, adapter, tmp_path / "merged.safetensors", scale=0.5).to_json()
     assert document["schema"] == "osora.ckpt.merge-lora/1"
-    assert (document["changed"], document["error_bound"]) == (1, None)
+    assert (document["changed"], document["error"]) == (1, None)
     with safe_open(tmp_path / "merged.safetensors", framework="pt") as file:
         noted = file.metadata()
     assert noted["note"] == "kept"
@@ -75,10 +75,28 @@ def test_unmerging_is_as_exact_as_it_says(base: Path, adapter: Path, tmp_path: P
     merge(base, adapter, tmp_path / "merged.safetensors")
     result = merge(tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors", unmerge=True)
     before, after = load_file(base)["to_q.weight"], load_file(tmp_path / "back.safetensors")["to_q.weight"]
-    bound = result.to_json()["error_bound"]
+    error = result.to_json()["error"]
+    assert isinstance(error, dict)
+    bound = error["bound"]
+    assert error["tensor"] == "to_q.weight"
     off = float((before.float() - after.float()).abs().max())
     assert 0 < off <= bound < 0.1
     assert result.lines()[1].endswith(f"off by at most {bound:.3g}, in to_q.weight")
+
+
+def test_unmerging_numbers_that_are_not_finite(base: Path, adapter: Path, tmp_path: Path) -> None:
+    state = load_file(base)
+    state["to_q.weight"][2, 3] = float("inf")
+    save_file(state, tmp_path / "merged.safetensors")
+    result = merge(tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors", unmerge=True)
+    assert result.to_json()["error"] == {"bound": None, "tensor": "to_q.weight"}
+    assert result.lines()[1] == "nothing can be said of to_q.weight: it is not finite"
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        merge(base, adapter, tmp_path / "x.safetensors", scale=scale)
 
 
 def test_progress(base: Path, adapter: Path, tmp_path: Path) -> None:

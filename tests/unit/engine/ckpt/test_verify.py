@@ -2,18 +2,23 @@
 
 import hashlib
 import json
+import os
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_weights import converted
 from tiny_world import RecordingReporter
 
+from opensora_cli.checkpoint.released import read_released
+from opensora_cli.checkpoint.saver import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.hub_records import write_record
+from opensora_cli.engine.ckpt.inspect import inspect
 from opensora_cli.engine.ckpt.verify import Verification, verify
-from opensora_cli.settings.ckpt import VerifySettings
+from opensora_cli.settings.ckpt import InspectSettings, VerifySettings
 
 
 def check(path: Path, **options: object) -> Verification:
@@ -165,3 +170,115 @@ def test_unknown_presets(source: Path) -> None:
     with pytest.raises(RequestError, match="preset=flux-dev is not one of") as caught:
         check(source, preset="flux-dev")
     assert caught.value.hint == "did you mean flux1-dev?"
+
+
+@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "notes.txt", "model.safetensors.index.json"])
+def test_only_shards_are_hashed(name: str, shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("password")
+    (shards / "notes.txt").write_text("mine")
+    index = shards / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["metadata"]["sha256"][name] = "0" * 64
+    index.write_text(json.dumps(document))
+    found = check(shards)
+    assert found.problems == (f"{index} has a hash for {name!r}, which is none of its shards",)
+    assert len(found.hashed) == 4
+
+
+def test_a_hash_that_is_none(shards: Path) -> None:
+    index = shards / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    shard = sorted(document["metadata"]["sha256"])[0]
+    document["metadata"]["sha256"][shard] = "\x1b[2J"
+    index.write_text(json.dumps(document))
+    assert check(shards).problems == (f"{index} has no hash for {shard!r}, but '\\x1b[2J'",)
+
+
+def test_a_wrong_total_size(shards: Path) -> None:
+    index = shards / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["metadata"]["total_size"] += 1
+    index.write_text(json.dumps(document))
+    message = f"{index} says that the tensors have 241 bytes, and they have 240"
+    assert check(shards, data=False).problems == (message,)
+
+
+def test_tensors_that_share_their_data_may_be_counted_once(tmp_path: Path) -> None:
+    weight = torch.ones(4)
+    torch.save({"a": weight, "b": weight, "c": torch.ones(1)}, tmp_path / "part.bin")
+    for total_size, problems in ((20, 0), (36, 0), (35, 1)):
+        weight_map = dict.fromkeys("abc", "part.bin")
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        assert len(check(tmp_path).problems) == problems
+
+
+def test_nothing_is_read_of_what_is_not_there(tmp_path: Path) -> None:
+    found = check(tmp_path / "gone.safetensors")
+    assert (found.data_read, found.to_json()["data_read"]) == (False, False)
+
+
+def test_a_file_that_was_written_after_its_download(source: Path, tmp_path: Path) -> None:
+    write_record(tmp_path, source.name, commit="abc", digest="0" * 64)
+    assert not check(source).is_sound
+    later = source.stat().st_mtime + 100
+    os.utime(source, (later, later))
+    assert check(source).is_sound
+    assert check(source).hashed == ()
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """The folder of a training that keeps everything."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    io = CheckpointIO()
+    return io.save(tmp_path, model, ema=model, optimizer=optimizer, lr_scheduler=scheduler, async_io=False)
+
+
+def test_a_training_that_keeps_everything(training: Path) -> None:
+    assert check(training).problems == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer/optimizer.pt", "lr_scheduler.pt", "ema.safetensors", "running_states.json"]
+)
+@pytest.mark.parametrize("length", [50, -2])
+def test_a_truncated_part_of_a_training(name: str, length: int, training: Path) -> None:
+    path = training / name
+    content = path.read_bytes()
+    path.write_bytes(content[:length])
+    found = check(training)
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith(str(path))
+    assert found.to_json()["tensors"] == 2
+    assert check(training, select="model").is_sound
+
+
+def test_states_that_lack_data_or_lie_elsewhere(training: Path, tmp_path: Path) -> None:
+    path = training / "optimizer" / "optimizer.pt"
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content[:-4] if name.endswith("data/0") else content)
+    assert "lacks a part of the data '0'" in check(training).problems[0]
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere.pt")
+    assert "is a link out of its folder" in check(training).problems[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_the_preset_of_8_bit_weights(dtype: str, tmp_path: Path) -> None:
+    shapes = read_released("hunyuan-vae").shapes
+    save_file({name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}, tmp_path / "wide.safetensors")
+    small = converted(tmp_path / "wide.safetensors", tmp_path / "small.safetensors", dtype=dtype, preset="hunyuan-vae")
+    assert any(name.endswith("_scale") for name in load_file(small))
+    assert check(small, preset="hunyuan-vae").is_sound
+    again = converted(small, tmp_path / "again.safetensors", preset="hunyuan-vae")
+    found = inspect(InspectSettings(path=str(again)))
+    assert found.identity is not None
+    assert found.identity.name == "hunyuan-vae"

@@ -1,0 +1,47 @@
+"""Adapters in PEFT's format, written by hand as it saves them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+CONFIG = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": None,
+    "r": 2,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "target_modules": ["proj", "conv"],
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_rslora": False,
+    "use_dora": False,
+}
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normally distributed numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def factors(module: str, rows: int, columns: int, *, rank: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    """Return the two tensors of an adapter for a linear layer."""
+    prefix = f"base_model.model.{module}"
+    return {
+        f"{prefix}.lora_A.weight": draw(rank, columns, seed=seed),
+        f"{prefix}.lora_B.weight": draw(rows, rank, seed=seed + 1),
+    }
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:
+    """Write an adapter into a folder, and return that."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,153 @@
+"""The files of adapters: what cannot be merged, what is broken, and what is hostile."""
+
+import os
+
+import pytest
+from tiny_adapters import draw, factors, write_adapter
+
+from opensora_cli.checkpoint.peft_files import open_adapter
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "adapter"
+
+
+class TestBrokenAdapters:
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            ({"peft_type": "LOHA"}, "peft_type='LOHA' is no LoRA"),
+            ({"use_dora": True}, "use_dora (DoRA)"),
+            ({"lora_bias": True}, "lora_bias"),
+            ({"target_parameters": ["experts"]}, "target_parameters"),
+            ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16' has changed the weights"),
+            ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ],
+    )
+    def test_features_that_cannot_be_merged(self, folder, config, words):
+        with pytest.raises(RequestError) as caught:
+            open_adapter(write_adapter(folder, factors("block.proj", 6, 5), **config))
+        assert words in caught.value.message
+        assert caught.value.exit_code == 2
+
+    def test_tensors_of_other_kinds(self, folder):
+        tensors = factors("block.proj", 6, 5)
+        vector = {"base_model.model.block.proj.lora_magnitude_vector": draw(6)}
+        with pytest.raises(RequestError, match=r"lora_magnitude_vector.*cannot be merged"):
+            open_adapter(write_adapter(folder, tensors | vector))
+        with pytest.raises(CheckpointError, match=r"not of LoRA: block\.norm\.weight"):
+            open_adapter(write_adapter(folder, tensors | {"base_model.model.block.norm.weight": draw(6)}))
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"r": 0},
+            {"r": True},
+            {"r": "2"},
+            {"lora_alpha": None},
+            {"lora_alpha": [1]},
+            {"rank_pattern": [1]},
+            {"rank_pattern": {"proj": 1.5}},
+            {"rank_pattern": {"(": 2}},
+            {"alpha_pattern": {"proj": "much"}},
+            {"lora_alpha": 10**400},
+            {"lora_alpha": -1e300},
+            {"r": 10**400},
+            {"rank_pattern": {"proj": 10**400}},
+            {"rank_pattern": {"(?i)proj": 2}},
+            {"rank_pattern": {"(" * 3000 + "a" + ")" * 3000: 2}},
+            {"rank_pattern": {"(.+)+x": 2}},
+            {"alpha_pattern": {"(a+)+b": 2}},
+            {"alpha_pattern": {"[z-a]": 2}},
+            {"alpha_pattern": {f"{number}+": 2 for number in range(101)}},
+            {"lora_alpha": {"a\nb": []}},
+        ],
+    )
+    def test_values(self, folder, config):
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json: ") as caught:
+            open_adapter(write_adapter(folder, factors("block.proj", 6, 5), **config))
+        assert "\n" not in caught.value.message
+
+    @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"r": NaN}', b"{" * 100000, b'{"r": 1, "r": 2}'])
+    def test_configuration_that_is_none(self, folder, content):
+        write_adapter(folder, factors("block.proj", 6, 5))
+        (folder / "adapter_config.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json is broken: ") as caught:
+            open_adapter(folder)
+        assert "\n" not in caught.value.message
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+    @pytest.mark.parametrize("kind", ["link", "device", "pipe", "folder"])
+    def test_files_that_are_none_or_lie_elsewhere(self, kind, name, folder, tmp_path):
+        path = write_adapter(folder, factors("block.proj", 6, 5)) / name
+        path.rename(tmp_path / name)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("/dev/zero" if kind == "device" else tmp_path / name)
+        with pytest.raises(CheckpointError, match=r"is a link out of its folder|is not a file"):
+            open_adapter(folder)
+
+    def test_files_of_the_cache_of_the_hub(self, tmp_path):
+        (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
+        folder = write_adapter(tmp_path / "models--a--b" / "snapshots" / "c0ffee", factors("block.proj", 6, 5))
+        blobs = tmp_path / "models--a--b" / "blobs"
+        blobs.mkdir()
+        for number, path in enumerate(sorted(folder.iterdir())):
+            path.rename(blobs / str(number))
+            path.symlink_to(f"../../blobs/{number}")
+        assert list(open_adapter(folder).updates) == ["block.proj.weight"]
+
+    def test_a_configuration_that_is_too_long(self, folder):
+        write_adapter(folder, factors("block.proj", 6, 5), note="x" * 1_000_000)
+        with pytest.raises(CheckpointError, match="too long to be the configuration"):
+            open_adapter(folder)
+
+    def test_more_names_than_can_be_matched(self, folder):
+        with pytest.raises(CheckpointError, match="of too long a name"):
+            open_adapter(write_adapter(folder, factors("a." * 1000 + "x", 6, 5)))
+        tensors = {}
+        for number in range(20):
+            tensors |= factors(f"{number}." + "a" * 900, 1, 1)
+        patterns = {f".*{'a*' * 80}{number}": 1 for number in range(50)}
+        with pytest.raises(CheckpointError, match="too many regular expressions for so many modules"):
+            open_adapter(write_adapter(folder, tensors, alpha_pattern=patterns))
+
+    def test_infinite_alpha(self, folder):
+        write_adapter(folder, factors("block.proj", 6, 5))
+        text = (folder / "adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 1e999')
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="'lora_alpha' must be a number"):
+            open_adapter(folder)
+
+    def test_missing_files(self, folder, tmp_path):
+        with pytest.raises(CheckpointError, match="is no folder with an adapter"):
+            open_adapter(tmp_path / "none")
+        write_adapter(folder, factors("block.proj", 6, 5))
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+        with pytest.raises(
+            CheckpointError, match=r"has adapter_model\.bin and no adapter_model\.safetensors"
+        ) as caught:
+            open_adapter(folder)
+        assert "osora ckpt convert" in caught.value.hint
+        (folder / "adapter_config.json").unlink()
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
+            open_adapter(folder)
+
+    @pytest.mark.parametrize(
+        ("tensors", "words"),
+        [
+            ({}, "has no lora_A and lora_B"),
+            ({"base_model.model.x.lora_A.weight": draw(2, 5)}, "'x' has one of lora_A and lora_B and not the other"),
+            (factors("x", 6, 5, rank=3), r"A [3, 5] and B [6, 3], which are not of rank 2"),
+            ({"x.lora_A.weight": draw(2), "x.lora_B.weight": draw(2)}, "A [2] and B [2], which are not of rank 2"),
+        ],
+    )
+    def test_weights(self, folder, tensors, words):
+        with pytest.raises(CheckpointError) as caught:
+            open_adapter(write_adapter(folder, tensors))
+        assert words in caught.value.message
