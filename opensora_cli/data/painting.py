@@ -59,8 +59,8 @@ class Canvas:
         return self.xs.T
 
     def inside(self, distance: Array) -> Array:
-        """Turn a signed distance (negative inside) into coverage 0 to 1 with an edge one pixel soft."""
-        coverage: Array = np.clip(0.5 - distance * self.size, 0.0, 1.0).astype(np.float32)
+        """Turn a signed distance (negative inside) into coverage 0 to 1 with an edge two pixels soft."""
+        coverage: Array = np.clip(0.5 - 0.5 * distance * self.size, 0.0, 1.0).astype(np.float32)
         return coverage
 
 
@@ -126,17 +126,17 @@ def paint_weather(frames: Array, canvas: Canvas, weather: str, rng: Generator) -
     steps = canvas.seconds * 12.0
     if weather == "rain":
         colour = np.array((0.80, 0.87, 0.97), np.float32)
-        drops = _streaks(canvas, rng, count=26, length=0.13, width=0.016, slant=0.25)
+        drops = _streaks(canvas, rng, count=22, length=0.15, width=0.02, slant=0.25)
         for frame, step in zip(frames, steps, strict=True):
-            down = round(0.08 * canvas.size * step)
+            down = round(0.0625 * canvas.size * step)
             moved = np.roll(drops, (down, -round(0.25 * down)), axis=(0, 1))
-            _blend(frame, 0.62 * moved, colour)
+            _blend(frame, 0.55 * moved, colour)
     elif weather == "snow":
         colour = np.array((1.0, 1.0, 1.0), np.float32)
-        near = _flakes(canvas, rng, count=14, radius=0.028)
-        far = _flakes(canvas, rng, count=14, radius=0.021)
+        near = _flakes(canvas, rng, count=13, radius=0.034)
+        far = _flakes(canvas, rng, count=13, radius=0.026)
         for frame, step in zip(frames, steps, strict=True):
-            for flakes, speed, opacity in ((far, 0.016, 0.75), (near, 0.032, 0.95)):
+            for flakes, speed, opacity in ((far, 0.015625, 0.7), (near, 0.03125, 0.9)):
                 moved = np.roll(flakes, (round(speed * canvas.size * step), 0), axis=(0, 1))
                 _blend(frame, opacity * moved, colour)
 
@@ -156,7 +156,7 @@ def _paint_sky(canvas: Canvas, time: str, clouded: bool, horizon: float, rng: Ge
     y, radius, colour = disc.get(time, (0.13, 0.06, (0.93, 0.94, 0.98)))
     _blend(sky, canvas.inside(np.hypot(canvas.xs - x, canvas.ys - y) - radius), np.array(colour, np.float32))
     if time == "night":
-        stars = _flakes(canvas, rng, count=9, radius=0.014) * (canvas.ys < horizon - 0.05)
+        stars = _flakes(canvas, rng, count=9, radius=0.018) * (canvas.ys < horizon - 0.05)
         _blend(sky, 0.8 * stars.astype(np.float32), np.array((0.9, 0.9, 1.0), np.float32))
     return sky
 
