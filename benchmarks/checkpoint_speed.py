@@ -66,7 +66,7 @@ def reshard(source: Path, target: Path) -> None:
 def cast(source: Path, target: Path) -> None:
     """Write `source` anew in bf16."""
     entries, metadata = open_safetensors(source)
-    rounded = {name: CastEntry(entry, torch.bfloat16) for name, entry in entries.items()}
+    rounded = {name: CastEntry(entry, torch.bfloat16, name=name) for name, entry in entries.items()}
     write_checkpoint(rounded, target, format=Format.SAFETENSORS, metadata=metadata)
 
 
