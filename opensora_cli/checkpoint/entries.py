@@ -23,6 +23,10 @@ PIECE_BYTES = 2**20
 """How much is read at a time: large enough for a disk, small enough to stay in a processor's cache."""
 
 
+MAX_DIMENSIONS = 64
+"""Of a tensor: torch computes with no more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A run of bytes of a file."""

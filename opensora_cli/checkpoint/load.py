@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,12 +15,11 @@ from opensora_cli.checkpoint.formats import Checkpoint
 from opensora_cli.checkpoint.fp8 import dequantise
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.remote import fetch_from_hub
+from opensora_cli.checkpoint.shapes import differences
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import first_few
 from opensora_cli.core.metadata import ROTARY_METADATA
-
-Shape = tuple[int, ...]
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
@@ -103,9 +102,9 @@ def load_into_module(
         for key, shape in shapes.items()
         if key in found or not any(fnmatchcase(key, pattern) for pattern in allowed_missing)
     }
-    mismatch = _Mismatch.between(found, required)
-    if mismatch:
-        raise CheckpointError(f"{path} does not fit the model: {mismatch}")
+    problems = differences(found, required)
+    if problems:
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
     for key, tensor in read(_MappedTensors(entries)):
         _assign(module_on_meta, key, _placed(tensor, device=device, dtype=dtype))
         if advance is not None:
@@ -171,11 +170,13 @@ def fill_module(
     entries = dequantise(checkpoint.entries, torch.get_default_dtype())
     expected = module.state_dict()
     shapes = {key: tuple(entry.shape) for key, entry in entries.items()}
-    mismatch = _Mismatch.between(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
-    if mismatch.wrong or (strict and mismatch):
-        raise CheckpointError(f"{checkpoint.path} does not fit the model: {mismatch}")
-    if mismatch:
-        warnings.warn(f"{checkpoint.path} does not fit the model: {mismatch}", stacklevel=3)
+    problems = differences(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
+    misfit = any(key in expected and shape != expected[key].shape for key, shape in shapes.items())
+    message = f"{checkpoint.path} does not fit the model: {'; '.join(problems)}"
+    if misfit or (strict and problems):
+        raise CheckpointError(message)
+    if problems:
+        warnings.warn(message, stacklevel=3)
     tensors = _MappedTensors(entries)
     for key in expected.keys() & entries.keys():
         if expected[key].is_meta:
@@ -197,34 +198,6 @@ def _map(path: Path) -> torch.UntypedStorage:
         raise CheckpointError(f"{path} cannot be mapped: {' '.join(str(error).split())}") from error
     assert isinstance(storage, torch.UntypedStorage)
     return storage
-
-
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
-    """What keeps a checkpoint from fitting a model."""
-
-    missing: list[str]
-    unexpected: list[str]
-    wrong: list[str]
-
-    @classmethod
-    def between(cls, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> "_Mismatch":
-        return cls(
-            missing=[key for key in expected if key not in found],
-            unexpected=[key for key in found if key not in expected],
-            wrong=[
-                f"{key}: file {list(shape)}, model {list(expected[key])}"
-                for key, shape in found.items()
-                if key in expected and shape != expected[key]
-            ],
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.wrong)
-
-    def __str__(self) -> str:
-        kinds = ((self.missing, "missing"), (self.unexpected, "unexpected"), (self.wrong, "of another shape"))
-        return "; ".join(f"{len(keys)} {kind} ({first_few(keys)})" for keys, kind in kinds if keys)
 
 
 def _placed(tensor: Tensor, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from opensora_cli.checkpoint.copying import copy_entries, write_all
-from opensora_cli.checkpoint.entries import Entry, Extent, StoredEntry
+from opensora_cli.checkpoint.entries import MAX_DIMENSIONS, Entry, Extent, StoredEntry
 from opensora_cli.checkpoint.strict_json import (
     MAX_JSON_BYTES,
     as_unicode,
@@ -51,8 +51,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
-_MAX_DIMENSIONS = 64
-"""Torch computes with no more."""
 _FETCH_AGAIN = "fetch it again"
 
 
@@ -172,7 +170,7 @@ def _parse_tensor(name: str, description: Any) -> _Placed:
     if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{tensor} is described by something else than dtype, shape and data_offsets")
     shape, offsets = description["shape"], description["data_offsets"]
-    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{tensor} has an impossible shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{tensor} has impossible offsets")

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.entries import MAX_DIMENSIONS, Entry
 from opensora_cli.checkpoint.unpickling import Constructor
 from opensora_cli.core.exceptions import RequestError
-
-_MAX_DIMENSIONS = 64
-"""Torch computes with no more."""
 
 _STORAGE_NAMES = {
     torch.float64: "DoubleStorage",
@@ -106,7 +103,7 @@ def as_sizes(value: object) -> tuple[int, ...]:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, tuple) or len(value) > _MAX_DIMENSIONS:
+    if not isinstance(value, tuple) or len(value) > MAX_DIMENSIONS:
         raise ValueError("it holds a tensor without a shape")
     if not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError("it holds a tensor of an impossible shape")

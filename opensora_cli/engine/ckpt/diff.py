@@ -12,8 +12,9 @@ from opensora_cli.checkpoint.formats import Selection
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.listing import plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.inspect import dtype_name, printable
+from opensora_cli.engine.ckpt.inspect import dtype_name
 from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_integers, as_real_numbers
 from opensora_cli.settings.ckpt import DiffSettings
 from opensora_cli.settings.enums import WeightSelection
@@ -86,12 +87,12 @@ class Difference:
             pair = f"{dtype_name(first)} and {dtype_name(second)}"
             pairs[pair] = pairs.get(pair, 0) + 1
         return [
-            *(f"only in the first   {printable(name)}" for name in self.only_in_first),
-            *(f"only in the second  {printable(name)}" for name in self.only_in_second),
-            *(f"shape   {printable(name)}: {list(a)} and {list(b)}" for name, (a, b) in self.shapes.items()),
+            *(f"only in the first   {plain(name)}" for name in self.only_in_first),
+            *(f"only in the second  {plain(name)}" for name in self.only_in_second),
+            *(f"shape   {plain(name)}: {list(a)} and {list(b)}" for name, (a, b) in self.shapes.items()),
             *(f"dtype   {count} tensors are {pair}" for pair, count in pairs.items()),
             *(
-                f"values  {printable(name)}: {each.differing:,} differ, by at most {each.largest:.4g}"
+                f"values  {plain(name)}: {each.differing:,} differ, by at most {each.largest:.4g}"
                 for name, each in self.values.items()
             ),
             f"{'equal' if self.is_equal else 'different'}: {self.compared} tensors compared, "

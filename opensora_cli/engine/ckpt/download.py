@@ -147,10 +147,7 @@ class DownloadPlan:
         return [
             *(["the machine is offline (HF_HUB_OFFLINE): this is as it was downloaded"] if self.offline else []),
             *(_about(repo) for repo in self.repos),
-            *(
-                f"{format_bytes(planned.file.size):>12}  {planned.name}{_SAID_OF[planned.state]}"
-                for planned in self.files
-            ),
+            *(planned.line() for planned in self.files),
             f"{total:>12}  in {self.folder}, {left}",
         ]
 

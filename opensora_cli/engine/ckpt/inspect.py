@@ -11,6 +11,7 @@ from opensora_cli.checkpoint.formats import Checkpoint, Selection
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
+from opensora_cli.core.listing import plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.identify import Identity, identify
@@ -19,8 +20,6 @@ from opensora_cli.engine.ckpt.statistics import TensorStatistics
 from opensora_cli.settings.ckpt import InspectSettings
 
 SCHEMA = "osora.ckpt.inspect/1"
-
-_LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ class Inspection:
 
     def _table(self) -> list[str]:
         rows = [
-            [printable(name), dtype_name(entry.dtype), str(list(entry.shape)), format_bytes(entry.nbytes)]
+            [plain(name), dtype_name(entry.dtype), str(list(entry.shape)), format_bytes(entry.nbytes)]
             + ([_figures(self.statistics[name])] if name in self.statistics else [])
             for name, entry in self.entries.items()
         ]
@@ -110,7 +109,7 @@ class Inspection:
             lines.append(f"weights     {checkpoint.selection} (there are: {', '.join(checkpoint.selections)})")
         lines.append(f"model       {self.identity.title if self.identity else 'none that is known here'}")
         if self.identity and self.identity.prefix:
-            lines.append(f"prefix      {printable(self.identity.prefix)}")
+            lines.append(f"prefix      {plain(self.identity.prefix)}")
         if self.layout:
             lines.append(f"rotary      {self.layout[1]}")
         lines.append(f"tensors     {len(self.entries):,}")
@@ -119,13 +118,13 @@ class Inspection:
             f"{name:<11} {tensors:,} tensors, {numbers:,} parameters, {format_bytes(nbytes)}"
             for name, (tensors, numbers, nbytes) in self.by_dtype.items()
         ]
-        lines += [f"metadata    {printable(key)}: {printable(text)}" for key, text in checkpoint.metadata.items()]
+        lines += [f"metadata    {plain(key)}: {plain(text)}" for key, text in checkpoint.metadata.items()]
         return lines
 
     def _findings(self) -> list[str]:
         found = [
-            *(f"not finite  {printable(name)}" for name, each in self.statistics.items() if not each.is_finite),
-            *(f"all zero    {printable(name)}" for name, each in self.statistics.items() if each.is_all_zero),
+            *(f"not finite  {plain(name)}" for name, each in self.statistics.items() if not each.is_finite),
+            *(f"all zero    {plain(name)}" for name, each in self.statistics.items() if each.is_all_zero),
         ]
         return found if found or not self.statistics else ["not finite  none", "all zero    none"]
 
@@ -160,12 +159,6 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
 def dtype_name(dtype: torch.dtype) -> str:
     """Return what torch calls a dtype: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def printable(text: str) -> str:
-    """Return text of a file so that it takes one line, does nothing to a terminal and does not fill it."""
-    short = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
-    return short if short.isprintable() else repr(short)
 
 
 def _figures(statistics: TensorStatistics) -> str:

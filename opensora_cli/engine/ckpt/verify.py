@@ -16,7 +16,6 @@ from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
 from opensora_cli.engine.ckpt.identify import check
-from opensora_cli.engine.ckpt.inspect import printable
 from opensora_cli.engine.ckpt.presets import require_preset
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
 from opensora_cli.engine.ckpt.training_states import broken_states
@@ -211,6 +210,6 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
             if not statistics.is_finite:
                 of = f" of the {checkpoint.selection} weights" if checkpoint.selection else ""
                 yield (
-                    f"{printable(name)}{of} is not finite: {statistics.nan:,} NaN, {statistics.infinite:,} infinite "
+                    f"{plain(name)}{of} is not finite: {statistics.nan:,} NaN, {statistics.infinite:,} infinite "
                     f"among {statistics.count:,}"
                 )

@@ -65,7 +65,7 @@ def test_prefixes_are_found_and_named():
     assert (identity.name, identity.prefix) == ("hunyuan-vae", "module.")
     problems = check(shapes, "hunyuan-vae")
     assert problems[0] == "names begin with module.: take it off with --rename module.="
-    assert problems[1].startswith("248 missing: encoder.conv_in.conv.weight, encoder.conv_in.conv.bias, ")
+    assert problems[1].startswith("248 missing (encoder.conv_in.conv.weight, encoder.conv_in.conv.bias, ")
 
 
 def test_other_transformers_are_described_by_their_sizes():
@@ -122,9 +122,9 @@ def test_problems_are_listed_by_kind():
     shapes["cond_in.weight"] = (3072, 68)
     shapes["img_in.weight"] = (3072, 128)
     assert check(shapes, "flux1-dev") == [
-        "4 missing: img_in.bias, time_in.in_layer.bias, txt_in.bias and 1 more",
-        "1 unexpected: cond_in.weight",
-        "1 of another shape: img_in.weight: [3072, 128], not [3072, 64]",
+        "4 missing (img_in.bias, time_in.in_layer.bias, txt_in.bias and 1 more)",
+        "1 unexpected (cond_in.weight)",
+        "1 of another shape (img_in.weight: file [3072, 128], model [3072, 64])",
     ]
 
 
