@@ -47,12 +47,13 @@ class InterruptError(OsoraError):
 def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into an error with a message, before Typer makes a bare exit of it.
 
-    The engine may hand in lines on how to go on, as the argument of `KeyboardInterrupt`.
+    A request to end (SIGTERM: `kill`, a container that stops, a job whose time is up) counts as Ctrl-C, and leaves as
+    little behind. The engine may hand in lines on how to go on, as the argument of `KeyboardInterrupt`.
 
     Raises:
         InterruptError: Ctrl-C was pressed.
     """
-    with _watching() as was_pressed:
+    with _watching() as was_pressed, _terminating_as_interrupting():
         try:
             yield
         except KeyboardInterrupt as stop:
@@ -62,6 +63,19 @@ def interruptible() -> Iterator[None]:
             if was_pressed():
                 raise InterruptError("interrupted") from error
             raise
+
+
+@contextmanager
+def _terminating_as_interrupting() -> Iterator[None]:
+    """Let a request to end do what Ctrl-C does at that time, inside the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -166,8 +166,9 @@ def test_interrupt(
     assert run(["generate", "x"], capsys) == (130, expected)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to a child alone")
-def test_interrupt_by_a_signal() -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to a child alone")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_by_a_signal(number: signal.Signals) -> None:
     code = (
         "import sys, time; from opensora_cli.cli import app, generate\n"
         "def wait(*args, **kwargs): print('ready', flush=True); time.sleep(60)\n"
@@ -177,7 +178,7 @@ def test_interrupt_by_a_signal() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "error: interrupted\n")
 

@@ -1,10 +1,16 @@
 """The files of adapters: what cannot be merged, what is broken, and what is hostile."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
-from tiny_adapters import draw, factors, write_adapter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_adapters import CONFIG, draw, factors, write_adapter
 
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.peft_files import open_adapter
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
@@ -151,3 +157,48 @@ class TestBrokenAdapters:
         with pytest.raises(CheckpointError) as caught:
             open_adapter(write_adapter(folder, tensors))
         assert words in caught.value.message
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["proj", ".*", "("]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.just("proj"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def check_adapter(folder: Path, config: bytes, position: int, damage: bytes) -> None:
+    """Open and merge an adapter with this configuration, its weights damaged from a position on."""
+    write_adapter(folder, factors("block.proj", 6, 5))
+    (folder / "adapter_config.json").write_bytes(config)
+    weights = folder / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    position %= len(content)
+    weights.write_bytes(content[:position] + damage + content[position + len(damage) :])
+    model = {"block.proj.weight": HeldEntry(draw(6, 5))}
+    message = ""
+    try:
+        for entry in merge(model, open_adapter(folder)).values():
+            entry.read()
+    except (CheckpointError, RequestError) as error:
+        message = error.message
+    assert "\n" not in message
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None, derandomize=True)
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(CONFIG)), JSON, max_size=3),
+    position=st.integers(0, 2**16),
+    damage=st.binary(max_size=4),
+    raw=st.none() | st.binary(max_size=40),
+)
+def test_thousands_of_adapters(tmp_path_factory, changes, position, damage, raw):
+    config = json.dumps(CONFIG | changes).encode() if raw is None else raw
+    check_adapter(tmp_path_factory.getbasetemp() / "fuzzed", config, position, damage)
