@@ -66,6 +66,7 @@ def load_into_module(
     dtype: torch.dtype,
     convert: ConvertFn | None = None,
     allowed_missing: Sequence[str] = (),
+    keep_on_host: Sequence[str] = (),
     advance: Callable[[int], None] | None = None,
 ) -> None:
     """Fill a module with the weights of a checkpoint, tensor by tensor.
@@ -83,6 +84,7 @@ def load_into_module(
             of the meta device.
         allowed_missing: patterns (as in shells: `cond_in.*`) of keys that the file may lack; on the meta device these
             start at zero, elsewhere they keep their values.
+        keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
         advance: called with the bytes of each tensor as it is loaded, to show progress.
 
     Raises:
@@ -105,14 +107,18 @@ def load_into_module(
     problems = differences(found, required)
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
+
+    def assign(key: str, tensor: Tensor) -> None:
+        on_host = any(fnmatchcase(key, pattern) for pattern in keep_on_host)
+        _assign(module_on_meta, key, _placed(tensor, device="cpu" if on_host else device, dtype=dtype))
+
     for key, tensor in read(_MappedTensors(entries)):
-        _assign(module_on_meta, key, _placed(tensor, device=device, dtype=dtype))
+        assign(key, tensor)
         if advance is not None:
             advance(tensor.nbytes)
     for key in expected.keys() - found.keys():
         if expected[key].is_meta:
-            zeros = torch.zeros(expected[key].shape, dtype=expected[key].dtype, device=device)
-            _assign(module_on_meta, key, _placed(zeros, device=device, dtype=dtype))
+            assign(key, torch.zeros(expected[key].shape, dtype=expected[key].dtype))
 
 
 def load_checkpoint(

@@ -40,6 +40,9 @@ def generate(
     weights: options.Weights = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    offload: options.Offload = None,
+    resident_blocks: options.ResidentBlocks = None,
+    memory_limit: options.MemoryLimit = None,
     dry_run: options.DryRun = False,
     config: options.Config = None,
     set_: options.Assignments = None,
@@ -85,6 +88,9 @@ def generate(
         "runtime.weights": ("--weights", weights),
         "runtime.device": ("--device", device),
         "runtime.dtype": ("--dtype", dtype),
+        "memory.offload": ("--offload", offload),
+        "memory.resident_blocks": ("--resident-blocks", resident_blocks),
+        "memory.limit": ("--memory-limit", memory_limit),
     }
     with errors.interruptible():
         request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from opensora_cli.settings.enums import AspectRatio, ConditionMode, DType, Fit, ModelChoice, OutputFormat
+from opensora_cli.settings.enums import (
+    AspectRatio,
+    ConditionMode,
+    DType,
+    Fit,
+    ModelChoice,
+    OffloadChoice,
+    OutputFormat,
+)
 
 _VIDEO = "Video"
 _SAMPLING = "Sampling"
@@ -140,6 +148,32 @@ Device = Annotated[
 Dtype = Annotated[
     DType | None,
     typer.Option("--dtype", help="auto is bfloat16 on CUDA, float32 on a CPU.", rich_help_panel=_MACHINE),
+]
+Offload = Annotated[
+    OffloadChoice | None,
+    typer.Option(
+        "--offload",
+        help="What waits outside the device's memory; auto (the default) is the least that fits. It changes no result.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+ResidentBlocks = Annotated[
+    int | None,
+    typer.Option(
+        "--resident-blocks",
+        metavar="N",
+        help="With --offload blocks: transformer blocks on the device at a time. Default: as many as fit.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        help="Most memory of the device to use, as in 24GiB. Default: what is free.",
+        rich_help_panel=_MACHINE,
+    ),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be done, and whether it fits.", rich_help_panel=_MACHINE)

@@ -2,25 +2,34 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import cast
 
 import torch
+from torch import nn
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.configs import mmdit_config, transformer_on_meta, vae_on_meta
+from opensora_cli.engine.offload import STREAMED_LAYERS
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.weights import Component
+from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.enums import OffloadMode
 
 Advance = Callable[[int], None]
 """Called with the bytes of each tensor as it is loaded."""
 
 
 def load_t5(plan: ExecutionPlan) -> T5Encoder:
-    """Return the T5 encoder.
+    """Return the T5 encoder; with `stream_text` its layers stay on the CPU, for `streamed_layers`.
 
     Raises:
         CheckpointError: its folder is missing, incomplete or broken.
@@ -30,6 +39,7 @@ def load_t5(plan: ExecutionPlan) -> T5Encoder:
         max_length=plan.settings.text.t5_max_length,
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
+        blocks_on_host=plan.offload.stream_text,
     )
 
 
@@ -51,22 +61,54 @@ def load_clip(plan: ExecutionPlan) -> ClipEncoder:
 def load_transformer(plan: ExecutionPlan, *, advance: Advance | None = None) -> MMDiT:
     """Return the transformer; a file in another published layout is converted.
 
+    Where blocks are offloaded they stay on the CPU, for `streamed_blocks`.
+
     Raises:
         CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
     """
-    settings, path = plan.settings.model, plan.weights.path(Component.TRANSFORMER)
+    settings, path, offload = plan.settings.model, plan.weights.path(Component.TRANSFORMER), plan.offload
     transformer = transformer_on_meta(settings)
     checkpoint = open_checkpoint(path)
     rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+    streams = offload.mode is OffloadMode.BLOCKS
+    stacks = repeated_blocks(transformer.config)
     load_into_module(
         transformer,
         path,
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
         convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
+        keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or offload.fp8_storage else (),
         advance=advance,
     )
-    return transformer.requires_grad_(False).eval()
+    transformer.requires_grad_(False).eval()
+    if offload.fp8_storage:
+        for block in chain.from_iterable(_stacks(transformer)):
+            store_in_fp8(block)
+            if not streams:
+                block.to(plan.hardware.device)
+    transformer.set_sequence_chunk(offload.chunk_tokens)
+    return transformer
+
+
+def streamed_blocks(plan: ExecutionPlan, transformer: MMDiT) -> AbstractContextManager[StreamingFigures]:
+    """Return the context in which the offloaded blocks of `load_transformer` come to the device and go again."""
+    return stream_blocks(
+        _stacks(transformer),
+        device=plan.hardware.device,
+        resident=plan.offload.resident_blocks or 1,
+        source=plan.offload.host_weights.value,
+    )
+
+
+def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
+    """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
+    return stream_blocks([t5.blocks], device=plan.hardware.device, resident=STREAMED_LAYERS, source="mapped")
+
+
+def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
+    paths = [stack.module_path for stack in repeated_blocks(transformer.config)]
+    return [cast(nn.ModuleList, transformer.get_submodule(path)) for path in paths]
 
 
 def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> HunyuanVAE:

@@ -77,7 +77,8 @@ def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESe
     if tiling.spatial and max(rows, columns) > grid.space.size:
         tiles *= ceil(rows / grid.space.stride) * ceil(columns / grid.space.stride)
     if tiling.temporal and frames > grid.time.size:
-        tiles *= ceil(frames / grid.time.stride)
+        # The one frame that a tile has more is not a tile of its own.
+        tiles *= ceil((frames - 1) / grid.time.stride)
     return tiles
 
 

@@ -1,23 +1,22 @@
 """From prompts and references to finished latents: text, encode, denoise."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.progress import BYTES
 from opensora_cli.engine import build
 from opensora_cli.engine.configs import vae_tiling
 from opensora_cli.engine.latents import save_latents
+from opensora_cli.engine.loaded import KeptVAE, loaded_transformer
+from opensora_cli.engine.offload import DENOISE, ENCODE, TEXT
 from opensora_cli.engine.outputs import SampleFiles
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.prompts import PromptEmbeds, encode_prompts, read_vocabulary, warn_about_prompts
 from opensora_cli.engine.references import Reference, encode_references
-from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.run import RunRecord, retried
 from opensora_cli.engine.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.engine.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
@@ -26,7 +25,7 @@ from opensora_cli.engine.sidecar import sample_settings
 from opensora_cli.engine.velocity import GuidedVelocity
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.enums import OffloadMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,11 @@ class DrawnSample:
 
 
 def draw_samples(
-    plan: ExecutionPlan, files: Sequence[SampleFiles], references: Sequence[Reference], record: RunRecord
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    references: Sequence[Reference],
+    vae: KeptVAE,
+    record: RunRecord,
 ) -> list[DrawnSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
@@ -48,6 +51,7 @@ def draw_samples(
         plan: what to make; its weights are there.
         files: of every sample.
         references: what is given.
+        vae: encodes it.
         record: told of stages and saved latents.
 
     Raises:
@@ -55,28 +59,36 @@ def draw_samples(
         OutputError: latents cannot be written.
         HardwareError: out of memory.
     """
-    embeds = _prompt_embeds(plan, record)
-    reference_latents = _reference_latents(plan, references, record)
-    transformer = load_transformer(plan, record)
-    drawn = []
-    with record.stage("denoise", total=plan.evaluations_per_sample * len(files), unit="evaluations") as progress:
-        for sample in files:
-            start = time.perf_counter()
-            latents_1CTHW = sample_latents(
-                plan,
-                transformer,
-                embeds,
-                reference_latents,
-                seed=sample.seed,
-                on_evaluation=progress.advance,
-            )
-            latents_CTHW = latents_1CTHW[0].cpu()
-            drawn.append(DrawnSample(latents_CTHW, time.perf_counter() - start))
-            if sample.latents is not None:
-                # Remembered first: an interruption may come when the file is in place and the call has not returned.
-                record.kept_latents.append(sample.latents)
-                save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
-    del transformer
+    embeds = retried(lambda plan: _prompt_embeds(plan, record), plan, TEXT, record)
+    reference_latents = _reference_latents(plan, references, vae, record)
+    drawn: list[DrawnSample] = []
+
+    def draw_the_rest(plan: ExecutionPlan) -> None:
+        if plan.offload.mode is not OffloadMode.NONE:
+            vae.put_away()
+        missing = files[len(drawn) :]
+        with (
+            loaded_transformer(plan, record) as transformer,
+            record.stage(DENOISE, total=plan.evaluations_per_sample * len(missing), unit="evaluations") as progress,
+        ):
+            for sample in missing:
+                start = time.perf_counter()
+                latents_1CTHW = sample_latents(
+                    plan,
+                    transformer,
+                    embeds,
+                    reference_latents,
+                    seed=sample.seed,
+                    on_evaluation=progress.advance,
+                )
+                latents_CTHW = latents_1CTHW[0].cpu()
+                drawn.append(DrawnSample(latents_CTHW, time.perf_counter() - start))
+                if sample.latents is not None:
+                    # Remembered first: an interruption may come before the call that makes the file returns.
+                    record.kept_latents.append(sample.latents)
+                    save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
+
+    retried(draw_the_rest, plan, DENOISE, record)
     build.release_memory(plan.hardware.device)
     return drawn
 
@@ -146,49 +158,31 @@ def sample_latents(
     return latents_1CTHW
 
 
-def load_transformer(plan: ExecutionPlan, record: RunRecord) -> MMDiT:
-    """Return the transformer, its loading shown as part of the stage `load`."""
-    with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
-        return build.load_transformer(plan, advance=advance)
-
-
-def load_vae(plan: ExecutionPlan, record: RunRecord) -> HunyuanVAE:
-    """Return the autoencoder, its loading shown as part of the stage `load`."""
-    with _loading(plan.weights.path(Component.VAE), record) as advance:
-        return build.load_vae(plan, advance=advance)
-
-
-@contextmanager
-def _loading(path: Path, record: RunRecord) -> Iterator[build.Advance]:
-    """Show the loading of weights; yields what is to be told of bytes."""
-    total = sum(entry.nbytes for entry in open_checkpoint(path).entries.values())
-    with record.stage("load", total=total, unit=BYTES) as progress:
-        yield progress.advance
-
-
 def _prompt_embeds(plan: ExecutionPlan, record: RunRecord) -> PromptEmbeds:
-    with record.stage("load", total=2, unit="encoders") as progress:
-        t5 = build.load_t5(plan)
-        progress.advance()
-        clip = build.load_clip(plan)
-        progress.advance()
-    with record.stage("text"):
-        vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
-        warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
-        embeds = encode_prompts(plan.settings, t5, clip)
+    with ExitStack() as stack:
+        with record.stage("load", total=2, unit="encoders") as progress:
+            t5 = build.load_t5(plan)
+            progress.advance()
+            clip = build.load_clip(plan)
+            progress.advance()
+            if plan.offload.stream_text:
+                stack.enter_context(build.streamed_layers(plan, t5))
+        with record.stage(TEXT):
+            vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+            warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
+            embeds = encode_prompts(plan.settings, t5, clip)
     del t5, clip
     build.release_memory(plan.hardware.device)
     return embeds
 
 
 def _reference_latents(
-    plan: ExecutionPlan, references: Sequence[Reference], record: RunRecord
+    plan: ExecutionPlan, references: Sequence[Reference], vae: KeptVAE, record: RunRecord
 ) -> list[torch.Tensor] | None:
     if not references:
         return None
-    vae = load_vae(plan, record)
-    with record.stage("encode", total=len(references), unit="references") as progress:
-        latents = encode_references(references, vae, tiling=vae_tiling(plan.settings.vae), on_encoded=progress.advance)
-    del vae
+    with vae.on_device() as autoencoder, record.stage(ENCODE, total=len(references), unit="references") as progress:
+        tiling = vae_tiling(plan.settings.vae)
+        latents = encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
     build.release_memory(plan.hardware.device)
     return latents

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.engine import build
 from opensora_cli.engine.configs import count_decoder_tiles, vae_tiling
-from opensora_cli.engine.draw import DrawnSample, load_vae
+from opensora_cli.engine.draw import DrawnSample
 from opensora_cli.engine.hardware import peak_memory_gib
+from opensora_cli.engine.loaded import KeptVAE
+from opensora_cli.engine.offload import DECODE
 from opensora_cli.engine.outputs import SampleFiles, refuse_existing_results
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.references import Reference, given_frames_psnr, to_uint8
-from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.run import RunRecord, retried
 from opensora_cli.engine.sidecar import media_tags, write_sidecar
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ def process_and_save(
     files: Sequence[SampleFiles],
     drawn: Sequence[DrawnSample],
     references: Sequence[Reference],
+    vae: KeptVAE,
     record: RunRecord,
 ) -> tuple[GeneratedVideo, ...]:
     """Decode and save every sample; the latents that this run saved are removed once their result is complete.
@@ -49,6 +53,7 @@ def process_and_save(
         files: of every sample.
         drawn: the latents of every sample.
         references: what was given, to say how well it came back.
+        vae: decodes them.
         record: told of stages and results.
 
     Raises:
@@ -56,13 +61,10 @@ def process_and_save(
         OutputError: a result cannot be written, or has appeared since the run began.
         HardwareError: out of memory.
     """
-    vae = load_vae(plan, record)
     videos = []
-    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
     for sample, latents in zip(files, drawn, strict=True):
         start = time.perf_counter()
-        with record.stage("decode", total=tiles, unit="tiles") as progress:
-            frames_THWC = decode_latents(plan, vae, latents.latents_CTHW, on_tile=progress.advance)
+        frames_THWC = _decoded(plan, vae, latents.latents_CTHW, record)
         timings_s = record.timings_s | {"denoise": latents.denoise_s, "decode": time.perf_counter() - start}
         psnr = given_frames_psnr(frames_THWC, references) if references else None
         if psnr is not None:
@@ -71,9 +73,17 @@ def process_and_save(
             _save(plan, sample, frames_THWC, timings_s, psnr)
         record.finish(sample.media, sample.latents)
         videos.append(GeneratedVideo(sample.media, sample.sidecar, sample.seed, psnr))
-    del vae
-    build.release_memory(plan.hardware.device)
     return tuple(videos)
+
+
+def _decoded(plan: ExecutionPlan, vae: KeptVAE, latents_CTHW: torch.Tensor, record: RunRecord) -> torch.Tensor:
+    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
+
+    def decode(plan: ExecutionPlan) -> torch.Tensor:
+        with vae.on_device() as autoencoder, record.stage(DECODE, total=tiles, unit="tiles") as progress:
+            return decode_latents(plan, autoencoder, latents_CTHW, on_tile=progress.advance)
+
+    return retried(decode, plan, DECODE, record)
 
 
 def _save(
@@ -130,11 +140,18 @@ def decode_latents(
         latents_CTHW: of one sample.
         on_tile: called after each run of the decoder, for progress.
     """
-    settings = plan.settings
-    latents_1CTHW = latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype)
+    settings, offload = plan.settings, plan.offload
     hook = vae.decoder.register_forward_hook(lambda *_: on_tile())
     try:
-        pixels_1CTHW = vae.decode(latents_1CTHW, tiling=vae_tiling(settings.vae))
+        pieces_1CTHW = vae.decode_pieces(
+            latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
+            tiling=vae_tiling(settings.vae),
+            chunk_frames=offload.chunk_frames,
+            store=_HOST if offload.store_on_host else None,
+            canvas=_HOST,
+        )
+        # Each becomes a quarter of its size, or less, before the next comes.
+        frames = [to_uint8(piece_1CTHW[0, :, :, : plan.height, : plan.width]) for piece_1CTHW in pieces_1CTHW]
     finally:
         hook.remove()
-    return to_uint8(pixels_1CTHW[0, :, : settings.video.num_frames, : plan.height, : plan.width])
+    return torch.cat(frames)[: settings.video.num_frames]

@@ -12,8 +12,9 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.draw import DrawnSample, draw_samples
 from opensora_cli.engine.finish import GeneratedVideo, process_and_save
-from opensora_cli.engine.hardware import peak_memory_gib, start_peak_memory
+from opensora_cli.engine.hardware import limited_memory, peak_memory_gib, start_peak_memory
 from opensora_cli.engine.latents import load_latents
+from opensora_cli.engine.loaded import KeptVAE
 from opensora_cli.engine.outputs import check_outputs, sample_files
 from opensora_cli.engine.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.references import Reference, read_references, with_mode
@@ -141,10 +142,11 @@ def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) ->
     record = RunRecord(reporter)
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))
+    vae = KeptVAE(plan, record)
     start_peak_memory(plan.hardware.device)
-    with torch.inference_mode(), record.rescue():
-        drawn = [saved] if saved is not None else draw_samples(plan, files, references, record)
-        videos = process_and_save(plan, files, drawn, references, record)
+    with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
+        drawn = [saved] if saved is not None else draw_samples(plan, files, references, vae, record)
+        videos = process_and_save(plan, files, drawn, references, vae, record)
     return GenerateResult(
         plan=plan,
         videos=videos,

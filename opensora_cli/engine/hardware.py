@@ -3,6 +3,8 @@
 import platform
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]  # it ships none
@@ -71,6 +73,20 @@ def _device(name: str) -> torch.device:
             f"runtime.device={name} is not there: this machine has {', '.join(f'cuda:{i}' for i in range(count))}"
         )
     return torch.device("cuda", index)
+
+
+@contextmanager
+def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
+    """Refuse this process more than `limit` bytes of a CUDA device inside the block; a CPU refuses nothing."""
+    if limit is None or device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def start_peak_memory(device: torch.device) -> None:

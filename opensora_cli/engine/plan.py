@@ -1,37 +1,28 @@
 """What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
-from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.engine.configs import count_parameters
+from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.engine.configs import count_parameters, mmdit_config
+from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
 from opensora_cli.engine.hardware import GIB, Hardware, pick_hardware
+from opensora_cli.engine.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
 from opensora_cli.engine.sampling.conditioning import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.engine.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.engine.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.engine.sampling.sizes import image_size
 from opensora_cli.engine.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.settings.enums import DType, HostWeights, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
 
 PLAN_SCHEMA = "osora.plan/1"
-
-
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """The memory that one stage needs for certain: weights, and what goes in and out. Activations come on top."""
-
-    name: str
-    weight_bytes: int
-    data_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Both together."""
-        return self.weight_bytes + self.data_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +45,9 @@ class ExecutionPlan:
     timesteps: tuple[float, ...]
     evaluations_per_sample: int
     """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
+    offload: OffloadPlan
     stages: tuple[StageMemory, ...]
+    """With that offload."""
 
     @property
     def decodes_only(self) -> bool:
@@ -88,30 +81,51 @@ class ExecutionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that a stage needs for certain: weights and data, without activations."""
+        """The most memory of the device that a stage needs."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
+    def budget_bytes(self) -> int:
+        """The memory that may be used: what is free, or `memory.limit`."""
+        return _budget(self.settings, self.hardware)
+
+    @property
     def fits(self) -> bool:
-        """Whether that much is free."""
-        return self.peak_bytes <= self.hardware.free_bytes
+        """Whether that is enough."""
+        return self.peak_bytes <= self.budget_bytes
+
+    def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
+        """Return a plan under which `stage` needs much less memory; None where there is none."""
+        stronger = stronger_offload(self.offload, stage, num_blocks=_num_blocks(self.settings))
+        return None if stronger is None else replace(self, offload=stronger)
 
     def require_fit(self) -> None:
-        """Raise HardwareError if the weights and data of some stage need more memory than is free."""
+        """Raise HardwareError if some stage needs more memory than may be used."""
         if self.fits:
             return
         worst = max(self.stages, key=lambda stage: stage.total_bytes)
         hardware = self.hardware
+        limited = self.budget_bytes < hardware.free_bytes
+        has = f"memory.limit allows {_size(self.budget_bytes)}" if limited else f"has {_size(self.budget_bytes)} free"
         raise HardwareError(
-            f"weights and latents need {_size(worst.total_bytes)} in the stage {worst.name}, "
-            f"and {hardware.device} ({hardware.device_name}) has {_size(hardware.free_bytes)} free",
+            f"the stage {worst.name} needs {_size(worst.total_bytes)}, and {hardware.device} "
+            f"({hardware.device_name}) {has}",
             hint=self._what_would_fit(),
         )
 
     def _what_would_fit(self) -> str:
-        if self.hardware.dtype is torch.float32 and self.peak_bytes // 2 <= self.hardware.free_bytes:
-            return f"--dtype bfloat16 needs {_size(self.peak_bytes // 2)}"
-        return "use a device with more memory, or --model demo"
+        """Name the changes of which each alone makes it fit."""
+        fitting = []
+        for flag, changes in _smaller_requests(self):
+            try:
+                plan = make_plan(self.settings.replace(changes))
+            except (OsoraError, ValueError):
+                continue  # such as too short a video for its references
+            if plan.fits:
+                fitting.append(f"{flag} ({_size(plan.peak_bytes)})")
+        if not fitting:
+            return "use a device with more memory, or --model demo"
+        return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a document of the schema `osora.plan/1`."""
@@ -140,12 +154,15 @@ class ExecutionPlan:
                     "name": stage.name,
                     "weights_gib": stage.weight_bytes / GIB,
                     "data_gib": stage.data_bytes / GIB,
+                    "activations_gib": stage.activation_bytes / GIB,
                     "total_gib": stage.total_bytes / GIB,
                 }
                 for stage in self.stages
             ],
             "peak_gib": self.peak_bytes / GIB,
             "free_gib": hardware.free_bytes / GIB,
+            "budget_gib": self.budget_bytes / GIB,
+            "offload": asdict(self.offload),
             "fits": self.fits,
             "weights": {component.value: str(path) for component, path in self.weights.paths.items()},
             "missing_weights": [name for names in self.weights.missing.values() for name in names],
@@ -168,12 +185,32 @@ class ExecutionPlan:
             f"tokens    {self.video_tokens} video + {settings.text.t5_max_length} text",
             f"sampling  {self.mode.name}, {len(self.timesteps) - 1} steps, "
             f"{self.evaluations_per_sample * self.num_samples} model evaluations",
-            f"memory    {memory} (weights and data; activations come on top)",
-            f"peak      {_size(self.peak_bytes)} of {_size(hardware.free_bytes)} free: "
+            f"memory    {memory}",
+            f"offload   {'; '.join(self.offload.lines()) or 'none'}",
+            f"peak      {_size(self.peak_bytes)} of {_size(self.budget_bytes)} "
+            f"{'allowed' if self.budget_bytes < hardware.free_bytes else 'free'}: "
             f"{'fits' if self.fits else 'does not fit'}",
             *(f"weights   {line}" for line in found),
             *(f"missing   {line}" for line in missing),
         ]
+
+
+def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield what may be asked for instead, as a flag and as settings: first what changes nothing, then the smallest."""
+    settings = plan.settings
+    if settings.memory.offload is not OffloadChoice.AUTO or settings.memory.resident_blocks is not None:
+        yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
+    if plan.hardware.dtype is torch.float32:
+        yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
+    if not settings.memory.fp8_storage and not plan.decodes_only:
+        yield "--set memory.fp8_storage=true", {"memory.fp8_storage": True}
+    smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
+    if settings.video.height is None and settings.video.resolution != smallest:
+        yield f"--res {smallest}", {"video.resolution": smallest}
+    shorter = settings.video.num_frames // 2 // settings.vae.time_compression_ratio
+    frames = shorter * settings.vae.time_compression_ratio + 1
+    if frames < settings.video.num_frames:
+        yield f"--num-frames {frames}", {"video.num_frames": frames}
 
 
 def make_plan(settings: GenerateSettings) -> ExecutionPlan:
@@ -202,6 +239,30 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
     lengths = ReferenceLengths(video=settings.condition.video_latent_frames, easy=settings.condition.easy_latent_frames)
     guidance = guidance_of(settings)
     sampling = settings.sampling
+
+    sizes = GenerationSizes(
+        height=height, width=width, latent_shape=latent_shape, mode=mode, lengths=lengths, guidance=guidance
+    )
+    parameters = count_parameters(settings, weights)
+
+    def estimate(offload: OffloadPlan) -> tuple[StageMemory, ...]:
+        return estimate_generation(
+            settings,
+            sizes=sizes,
+            dtype=hardware.dtype,
+            device_type=hardware.device.type,
+            offload=offload,
+            parameters=parameters,
+            text_folders=weights.paths,
+        )
+
+    offload = choose_offload(
+        settings.memory,
+        estimate,
+        budget=_budget(settings, hardware),
+        num_blocks=_num_blocks(settings),
+        host_weights=_host_weights(hardware, parameters[Component.TRANSFORMER] * hardware.dtype.itemsize),
+    )
     return ExecutionPlan(
         settings=settings,
         hardware=hardware,
@@ -221,9 +282,8 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
             )
         ),
         evaluations_per_sample=_evaluations(settings, guidance, mode),
-        stages=_stages(
-            settings, hardware, weights, mode=mode, lengths=lengths, latent_shape=latent_shape, size=(height, width)
-        ),
+        offload=offload,
+        stages=estimate(offload),
     )
 
 
@@ -237,6 +297,20 @@ def guidance_of(settings: GenerateSettings) -> Guidance:
         image_oscillation=sampling.image_oscillation,
         temporal_image_scaling=sampling.temporal_image_scaling,
     )
+
+
+def _budget(settings: GenerateSettings, hardware: Hardware) -> int:
+    return min(hardware.free_bytes, settings.memory.limit or hardware.free_bytes)
+
+
+def _host_weights(hardware: Hardware, transformer_bytes: int) -> HostWeights:
+    """Return where offloaded blocks wait best: for a GPU in a page-locked copy, if the machine has room for it."""
+    is_cuda, free = hardware.device.type == "cuda", psutil.virtual_memory().available
+    return HostWeights.PINNED if is_cuda and transformer_bytes < free // 2 else HostWeights.MAPPED
+
+
+def _num_blocks(settings: GenerateSettings) -> int:
+    return sum(stack.count for stack in repeated_blocks(mmdit_config(settings.model)))
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int]:
@@ -257,35 +331,6 @@ def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: Condition
         num_inference_steps=settings.sampling.num_inference_steps,
         num_latent_frames=settings.num_latent_frames,
     )
-
-
-def _stages(
-    settings: GenerateSettings,
-    hardware: Hardware,
-    weights: WeightFiles,
-    *,
-    mode: ConditionMode,
-    lengths: ReferenceLengths,
-    latent_shape: tuple[int, int, int, int],
-    size: tuple[int, int],
-) -> tuple[StageMemory, ...]:
-    item = hardware.dtype.itemsize
-    weight_bytes: Mapping[Component, int] = {
-        component: count * item for component, count in count_parameters(settings, weights).items()
-    }
-    latents = prod(latent_shape) * item
-    pixels = 3 * settings.video.num_frames * prod(size) * item
-    prompts = 2 * (settings.text.t5_max_length * settings.model.context_in_dim + settings.model.vec_in_dim) * item
-    vae = weight_bytes[Component.VAE]
-    decode = StageMemory("decode", vae, latents + pixels)
-    if settings.from_latents is not None:
-        return (decode,)
-    # The latents, what they are conditioned on, and the velocity.
-    denoise = StageMemory("denoise", weight_bytes[Component.TRANSFORMER], 3 * latents + prompts)
-    text = StageMemory("text", weight_bytes[Component.T5] + weight_bytes[Component.CLIP], prompts)
-    given = lengths.pixel_frames(mode, causal=True, temporal_compression=settings.vae.time_compression_ratio)
-    encode = (StageMemory("encode", vae, 3 * given * prod(size) * item + latents),) if given else ()
-    return (text, *encode, denoise, decode)
 
 
 def _size(num_bytes: int) -> str:

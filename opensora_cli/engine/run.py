@@ -2,14 +2,23 @@
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter, StageProgress
+from opensora_cli.engine.build import release_memory
+from opensora_cli.engine.plan import ExecutionPlan
+
+T = TypeVar("T")
+
+
+class OutOfMemoryError(HardwareError):
+    """The device had not enough memory for a stage."""
 
 
 class RunRecord:
@@ -37,7 +46,7 @@ class RunRecord:
             unit: what they are.
 
         Raises:
-            HardwareError: the memory was not enough.
+            OutOfMemoryError: the memory was not enough.
         """
         start = time.perf_counter()
         try:
@@ -46,7 +55,7 @@ class RunRecord:
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            raise HardwareError(
+            raise OutOfMemoryError(
                 f"out of memory in the stage {name}: {' '.join(str(error).split())[:200]}",
                 hint="ask for a smaller --res or fewer --num-frames, or close what else uses the device",
             ) from error
@@ -81,6 +90,31 @@ class RunRecord:
             if path.is_file()
         ]
         return [*finished, *kept]
+
+
+def retried(run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, record: RunRecord) -> T:
+    """Return what `run` returns for `plan`; when it runs out of memory, it is run once more with stronger offload.
+
+    Args:
+        run: does the work of a stage, and leaves nothing on the device when it fails.
+        plan: the first attempt's.
+        stage: which stage that is, of those that the plan names.
+        record: its reporter is told of the second attempt.
+
+    Raises:
+        OutOfMemoryError: the second attempt ran out of memory too, or there is nothing left to offload.
+    """
+    try:
+        return run(plan)
+    except OutOfMemoryError as error:
+        stronger = plan.with_stronger_offload(stage)
+        if stronger is None:
+            raise
+        message = error.message
+    # Only here, where the exception is gone, is what the first attempt had on the device gone with its traceback.
+    release_memory(plan.hardware.device)
+    record.reporter.warn(f"{message}; trying once more with: {'; '.join(stronger.offload.lines())}")
+    return run(stronger)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -10,6 +10,9 @@ from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
 
+_LARGEST_MATRIX = 1 << 26
+"""Weights that the reference holds at a time where it can choose."""
+
 
 class AttentionFn(Protocol):
     """Softmax attention without a mask, scaled by D^-0.5."""
@@ -32,14 +35,22 @@ def sdpa(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
 def math(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     """Compute attention as written (Vaswani et al. 2017, eq. 1), in at least fp32: the reference for all others.
 
-    It holds the whole (B, H, N, M) matrix of weights, so it is meant for short sequences.
+    With gradients it holds the whole (B, H, N, M) matrix of weights, so it is meant for short sequences. Without, it
+    takes as many queries at a time as keep the matrix to some 256 MiB.
     """
     dtype = torch.promote_types(v_BHMD.dtype, torch.float32)
+    batch, heads, num_queries, width = q_BHND.shape
+    block = num_queries
+    if not torch.is_grad_enabled():
+        block = max(1, _LARGEST_MATRIX // (batch * heads * k_BHMD.shape[2]))
     # Autocast would run both products in bf16, which is what a reference must not do.
     with torch.autocast(q_BHND.device.type, enabled=False):
-        scale = 1.0 / _math.sqrt(q_BHND.shape[-1])
-        scores_BHNM = q_BHND.to(dtype) @ k_BHMD.to(dtype).transpose(-2, -1) * scale
-        return (scores_BHNM.softmax(dim=-1) @ v_BHMD.to(dtype)).to(v_BHMD.dtype)
+        k, v = k_BHMD.to(dtype), v_BHMD.to(dtype)
+        outs = []
+        for queries in torch.split(q_BHND, block, dim=2):
+            weights = (queries.to(dtype) @ k.transpose(-2, -1) * (1.0 / _math.sqrt(width))).softmax(dim=-1)
+            outs.append((weights @ v).to(v_BHMD.dtype))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 _BACKENDS: dict[str, AttentionFn] = {"sdpa": sdpa, "math": math}

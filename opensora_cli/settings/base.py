@@ -2,12 +2,25 @@
 
 import types
 from collections.abc import Mapping
-from typing import Any, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationInfo, field_validator
+
+from opensora_cli.core.sizes import parse_bytes
 
 # The ways to write "no value" in a place where only text can stand: YAML, the environment and --set.
 NO_VALUE = frozenset({"", "~", "none", "null"})
+
+
+def _read_bytes(value: object, info: ValidationInfo) -> object:
+    try:
+        return parse_bytes(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{info.field_name}={error}") from error
+
+
+ByteSize = Annotated[PositiveInt, BeforeValidator(_read_bytes)]
+"""Bytes; as text also with a unit: `4GB` (powers of 1000), `4GiB` (powers of 1024)."""
 
 
 class Section(BaseModel):

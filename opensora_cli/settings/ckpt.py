@@ -4,10 +4,9 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from opensora_cli.core.sizes import parse_bytes
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.enums import (
     DownloadPreset,
     QKVLayout,
@@ -24,13 +23,6 @@ _FORMAT_OF_ENDING = {
     ".pth": TargetFormat.TORCH,
     ".bin": TargetFormat.TORCH,
 }
-
-
-def _read_shard_size(value: object) -> object:
-    try:
-        return parse_bytes(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"shard_size={error}") from error
 
 
 Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
@@ -86,9 +78,7 @@ class WriteSettings(Section):
 
     target: str = Field(min_length=1, description="file or folder to write")
     format: TargetFormat | None = Field(default=None, description="what to write; None: goes by the target's name")
-    shard_size: Annotated[PositiveInt, BeforeValidator(_read_shard_size)] | None = Field(
-        default=None, description="bytes of a shard, as in 4GB; None: 4096 MiB"
-    )
+    shard_size: ByteSize | None = Field(default=None, description="bytes of a shard, as in 4GB; None: 4096 MiB")
     hashing: bool = Field(default=True, description="note the hash of the source, and of each shard")
     overwrite: bool = Field(default=False, description="replace what is there")
 

@@ -177,3 +177,37 @@ class DownloadPreset(StrEnum):
     OPEN_SORA_V2 = "open-sora-v2"
     OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
     FLUX1_DEV = "flux1-dev"
+
+
+class OffloadMode(StrEnum):
+    """What waits outside the device's memory until it is needed."""
+
+    NONE = "none"
+    MODEL = "model"
+    BLOCKS = "blocks"
+
+
+class OffloadChoice(StrEnum):
+    """What `--offload` takes: a mode, or the least that fits."""
+
+    AUTO = "auto"
+    NONE = "none"
+    MODEL = "model"
+    BLOCKS = "blocks"
+
+
+class HostWeights(StrEnum):
+    """Where the weights of offloaded blocks wait."""
+
+    PINNED = "pinned"
+    """In page-locked memory, from which copies overlap with computation: one copy of the weights."""
+    MAPPED = "mapped"
+    """In the file, mapped: no copy, at the speed of the disk or of its cache."""
+
+
+class EnvProfile(StrEnum):
+    """A kind of machine that settings are recommended for."""
+
+    LOCAL = "local"
+    CLOUD = "cloud"
+    CLUSTER = "cluster"

@@ -7,11 +7,21 @@ import re
 from pathlib import PurePath
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from opensora_cli.settings.base import Section, split_list
+from opensora_cli.settings.base import ByteSize, Section, split_list
 from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings, ModelSettings, TextSettings, VAESettings
-from opensora_cli.settings.enums import AspectRatio, ConditionMode, DType, Fit, ModelChoice, ModelName, OutputFormat
+from opensora_cli.settings.enums import (
+    AspectRatio,
+    ConditionMode,
+    DType,
+    Fit,
+    HostWeights,
+    ModelChoice,
+    ModelName,
+    OffloadChoice,
+    OutputFormat,
+)
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
 MAX_SEED = 2**62
@@ -164,6 +174,33 @@ class RuntimeSettings(Section):
         return value
 
 
+class MemorySettings(Section):
+    """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result."""
+
+    offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
+    resident_blocks: PositiveInt | None = Field(
+        default=None,
+        description="transformer blocks on the device at a time, those in transit included; none: as many as fit",
+    )
+    limit: ByteSize | None = Field(
+        default=None, description="most memory of the device to plan for, as in 24GiB; none: what is free"
+    )
+    host_weights: HostWeights | None = Field(
+        default=None,
+        description="where the other blocks wait; none: pinned where a GPU's machine has the memory, else mapped",
+    )
+    fp8_storage: bool = Field(
+        default=False, description="keep the blocks' weights in 8 bits, which halves them and changes the result"
+    )
+
+    @model_validator(mode="after")
+    def _blocks_are_offloaded(self) -> Self:
+        for name, value in (("resident_blocks", self.resident_blocks), ("host_weights", self.host_weights)):
+            if value is not None and self.offload in (OffloadChoice.NONE, OffloadChoice.MODEL):
+                raise ValueError(f"memory.{name}={value} has no effect with memory.offload={self.offload}: use blocks")
+        return self
+
+
 class GenerateSettings(Section):
     """Everything that decides what `osora generate` makes."""
 
@@ -180,6 +217,7 @@ class GenerateSettings(Section):
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
+    memory: MemorySettings = MemorySettings()
 
     @property
     def num_latent_frames(self) -> int:

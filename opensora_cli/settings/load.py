@@ -4,7 +4,7 @@ Highest first: the command line, the settings of an earlier run (`--from`), the 
 `--config FILE`, the preset of the model, the defaults.
 
 An earlier run goes above the environment because it must give the same file again whatever the shell has set; only
-the place of the weights, which differs between machines, goes below.
+what differs between machines, the place of the weights and what is offloaded, goes below.
 """
 
 import json
@@ -22,7 +22,9 @@ from opensora_cli.settings.layers import Layer, read_environment, read_sections,
 from opensora_cli.settings.presets import generate_preset, preset_path
 
 SIDECAR_SCHEMA = "osora.generate/1"
-_MACHINE_KEYS = frozenset({"runtime.weights"})
+_MACHINE_KEYS = frozenset(
+    {"runtime.weights", "memory.offload", "memory.resident_blocks", "memory.limit", "memory.host_weights"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

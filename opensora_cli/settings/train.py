@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.explain import Given
@@ -30,6 +30,15 @@ class OptimizerName(StrEnum):
 
     ADAMW = "adamw"
     MUON = "muon"
+
+
+class ActivationOffload(StrEnum):
+    """Which inputs of checkpointed blocks wait in host memory between forward and backward."""
+
+    NONE = "none"
+    ALL = "all"
+    DYNAMIC = "dynamic"
+    """Those that come when more than a share of the device's memory is in use."""
 
 
 class SceneSettings(Section):
@@ -160,6 +169,52 @@ class MMDiTTrainSettings(Section):
         return int(mode.takes_reference)
 
 
+class TrainMemorySettings(Section):
+    """How training is made to fit into the memory of its device. Nothing here changes what is learnt."""
+
+    checkpointing: bool = Field(
+        default=False, description="compute blocks again in backward, instead of keeping what they computed"
+    )
+    checkpoint_double_blocks: NonNegativeInt | None = Field(
+        default=None, description="how many double-stream blocks, from the first; none: all"
+    )
+    checkpoint_single_blocks: NonNegativeInt | None = Field(
+        default=None, description="how many single-stream blocks, from the first; none: all"
+    )
+    activation_offload: ActivationOffload = Field(
+        default=ActivationOffload.NONE,
+        description="which inputs of these blocks wait in host memory, of use beside a GPU: all, or with dynamic those "
+        "that come when its memory is nearly full",
+    )
+    offload_above: float | None = Field(
+        default=None, ge=0, le=1, description="with dynamic: share of the memory from which on; none: 0.8"
+    )
+    activation_buffer: ByteSize | None = Field(
+        default=None, description="size of the buffer that they wait in, as in 8GiB; none: what a step needs"
+    )
+
+    @model_validator(mode="after")
+    def _everything_has_an_effect(self) -> Self:
+        offload = self.activation_offload
+        if not self.checkpointing:
+            for name in ("checkpoint_double_blocks", "checkpoint_single_blocks"):
+                if (count := getattr(self, name)) is not None:
+                    raise ValueError(f"memory.{name}={count} has no effect without memory.checkpointing=true")
+            if offload is not ActivationOffload.NONE:
+                raise ValueError(f"memory.activation_offload={offload} has no effect without memory.checkpointing=true")
+        if self.offload_above is not None and offload is not ActivationOffload.DYNAMIC:
+            raise ValueError(
+                f"memory.offload_above={self.offload_above} has no effect with memory.activation_offload={offload}: "
+                "use dynamic"
+            )
+        if self.activation_buffer is not None and offload is ActivationOffload.NONE:
+            raise ValueError(
+                f"memory.activation_buffer={self.activation_buffer} has no effect with memory.activation_offload=none: "
+                "use all or dynamic"
+            )
+        return self
+
+
 class TrainSettings(Section):
     """Everything that a training run depends on."""
 
@@ -178,6 +233,7 @@ class TrainSettings(Section):
     loop: LoopSettings = LoopSettings()
     train_vae: VAETrainSettings = VAETrainSettings()
     train_mmdit: MMDiTTrainSettings = MMDiTTrainSettings()
+    memory: TrainMemorySettings = TrainMemorySettings()
 
     @property
     def num_latent_frames(self) -> int:
@@ -200,7 +256,7 @@ _COMMON_SETTINGS = frozenset({"target", "output", "optimizer", "loop"})
 _SETTINGS_OF_TARGET = {
     TrainTarget.VAE: _COMMON_SETTINGS | {"data", "vae", "train_vae"},
     TrainTarget.TEXT: _COMMON_SETTINGS | {"text"},
-    TrainTarget.MMDIT: _COMMON_SETTINGS | {"weights", "data", "model", "vae", "text", "train_mmdit"},
+    TrainTarget.MMDIT: _COMMON_SETTINGS | {"weights", "data", "model", "vae", "text", "train_mmdit", "memory"},
 }
 
 
@@ -277,6 +333,12 @@ def _transformer_problems(settings: TrainSettings) -> list[str]:
             f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.latent_channels} x "
             f"model.patch_size={model.patch_size} squared: use {channels}"
         )
+    for kind, count, most in (
+        ("double", settings.memory.checkpoint_double_blocks, model.depth),
+        ("single", settings.memory.checkpoint_single_blocks, model.depth_single_blocks),
+    ):
+        if count is not None and count > most:
+            problems.append(f"memory.checkpoint_{kind}_blocks={count} must be at most the model's: use 0 to {most}")
     if model.guidance_embed:
         problems.append("model.guidance_embed=true cannot be trained: distillation needs a teacher; use false")
     modes = settings.train_mmdit.mode_weights.by_mode()

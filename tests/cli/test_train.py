@@ -92,6 +92,28 @@ def test_dry_run_as_json(recipe: list[str], capsys: pytest.CaptureFixture[str]) 
     assert document["parameters"] > 1000
 
 
+def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = [
+        "train",
+        "--config",
+        "demo",
+        "--dry-run",
+        "--set",
+        f"output={tmp_path}",
+        "--set",
+        "memory.checkpointing=true",
+    ]
+    offload = ["--set", "memory.activation_offload=all", "--set", "memory.activation_buffer=64MB"]
+    assert main([*demo, *offload]) == 0
+    words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 64.0 MB"
+    assert f"\nmemory      {words}\n" in capsys.readouterr().out
+    assert main([*demo, *offload, "--json"]) == 0
+    activations = json.loads(capsys.readouterr().out)["activations"]
+    assert (activations["buffer_bytes"], activations["checkpointed_blocks"]["single_blocks"]) == (64_000_000, 8)
+    assert main([*demo, *offload[:3], "memory.activation_buffer=1MB"]) == 2
+    assert "memory.activation_buffer=1000000 is too small for a step" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("recipe_name", ["demo", "demo_text", "demo_vae"])
 def test_packaged_recipes_by_name(
     recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

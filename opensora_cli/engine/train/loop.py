@@ -166,7 +166,7 @@ class Trainer(Generic[ModuleT]):
             if self.step:
                 progress.advance(self.step)
             while self.step < self._loop.steps:
-                window.add(self._do_step())
+                window.add(self.do_step())
                 progress.advance()
                 if self.step % self._loop.log_every == 0:
                     self._log(window)
@@ -174,7 +174,7 @@ class Trainer(Generic[ModuleT]):
                 if self.step % self._loop.checkpoint_every == 0:
                     self.save()
 
-    def _do_step(self) -> dict[str, float] | None:
+    def do_step(self) -> dict[str, float] | None:
         """Do one step; return its figures, or None if loss or gradient were not finite and nothing was updated."""
         # Held back while weights change, Ctrl-C always finds them as they are after a whole number of steps.
         with uninterrupted():

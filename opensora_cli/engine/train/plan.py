@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.engine.train.activations import ActivationPlan, plan_activations
 from opensora_cli.engine.train.build import count_parameters, find_frozen_parts
 from opensora_cli.engine.train.files import CHECKPOINT_FILE, EXPORTS, LOG_FILE
 from opensora_cli.settings.train import TrainSettings
@@ -22,6 +23,8 @@ class TrainPlan:
     """Whether it goes on from the checkpoint in the output folder."""
     weights: dict[str, Path | None]
     """Where the frozen parts are; None: missing."""
+    activations: ActivationPlan | None
+    """What is held between forward and backward, and where; None: everything, on the device."""
 
     @property
     def output(self) -> Path:
@@ -45,6 +48,7 @@ class TrainPlan:
             "resume": self.resume,
             "weights": {name: str(path) for name, path in self.weights.items() if path is not None},
             "missing_weights": self.missing_weights,
+            "activations": self.activations.to_json() if self.activations else None,
             "settings": self.settings.model_dump(mode="json"),
         }
 
@@ -57,6 +61,7 @@ class TrainPlan:
             f"parameters  {self.parameters:,}",
             f"steps       {settings.loop.steps}, {settings.loop.batch_size} {self._examples} each{start}",
             f"output      {self.output}: {', '.join(EXPORTS[settings.target])}",
+            *([f"memory      {self.activations.line()}"] if self.activations else []),
             *(f"weights     {path}" for path in self.weights.values() if path is not None),
             *(f"missing     {name}" for name in self.missing_weights),
         ]
@@ -75,7 +80,7 @@ def plan_training(settings: TrainSettings, *, resume: bool = False, overwrite: b
         overwrite: begin anew although the folder holds an earlier run.
 
     Raises:
-        RequestError: `resume` and `overwrite` contradict each other, or sizes do.
+        RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small.
         CheckpointError: there is no checkpoint to resume from.
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` says what to do with it.
     """
@@ -85,6 +90,7 @@ def plan_training(settings: TrainSettings, *, resume: bool = False, overwrite: b
         parameters=count_parameters(settings),
         resume=resume,
         weights=find_frozen_parts(settings),
+        activations=plan_activations(settings),
     )
 
 

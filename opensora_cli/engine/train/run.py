@@ -5,6 +5,7 @@ from pathlib import Path
 
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.files import CHECKPOINT_FILE, EXPORTS, LOG_FILE, SETTINGS_FILE
 from opensora_cli.engine.train.loop import Trainer
@@ -62,6 +63,7 @@ def train(
         CheckpointError: frozen weights or the checkpoint are missing or broken.
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` says what to do with it, or
             it cannot be written.
+        HardwareError: the host has no memory for offloaded activations.
         OsoraError: the loss was not finite several steps in a row.
         KeyboardInterrupt: its argument says how to go on.
     """
@@ -71,13 +73,17 @@ def train(
     trainer = Trainer(task, loop=settings.loop, optimizer=settings.optimizer, output=plan.output, reporter=reporter)
     if resume:
         trainer.resume()
-    write_json_atomic(plan.output / SETTINGS_FILE, settings.model_dump(mode="json"))
-    if overwrite:
-        for name in (CHECKPOINT_FILE, LOG_FILE):
-            (plan.output / name).unlink(missing_ok=True)
     first_step = trainer.step
-    reporter.note(f"{settings.target}: {plan.parameters:,} parameters, steps {first_step} to {settings.loop.steps}")
-    trainer.run()
+    # Not where the task is built: the average of the weights, a copy, has no activations to keep.
+    with saved_activations(task.module, plan.activations):
+        write_json_atomic(plan.output / SETTINGS_FILE, settings.model_dump(mode="json"))
+        if overwrite:
+            for name in (CHECKPOINT_FILE, LOG_FILE):
+                (plan.output / name).unlink(missing_ok=True)
+        reporter.note(f"{settings.target}: {plan.parameters:,} parameters, steps {first_step} to {settings.loop.steps}")
+        if plan.activations:
+            reporter.note(f"memory: {plan.activations.line()}")
+        trainer.run()
     return TrainResult(
         target=settings.target,
         output=plan.output,

@@ -58,6 +58,9 @@ SEQUENCE_INPUTS: dict[str, int] = {"packed_latents_BND": 1, "position_ids_BN3": 
 TEXT_SEQUENCE_INPUTS: dict[str, int] = {"prompt_embeds_BLC": 1}
 """Arguments that hold one entry per text token -> dimension of the tokens."""
 
+OUTPUT_LAYER = "final_layer"
+"""Path of the module after the blocks, which keeps as much for backward as the inputs of a few blocks."""
+
 
 def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
     """Return the model's stacks of blocks, in the order in which they run."""

@@ -6,6 +6,9 @@ the key names of the released checkpoints.
 """
 
 import math
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,8 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.models.attention import AttentionFn
+from opensora_cli.models.mmdit.chunks import cut, joined, over_tokens, spans
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.rotary import rotate
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine of every token's angles, each (B, 1, N, head_dim/2)."""
 
 NORM_EPS = 1e-6
 TIME_EMBEDDING_WIDTH = 256
@@ -114,9 +121,15 @@ def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
     return x_BNW.reshape(batch, tokens, -1, head_dim).transpose(1, 2)
 
 
-def merge_heads(x_BHND: Tensor) -> Tensor:
-    """(B, H, N, D) -> (B, N, H·D)."""
-    return x_BHND.transpose(1, 2).flatten(2)
+def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:
+    """Split queries or keys into heads, normalise and rotate them: (B, N, H·D) -> (B, H, N, D) in the same dtype."""
+    return rotate(norm(split_heads(x_BNW, norm.scale.shape[0])), *rotary).to(x_BNW.dtype)
+
+
+def cut_rotary(rotary: Rotary, span: slice) -> Rotary:
+    """Return the cosine and sine of some tokens."""
+    cos, sin = rotary
+    return cut(cos, span, dim=2), cut(sin, span, dim=2)
 
 
 class StreamAttention(nn.Module):
@@ -131,10 +144,10 @@ class StreamAttention(nn.Module):
         self.norm = QueryKeyNorm(config.head_dim)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def qkv(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (fp32, normalised, not yet rotated) and values, each (B, H, N, head_dim)."""
-        q = self.norm.query_norm(split_heads(self.q_proj(x_BND), self.head_dim))
-        k = self.norm.key_norm(split_heads(self.k_proj(x_BND), self.head_dim))
+    def qkv(self, x_BND: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (normalised and rotated in fp32) and values, each (B, H, N, head_dim)."""
+        q = rotated_heads(self.q_proj(x_BND), self.norm.query_norm, rotary)
+        k = rotated_heads(self.k_proj(x_BND), self.norm.key_norm, rotary)
         return q, k, split_heads(self.v_proj(x_BND), self.head_dim)
 
 
@@ -149,6 +162,9 @@ def _mlp(config: MMDiTConfig) -> nn.Sequential:
 class DoubleStreamBlock(nn.Module):
     """Latent and text tokens with weights of their own and one joint attention."""
 
+    chunk_tokens: int | None = None
+    """See `MMDiT.set_sequence_chunk`."""
+
     def __init__(self, config: MMDiTConfig, *, attention: AttentionFn) -> None:
         super().__init__()
         self.attention = attention
@@ -160,7 +176,7 @@ class DoubleStreamBlock(nn.Module):
         self.txt_mlp = _mlp(config)
 
     def forward(
-        self, latents_BND: Tensor, text_BLD: Tensor, vector_BD: Tensor, rotary: tuple[Tensor, Tensor]
+        self, latents_BND: Tensor, text_BLD: Tensor, vector_BD: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor]:
         """Return the new latent and text tokens.
 
@@ -170,23 +186,49 @@ class DoubleStreamBlock(nn.Module):
             vector_BD: the modulation vector.
             rotary: cosine and sine for the L + N tokens of the joint sequence, text first.
         """
-        latent_attn_mod, latent_mlp_mod = self.img_mod(vector_BD)
-        text_attn_mod, text_mlp_mod = self.txt_mod(vector_BD)
-        text_qkv = self.txt_attn.qkv(text_attn_mod.modulate(text_BLD))
-        latent_qkv = self.img_attn.qkv(latent_attn_mod.modulate(latents_BND))
-        q, k, v = (torch.cat(pair, dim=2) for pair in zip(text_qkv, latent_qkv, strict=True))
-        joined = merge_heads(self.attention(rotate(q, *rotary).to(v.dtype), rotate(k, *rotary).to(v.dtype), v))
-        attended_text, attended_latents = torch.split(joined, [text_BLD.shape[1], latents_BND.shape[1]], dim=1)
+        latent_mods, text_mods = self.img_mod(vector_BD), self.txt_mod(vector_BD)
+        lengths = [text_BLD.shape[1], latents_BND.shape[1]]
+        rotary_of_text = cut_rotary(rotary, slice(0, lengths[0]))
+        rotary_of_latents = cut_rotary(rotary, slice(lengths[0], sum(lengths)))
+        size = None if torch.is_grad_enabled() else self.chunk_tokens
+        pieces = chain(
+            _qkv_pieces(self.txt_attn, text_mods[0], text_BLD, rotary_of_text, size),
+            _qkv_pieces(self.img_attn, latent_mods[0], latents_BND, rotary_of_latents, size),
+        )
+        q, k, v = joined(pieces, length=sum(lengths), dim=2)
+        attended_BNHD = self.attention(q, k, v).transpose(1, 2)
+        del q, k, v
+        attended_text, attended_latents = torch.split(attended_BNHD, lengths, dim=1)
 
-        latents_BND = latents_BND + latent_attn_mod.gate * self.img_attn.proj(attended_latents)
-        latents_BND = latents_BND + latent_mlp_mod.gate * self.img_mlp(latent_mlp_mod.modulate(latents_BND))
-        text_BLD = text_BLD + text_attn_mod.gate * self.txt_attn.proj(attended_text)
-        text_BLD = text_BLD + text_mlp_mod.gate * self.txt_mlp(text_mlp_mod.modulate(text_BLD))
-        return latents_BND, text_BLD
+        finish_latents = partial(_add_branches, self.img_attn.proj, self.img_mlp, latent_mods)
+        finish_text = partial(_add_branches, self.txt_attn.proj, self.txt_mlp, text_mods)
+        return (
+            over_tokens(finish_latents, latents_BND, attended_latents, size=size),
+            over_tokens(finish_text, text_BLD, attended_text, size=size),
+        )
+
+
+def _qkv_pieces(
+    stream: StreamAttention, mod: ChunkModulation, x_BND: Tensor, rotary: Rotary, size: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for span in spans(x_BND.shape[1], size):
+        yield stream.qkv(mod.modulate(cut(x_BND, span)), cut_rotary(rotary, span))
+
+
+def _add_branches(
+    proj: nn.Linear, mlp: nn.Sequential, mods: list[ChunkModulation], x_BND: Tensor, attended_BNHD: Tensor
+) -> Tensor:
+    attn_mod, mlp_mod = mods
+    x_BND = x_BND + attn_mod.gate * proj(attended_BNHD.flatten(2))
+    out: Tensor = mlp(mlp_mod.modulate(x_BND))
+    return x_BND + mlp_mod.gate * out
 
 
 class SingleStreamBlock(nn.Module):
     """Text and latent tokens in one sequence; attention and MLP run in parallel (ViT-22B, Dehghani et al. 2023)."""
+
+    chunk_tokens: int | None = None
+    """See `MMDiT.set_sequence_chunk`."""
 
     def __init__(self, config: MMDiTConfig, *, attention: AttentionFn) -> None:
         super().__init__()
@@ -199,7 +241,7 @@ class SingleStreamBlock(nn.Module):
         self.norm = QueryKeyNorm(config.head_dim)
         self.modulation = Modulation(config.hidden_size, branches=1)
 
-    def forward(self, tokens_BND: Tensor, vector_BD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, tokens_BND: Tensor, vector_BD: Tensor, rotary: Rotary) -> Tensor:
         """Return the new tokens of the joint sequence.
 
         Args:
@@ -208,16 +250,47 @@ class SingleStreamBlock(nn.Module):
             rotary: cosine and sine for all tokens.
         """
         mod: ChunkModulation = self.modulation(vector_BD)[0]
+        size, length = self.chunk_tokens, tokens_BND.shape[1]
+        if size is not None and size < length and not torch.is_grad_enabled():
+            return self._in_chunks(tokens_BND, mod, rotary, size)
         x_BND = mod.modulate(tokens_BND)
-        q_BNW, k_BNW = self.q_proj(x_BND), self.k_proj(x_BND)
-        v_and_mlp = self.v_mlp(x_BND)
-        v_BNW, mlp_BNF = torch.tensor_split(v_and_mlp, [q_BNW.shape[-1]], dim=-1)
-        v = split_heads(v_BNW, self.head_dim)
-        q = rotate(self.norm.query_norm(split_heads(q_BNW, self.head_dim)), *rotary).to(v.dtype)
-        k = rotate(self.norm.key_norm(split_heads(k_BNW, self.head_dim)), *rotary).to(v.dtype)
-        attended = merge_heads(self.attention(q, k, v))
-        out: Tensor = self.linear2(torch.cat((attended, functional.gelu(mlp_BNF, approximate="tanh")), dim=-1))
+        q, k = self._queries_and_keys(x_BND, rotary)
+        v_BNW, mlp_BNF = torch.tensor_split(self.v_mlp(x_BND), [q.shape[1] * self.head_dim], dim=-1)
+        attended_BNHD = self.attention(q, k, split_heads(v_BNW, self.head_dim)).transpose(1, 2)
+        # What is of no more use goes before the widest part comes.
+        del x_BND, q, k, v_BNW
+        mlp_BNF = functional.gelu(mlp_BNF, approximate="tanh")
+        out: Tensor = self.linear2(torch.cat((attended_BNHD.flatten(2), mlp_BNF), dim=-1))
         return tokens_BND + mod.gate * out
+
+    def _queries_and_keys(self, x_BND: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        q = rotated_heads(self.q_proj(x_BND), self.norm.query_norm, rotary)
+        return q, rotated_heads(self.k_proj(x_BND), self.norm.key_norm, rotary)
+
+    def _in_chunks(self, tokens_BND: Tensor, mod: ChunkModulation, rotary: Rotary, size: int) -> Tensor:
+        """Do the same over `size` tokens at a time: queries, keys and values before attention, the MLP after it."""
+        # Once: weights that are stored in 8 bits are multiplied out at every look.
+        weight, bias = self.v_mlp.weight, self.v_mlp.bias
+
+        def qkv_pieces() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for span in spans(tokens_BND.shape[1], size):
+                x_BND = mod.modulate(cut(tokens_BND, span))
+                q, k = self._queries_and_keys(x_BND, cut_rotary(rotary, span))
+                width = q.shape[1] * self.head_dim
+                yield q, k, split_heads(functional.linear(x_BND, weight[:width], bias[:width]), self.head_dim)
+
+        def finish(tokens_BND: Tensor, attended_BNHD: Tensor) -> Tensor:
+            attended_BNW = attended_BNHD.flatten(2)
+            width = attended_BNW.shape[-1]
+            mlp_BNF = functional.linear(mod.modulate(tokens_BND), weight[width:], bias[width:])
+            mlp_BNF = functional.gelu(mlp_BNF, approximate="tanh")
+            out: Tensor = self.linear2(torch.cat((attended_BNW, mlp_BNF), dim=-1))
+            return tokens_BND + mod.gate * out
+
+        q, k, v = joined(qkv_pieces(), length=tokens_BND.shape[1], dim=2)
+        attended_BNHD = self.attention(q, k, v).transpose(1, 2)
+        del q, k, v
+        return over_tokens(finish, tokens_BND, attended_BNHD, size=size)
 
 
 class FinalLayer(nn.Module):

@@ -71,6 +71,23 @@ class MMDiT(nn.Module):
             if isinstance(linear, nn.Linear):
                 nn.init.zeros_(linear.weight)
 
+    def set_sequence_chunk(self, tokens: int | None) -> None:
+        """Let blocks compute all but attention over at most so many tokens at a time, to need less memory on the way.
+
+        Results differ by rounding alone. It takes effect where no gradient is recorded: what autograd keeps would not
+        get less.
+
+        Args:
+            tokens: at least 1; some thousands cost hardly any time on a GPU. None, as at first, is all at once.
+
+        Raises:
+            ValueError: `tokens` is below 1.
+        """
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"tokens={tokens} must be at least 1")
+        for block in (*self.double_blocks, *self.single_blocks):
+            block.chunk_tokens = tokens
+
     def forward(
         self,
         packed_latents_BND: Tensor,
@@ -118,10 +135,12 @@ class MMDiT(nn.Module):
 
         for block in self.double_blocks:
             latents, text = block(latents, text, vector, rotary)
+        text_length = text.shape[1]
         tokens = torch.cat((text, latents), dim=1)
+        del text, latents
         for block in self.single_blocks:
             tokens = block(tokens, vector, rotary)
-        velocity: Tensor = self.final_layer(tokens[:, text.shape[1] :], vector)
+        velocity: Tensor = self.final_layer(tokens[:, text_length:], vector)
         return velocity.to(packed_latents_BND.dtype)
 
     def _modulation_vector(self, timesteps_B: Tensor, pooled_BV: Tensor, guidance_B: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text import folder as folders
@@ -60,7 +60,15 @@ class T5Encoder(_FolderEncoder):
     _vocabularies = (("spiece.model",), ("tokenizer.json",))
 
     @classmethod
-    def from_folder(cls, path: str | Path, *, max_length: int, device: torch.device | str, dtype: torch.dtype) -> Self:
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        max_length: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        blocks_on_host: bool = False,
+    ) -> Self:
         """Load a transformers folder without any request to a network.
 
         Args:
@@ -68,6 +76,8 @@ class T5Encoder(_FolderEncoder):
             max_length: tokens that every text is padded or cut to.
             device: where the model goes.
             dtype: of its weights and of `encode`.
+            blocks_on_host: leave `blocks` on the CPU, mapped from a safetensors file where that has `dtype`. Until they
+                are brought to the device, block by block or as a whole, the encoder cannot be used there.
 
         Raises:
             CheckpointError: files are missing (all are named) or broken, or do not fit together.
@@ -80,8 +90,19 @@ class T5Encoder(_FolderEncoder):
         config = folders.load_config(T5Config, folder)
         tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
         ignored = ("decoder.", "lm_head.")
-        model = folders.load_model(T5EncoderModel, folder, device=device, dtype=dtype, ignored_prefixes=ignored)
+        model = folders.load_model(T5EncoderModel, folder, dtype=dtype, ignored_prefixes=ignored)
+        blocks = model.encoder.block
+        if blocks_on_host:
+            model.encoder.block = nn.ModuleList()
+        model.to(device)
+        model.encoder.block = blocks
         return cls(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, in the order in which they run: all of the weights but the table of tokens and a norm."""
+        blocks: nn.ModuleList = self.model.encoder.block
+        return blocks
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> Tensor:
@@ -127,8 +148,8 @@ class ClipEncoder(_FolderEncoder):
         # Files of older versions carry the position ids, which are a constant.
         position_ids = ("text_model.embeddings.position_ids", "embeddings.position_ids")
         ignored = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale", *position_ids)
-        model = folders.load_model(CLIPTextModel, folder, device=device, dtype=dtype, ignored_prefixes=ignored)
-        return cls(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+        model = folders.load_model(CLIPTextModel, folder, dtype=dtype, ignored_prefixes=ignored)
+        return cls(model=model.to(device), tokenizer=tokenizer, max_length=max_length, device=device)
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> Tensor:

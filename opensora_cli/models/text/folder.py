@@ -87,15 +87,14 @@ def load_config(config_class: Any, folder: Path) -> Any:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: {_one_line(error)}") from error
 
 
-def load_model(
-    model_class: Any, folder: Path, *, device: torch.device | str, dtype: torch.dtype, ignored_prefixes: tuple[str, ...]
-) -> Any:
-    """Return the frozen model of `model_class` in `folder`, on `device` in `dtype`, in evaluation mode.
+def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_prefixes: tuple[str, ...]) -> Any:
+    """Return the frozen model of `model_class` in `folder`, on the CPU in `dtype`, in evaluation mode.
+
+    Weights of a safetensors file that have this dtype already stay a map of the file.
 
     Args:
         model_class: a transformers model class.
         folder: a complete folder.
-        device: where it goes.
         dtype: of its weights.
         ignored_prefixes: starts of keys that belong to other parts of a larger model in the same file.
 
@@ -118,7 +117,7 @@ def load_model(
     ]
     if problems:
         raise CheckpointError(f"weights in {folder} do not fit {model_class.__name__}: {'; '.join(problems)}")
-    return model.requires_grad_(False).eval().to(device)
+    return model.requires_grad_(False).eval()
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.resample import conv_of_upsampled, fast_layout, replicate_pad
+from opensora_cli.models.vae.resample import CarriedFrames, conv_of_upsampled, fast_layout, replicate_pad
 
 NORM_EPS = 1e-6
 """Of every group norm of the released weights; a group norm spans all frames and positions of the clip."""
@@ -24,9 +24,14 @@ class CausalConv3d(nn.Module):
         self._padding = (side, side, side, side, kernel_size - 1, 0)
         self.conv = nn.Conv3d(in_channels, out_channels, kernel_size, stride)
 
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up."""
-        out_BCTHW: Tensor = self.conv(replicate_pad(fast_layout(hidden_BCTHW), self._padding))
+    def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
+        """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up.
+
+        Args:
+            hidden_BCTHW: a clip, or the next chunk of one if the stride in time is 1.
+            carried: the chunk before it.
+        """
+        out_BCTHW: Tensor = self.conv(replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried))
         return out_BCTHW
 
 
@@ -71,19 +76,27 @@ class FrameCausalAttention(nn.Module):
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
         """Return the same shape."""
-        frame_size = hidden_BCTHW.shape[3] * hidden_BCTHW.shape[4]
-        tokens_BNC = self.group_norm(hidden_BCTHW).flatten(2).transpose(1, 2).contiguous()
-        k_B1NC, v_B1NC = self.to_k(tokens_BNC).unsqueeze(1), self.to_v(tokens_BNC).unsqueeze(1)
-        # Queries and outputs are projected frame by frame too: a clip's worth of each would double the memory.
+        normed_BCTHW = self.group_norm(hidden_BCTHW)
+        k_B1NC, v_B1NC = self.keys_and_values(normed_BCTHW)
+        return hidden_BCTHW + self.attend(normed_BCTHW, k_B1NC, v_B1NC)
+
+    def keys_and_values(self, normed_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all positions, frame after frame, each (B,1,T*H*W,C)."""
+        tokens_BNC = _tokens(normed_BCTHW)
+        return self.to_k(tokens_BNC).unsqueeze(1), self.to_v(tokens_BNC).unsqueeze(1)
+
+    def attend(self, normed_BCTHW: Tensor, k_B1MC: Tensor, v_B1MC: Tensor) -> Tensor:
+        """Return what the frames see, in their shape; they are the last ones that keys and values are given of."""
         frames: list[Tensor] = []
-        for end, frame_BNC in enumerate(tokens_BNC.split(frame_size, dim=1), start=1):
-            seen = slice(0, end * frame_size)
-            q_B1NC = self.to_q(frame_BNC).unsqueeze(1)
-            out_B1NC = functional.scaled_dot_product_attention(q_B1NC, k_B1NC[:, :, seen], v_B1NC[:, :, seen])
+        # Queries and outputs are projected frame by frame too: a clip's worth of each would double the memory.
+        frame_size = normed_BCTHW.shape[3] * normed_BCTHW.shape[4]
+        end = k_B1MC.shape[2] - normed_BCTHW.shape[2] * frame_size
+        for frame_BCTHW in torch.split(normed_BCTHW, 1, dim=2):
+            end += frame_size
+            q_B1NC = self.to_q(_tokens(frame_BCTHW)).unsqueeze(1)
+            out_B1NC = functional.scaled_dot_product_attention(q_B1NC, k_B1MC[:, :, :end], v_B1MC[:, :, :end])
             frames.append(self.to_out[0](out_B1NC.squeeze(1)))
-        del tokens_BNC, k_B1NC, v_B1NC
-        residual_BCN = torch.cat(frames, dim=1).transpose(1, 2)
-        return hidden_BCTHW + residual_BCN.view(hidden_BCTHW.shape)
+        return torch.cat(frames, dim=1).transpose(1, 2).view(normed_BCTHW.shape)
 
 
 class MidBlock(nn.Module):
@@ -118,14 +131,19 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int, *, time: int, space: int) -> None:
         super().__init__()
-        self._time = time
-        self._space = space
+        self.time = time
+        self.space = space
         # Only its weights are used; the nesting is that of the released keys.
         self.conv = CausalConv3d(channels, channels)
 
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return the same channels, H and W times `space`; of T frames, (T-1) times `time`, plus 1."""
-        return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self._time, space=self._space)
+    def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
+        """Return the same channels, H and W times `space`; of T frames, (T-1) times `time`, plus 1.
+
+        Args:
+            hidden_BCTHW: a clip, or the next chunk of one: T times `time` frames come out of any but the first.
+            carried: the chunk before it.
+        """
+        return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self.time, space=self.space, carried=carried)
 
 
 class DownBlock(nn.Module):
@@ -164,6 +182,11 @@ class UpBlock(nn.Module):
         for layer in (*self.resnets, *self.upsamplers):
             hidden_BCTHW = layer(hidden_BCTHW)
         return hidden_BCTHW
+
+
+def _tokens(hidden_BCTHW: Tensor) -> Tensor:
+    """(B,C,T,H,W) -> (B,T*H*W,C)."""
+    return hidden_BCTHW.flatten(2).transpose(1, 2).contiguous()
 
 
 def _resnets(in_channels: int, out_channels: int, *, num_layers: int, num_groups: int) -> nn.ModuleList:

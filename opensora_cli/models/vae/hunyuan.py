@@ -1,13 +1,17 @@
 """The Hunyuan causal video autoencoder."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.vae.blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
+from opensora_cli.models.vae.chunked import decode_in_chunks
 from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, run_tiled
+from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, joined_in_time, run_tiled, tiled_pieces
 
 
 class Encoder(nn.Module):
@@ -50,13 +54,40 @@ class Decoder(nn.Module):
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=NORM_EPS)
         self.conv_out = CausalConv3d(widths[-1], config.out_channels)
 
-    def forward(self, latents_BCTHW: Tensor) -> Tensor:
-        """Return pixels (B,out_channels,T,H,W), about in [-1,1]."""
+    def forward(
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
+        canvas: torch.device | None = None,
+    ) -> Tensor:
+        """Return pixels (B,out_channels,T,H,W), about in [-1,1]; see `HunyuanVAE.decode`."""
+        device = latents_BCTHW.device
+        if chunk_frames is not None:
+            return decode_in_chunks(
+                latents_BCTHW,
+                conv_in=self.conv_in,
+                layers=self._layers(),
+                norm_out=self.conv_norm_out,
+                conv_out=self.conv_out,
+                chunk_frames=chunk_frames,
+                store=store or device,
+                canvas=canvas or device,
+            )
         hidden_BCTHW = self.mid_block(self.conv_in(latents_BCTHW))
         for block in self.up_blocks:
             hidden_BCTHW = block(hidden_BCTHW)
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
-        return out
+        return out.to(canvas or device)
+
+    def _layers(self) -> Iterator[nn.Module]:
+        """Yield what stands between the first and the last convolution, one by one."""
+        first, last = self.mid_block.resnets
+        yield from (first, *self.mid_block.attentions, last)
+        for block in self.up_blocks:
+            for stack in block.children():
+                yield from stack.children()
 
 
 class HunyuanVAE(nn.Module):
@@ -120,18 +151,50 @@ class HunyuanVAE(nn.Module):
         """Bring posterior values to about unit variance: scale_factor * (posterior - shift_factor)."""
         return self.config.scale_factor * (posterior_BCTHW - self.config.shift_factor)
 
-    def decode(self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> Tensor:
+    def decode(
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        tiling: Tiling = NO_TILING,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
+        canvas: torch.device | None = None,
+    ) -> Tensor:
         """Decode scaled latents to pixels.
 
         Args:
             latents_BCTHW: (B, latent_channels, T, H, W), as `encode` returns them.
-            tiling: the axes along which to decode tile by tile.
+            tiling: the axes along which to decode tile by tile, which changes the result.
+            chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
+                result is the same but for rounding, and no gradient is recorded.
+            store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
+            canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
+                of one tile, or with `chunk_frames` those of one chunk.
 
         Returns:
-            (B, out_channels, (T-1)*r + 1, H*s, W*s) with r and s as in `encode`; about [-1, 1], not clamped.
+            (B, out_channels, (T-1)*r + 1, H*s, W*s) with r and s as in `encode`, on the canvas; about [-1, 1], not
+            clamped.
 
         Raises:
-            RequestError: the latents have a shape that cannot be decoded.
+            RequestError: the latents have a shape that cannot be decoded, or `chunk_frames` is below 1.
+        """
+        return joined_in_time(
+            self.decode_pieces(latents_BCTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=canvas)
+        )
+
+    def decode_pieces(
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        tiling: Tiling = NO_TILING,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
+        canvas: torch.device | None = None,
+    ) -> Iterator[Tensor]:
+        """Decode as `decode` does, and yield frames as they are finished: a piece for each tile in time.
+
+        Raises:
+            RequestError: see `decode`; before anything is computed.
         """
         config = self.config
         if latents_BCTHW.dim() != 5 or latents_BCTHW.shape[1] != config.latent_channels or not latents_BCTHW.numel():
@@ -139,8 +202,11 @@ class HunyuanVAE(nn.Module):
                 f"latents of shape {tuple(latents_BCTHW.shape)} cannot be decoded: expected "
                 f"(batch, {config.latent_channels}, latent frames, latent height, latent width)"
             )
-        return run_tiled(
-            lambda tile_BCTHW: self.decoder(self.post_quant_conv(tile_BCTHW)),
+        if chunk_frames is not None and chunk_frames < 1:
+            raise RequestError(f"chunk_frames={chunk_frames} must be at least 1")
+        decoder = partial(self.decoder, chunk_frames=chunk_frames, store=store, canvas=canvas)
+        return tiled_pieces(
+            lambda tile_BCTHW: decoder(self.post_quant_conv(tile_BCTHW)),
             latents_BCTHW / config.scale_factor + config.shift_factor,
             grid=TileGrid.of_decoder(config),
             tiling=tiling,

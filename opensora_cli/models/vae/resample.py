@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,16 +19,51 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
     return hidden_BCTHW
 
 
-def replicate_pad(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int]) -> Tensor:
-    """Repeat the edges outwards; `padding` counts as in `torch.nn.functional.pad`, last axis first."""
+class CarriedFrames:
+    """The last input frames of a causal convolution, for a clip that comes in chunks: one object per convolution."""
+
+    def __init__(self) -> None:
+        self._padded_BCTHW: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no chunk has come yet."""
+        return self._padded_BCTHW is None
+
+    def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
+        """Put what the chunk before ended with in place of the padding in time, and keep what this one ends with.
+
+        Args:
+            padded_BCTHW: the chunk with its padding, of which `num_frames` frames are before it; changed.
+            num_frames: how many frames the convolution looks back.
+        """
+        if self._padded_BCTHW is not None:
+            padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
+        # A copy: a view would keep the whole chunk.
+        self._padded_BCTHW = padded_BCTHW[:, :, padded_BCTHW.shape[2] - num_frames :].clone()
+
+
+def replicate_pad(
+    hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, carried: CarriedFrames | None = None
+) -> Tensor:
+    """Repeat the edges outwards; `padding` counts as in `torch.nn.functional.pad`, last axis first.
+
+    With `carried`, the clip is a chunk, and the frames before it are those of the chunk before, where there is one.
+    """
     if not any(padding):
         return hidden_BCTHW
-    # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
-    with torch.autocast(hidden_BCTHW.device.type, enabled=False):
-        return functional.pad(hidden_BCTHW, padding, mode="replicate")
+    # Autocast on a CPU would run this plain copy in fp32 and cast forth and back. The meta device knows none.
+    device_type = hidden_BCTHW.device.type
+    with nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False):
+        padded_BCTHW = functional.pad(hidden_BCTHW, padding, mode="replicate")
+    if carried is not None:
+        carried.exchange(padded_BCTHW, padding[4])
+    return padded_BCTHW
 
 
-def conv_of_upsampled(hidden_BCTHW: Tensor, conv: nn.Conv3d, *, time: int, space: int) -> Tensor:
+def conv_of_upsampled(
+    hidden_BCTHW: Tensor, conv: nn.Conv3d, *, time: int, space: int, carried: CarriedFrames | None = None
+) -> Tensor:
     """Causal 3x3x3 convolution of the nearest-upsampled clip, without ever building the upsampled clip.
 
     Height and width are repeated `space` times, every frame but the first `time` times. Where an axis is doubled, two
@@ -41,19 +77,21 @@ def conv_of_upsampled(hidden_BCTHW: Tensor, conv: nn.Conv3d, *, time: int, space
         conv: a 3x3x3 convolution of C to C_out channels; stride and padding are not looked at.
         time: 1 or 2.
         space: 1 or 2.
+        carried: for a clip that comes in chunks.
 
     Returns:
-        (B, C_out, 1 + (T-1)*time, H*space, W*space).
+        (B, C_out, 1 + (T-1)*time, H*space, W*space); T*time frames of a chunk that is not the first.
     """
     factors = (time, space, space)
-    padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0))
+    is_start = carried is None or carried.is_empty
+    padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0), carried=carried)
     weight = conv.weight
     # Sums of taps are rounded once, to the weight's own dtype, not at every addition.
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)
     kernels = _phase_kernels(weight.to(sum_dtype), factors).to(weight.dtype)
     bias = None if conv.bias is None else conv.bias.repeat(math.prod(factors))
     phases_BPTHW = functional.conv3d(padded_BCTHW, kernels, bias)
-    out: Tensor = _InterleavePhases.apply(phases_BPTHW, factors)  # type: ignore[no-untyped-call]
+    out: Tensor = _InterleavePhases.apply(phases_BPTHW, factors, is_start)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -75,45 +113,51 @@ def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 class _InterleavePhases(torch.autograd.Function):
     """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W).
 
-    Positions that lie outside the clip are dropped: along a doubled time axis the first, along a doubled height or
-    width the first and the last. Autograd of strided writes would copy the whole output once for each phase.
+    Positions that lie outside the clip are dropped: along a doubled time axis the first (where the clip starts), along
+    a doubled height or width the first and the last. Autograd of strided writes would copy the whole output once for
+    each phase.
     """
 
     @staticmethod
-    def forward(ctx: Any, phases_BPTHW: Tensor, factors: tuple[int, int, int]) -> Tensor:
-        ctx.factors, ctx.shape = factors, phases_BPTHW.shape
+    def forward(ctx: Any, phases_BPTHW: Tensor, factors: tuple[int, int, int], is_start: bool) -> Tensor:
+        ctx.factors, ctx.is_start, ctx.shape = factors, is_start, phases_BPTHW.shape
         time, space, _ = factors
         num_frames, height, width = phases_BPTHW.shape[2:]
         num_phases = time * space * space
         shape = (
             phases_BPTHW.shape[0],
             phases_BPTHW.shape[1] // num_phases,
-            num_frames * time - (time - 1),
+            num_frames * time - (time - 1 if is_start else 0),
             height * space - 2 * (space - 1),
             width * space - 2 * (space - 1),
         )
         out_BCTHW = _empty(shape, like=phases_BPTHW)
-        pieces = zip(phases_BPTHW.chunk(num_phases, dim=1), _phase_positions(factors), strict=True)
+        pieces = zip(phases_BPTHW.chunk(num_phases, dim=1), _phase_positions(factors, is_start), strict=True)
         for phase_BCTHW, (positions, source) in pieces:
             out_BCTHW[positions] = phase_BCTHW[source]
         return out_BCTHW
 
     @staticmethod
-    def backward(ctx: Any, grad_BCTHW: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_BCTHW: Tensor) -> tuple[Tensor, None, None]:
         grad_BPTHW = _empty(ctx.shape, like=grad_BCTHW).zero_()
         num_phases = math.prod(ctx.factors)
-        pieces = zip(grad_BPTHW.chunk(num_phases, dim=1), _phase_positions(ctx.factors), strict=True)
+        positions_of_phases = _phase_positions(ctx.factors, ctx.is_start)
+        pieces = zip(grad_BPTHW.chunk(num_phases, dim=1), positions_of_phases, strict=True)
         for phase_BCTHW, (positions, source) in pieces:
             phase_BCTHW[source] = grad_BCTHW[positions]
-        return grad_BPTHW, None
+        return grad_BPTHW, None, None
 
 
-def _phase_positions(factors: tuple[int, int, int]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def _phase_positions(
+    factors: tuple[int, int, int], is_start: bool
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Yield for every phase, the last axis' changing fastest, its positions in the output and those of its values."""
     whole = (slice(None), slice(None))
     odd = (slice(1, None, 2), slice(1, None))
     time, space, _ = factors
-    along_time = [whole] if time == 1 else [odd, (slice(0, None, 2), slice(None))]
+    inner = [(slice(0, None, 2), slice(None)), (slice(1, None, 2), slice(None))]
+    at_start = [odd, (slice(0, None, 2), slice(None))]
+    along_time = [whole] if time == 1 else at_start if is_start else inner
     along_space = [whole] if space == 1 else [odd, (slice(0, None, 2), slice(None, -1))]
     for axes in itertools.product(along_time, along_space, along_space):
         targets, sources = zip(*axes, strict=True)

@@ -5,7 +5,7 @@ the end of the (already blended) tile before it, and only its part before the ne
 span a tile, so that tiling is not exact: a tiled result equals one with the same tile sizes, not the un-tiled one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +89,15 @@ def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: Tile
         tiling: the axes to cut.
 
     Returns:
-        What `run` would return for a clip of that size.
+        What `run` would return for a clip of that size, on the device on which `run` returns it.
     """
+    return joined_in_time(tiled_pieces(run, clip_BCTHW, grid=grid, tiling=tiling))
+
+
+def tiled_pieces(
+    run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling
+) -> Iterator[Tensor]:
+    """Yield what `run_tiled` returns in pieces along time, one for each tile, as soon as they are finished."""
 
     def run_in_space(part_BCTHW: Tensor) -> Tensor:
         if tiling.spatial and max(part_BCTHW.shape[3:]) > grid.space.size:
@@ -98,8 +105,15 @@ def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: Tile
         return run(part_BCTHW)
 
     if tiling.temporal and clip_BCTHW.shape[2] > grid.time.size:
-        return _run_temporal_tiles(run_in_space, clip_BCTHW, grid.time)
-    return run_in_space(clip_BCTHW)
+        yield from _run_temporal_tiles(run_in_space, clip_BCTHW, grid.time)
+    else:
+        yield run_in_space(clip_BCTHW)
+
+
+def joined_in_time(pieces: Iterable[Tensor]) -> Tensor:
+    """Return the pieces of a clip as one; a single piece is not copied."""
+    first, *others = pieces
+    return torch.cat((first, *others), dim=2) if others else first
 
 
 def _run_spatial_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Tensor:
@@ -119,20 +133,18 @@ def _run_spatial_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis
     return torch.cat(rows_kept, dim=3)
 
 
-def _run_temporal_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Tensor:
+def _run_temporal_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Iterator[Tensor]:
     # A tile has one frame more than its size, so that it is a causal clip of its own. What comes out for that frame the
     # tile before has too, except in the first tile: a last tile of one frame would add nothing.
-    kept: list[Tensor] = []
     before: Tensor | None = None
     for start in range(0, clip_BCTHW.shape[2] - 1, axis.stride):
         tile_BCTHW = run(clip_BCTHW[:, :, start : start + axis.size + 1])
         if before is None:
-            kept.append(tile_BCTHW[:, :, : axis.kept + 1])
+            yield tile_BCTHW[:, :, : axis.kept + 1]
         else:
             tile_BCTHW = blend(before, tile_BCTHW[:, :, 1:], length=axis.blend, dim=2)
-            kept.append(tile_BCTHW[:, :, : axis.kept])
+            yield tile_BCTHW[:, :, : axis.kept]
         before = tile_BCTHW
-    return torch.cat(kept, dim=2)
 
 
 def blend(before: Tensor, after: Tensor, *, length: int, dim: int) -> Tensor:

@@ -87,6 +87,25 @@ def test_progress_counts_the_bytes_of_the_file(file, weights):
     assert len(sizes) == len(weights)
 
 
+def test_what_is_kept_on_the_host_stays_a_map_of_the_file(file, weights):
+    model = load(on_meta(), file, device="meta", keep_on_host=["inner.*"])
+    assert model.first.weight.is_meta
+    assert model.first.bias.is_meta
+    kept = model.inner.state_dict()
+    assert len(kept) == 7
+    assert all(torch.equal(kept[key], weights[f"inner.{key}"]) for key in kept)
+    # All of them views of one map.
+    assert {tensor.untyped_storage().nbytes() for tensor in kept.values()} == {file.stat().st_size}
+
+
+def test_what_may_be_missing_is_kept_on_the_host_too(tmp_path, weights):
+    path = tmp_path / "part.safetensors"
+    save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
+    model = load(on_meta(), path, device="meta", allowed_missing=["first.*"], keep_on_host=["first.weight"])
+    assert torch.equal(model.first.weight, torch.zeros(3, 4))
+    assert model.first.bias.is_meta
+
+
 class TestConversion:
     def test_tensors_are_renamed_and_cut(self, tmp_path, weights):
         path = tmp_path / "joined.safetensors"

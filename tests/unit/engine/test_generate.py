@@ -94,7 +94,7 @@ def test_stages_and_their_progress(world, tmp_path, reporter):
         world, tmp_path, condition__references=str(world.picture), sampling__num_inference_steps="12"
     )
     result = generate(settings, reporter=reporter)
-    shown = ["load", "text", "load", "encode", "load", "denoise", "load", "decode", "save"]
+    shown = ["load", "text", "load", "encode", "load", "denoise", "decode", "save"]
     assert reporter.stages == shown
     assert reporter.notes[0] == "condition: i2v_head, which suits the reference given"
     assert reporter.totals["denoise"] == result.plan.evaluations_per_sample

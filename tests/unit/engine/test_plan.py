@@ -10,6 +10,7 @@ from tiny_world import RELEASED_SIZES, demo_settings, released_settings
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.engine import configs, hardware, plan
 from opensora_cli.engine.hardware import GIB, Hardware
+from opensora_cli.engine.offload import OffloadPlan
 from opensora_cli.engine.plan import make_plan
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
@@ -51,7 +52,9 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert weight_bytes["denoise"] == 2 * 11_891_390_528
     assert weight_bytes["decode"] == 2 * 246_478_803
     assert weight_bytes["text"] == 2 * (4_762_310_656 + 123_060_480)
-    assert made.peak_bytes == max(stage.weight_bytes + stage.data_bytes for stage in made.stages)
+    assert made.peak_bytes == max(stage.total_bytes for stage in made.stages)
+    assert made.offload.lines() == []
+    assert all(stage.activation_bytes > 0 for stage in made.stages)
     assert made.latent_bytes == 2 * torch.Size(latent_shape).numel()
 
 
@@ -94,23 +97,61 @@ def test_weight_bytes_are_those_of_the_files(world, tmp_path):
     assert counts[Component.T5] == sum(p.numel() for p in t5.parameters())
 
 
-def test_too_little_memory(world, tmp_path, monkeypatch):
-    small = Hardware(torch.device("cpu"), "a small machine", torch.float32, 8 * GIB, 16 * GIB)
+def on_machine_with(free_bytes, monkeypatch, dtype=torch.float32):
+    small = Hardware(torch.device("cpu"), "a small machine", dtype, free_bytes, GIB)
     monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
-    made = make_plan(released_preset(tmp_path))
+
+
+# Its transformer outweighs all else, so that offloading matters.
+HEAVY = {"model__depth_single_blocks": "12"}
+
+
+def test_too_little_memory(world, tmp_path, monkeypatch):
+    on_machine_with(300_000, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path))
     assert not made.fits
-    with pytest.raises(HardwareError, match=r"44\.\d+ GiB in the stage denoise.*8\.00 GiB free") as caught:
+    message = r"the stage decode needs \d+\.\d+ KiB, and cpu \(a small machine\) has 292\.97 KiB free"
+    with pytest.raises(HardwareError, match=message) as caught:
         made.require_fit()
     assert caught.value.exit_code == 4
-    make_plan(released_settings(world, tmp_path)).require_fit()
 
 
-def test_what_would_fit_is_named(tmp_path, monkeypatch):
-    middle = Hardware(torch.device("cpu"), "a machine", torch.float32, 30 * GIB, 32 * GIB)
-    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: middle)
+def test_limit_of_memory(world, tmp_path, monkeypatch):
+    on_machine_with(10 * GIB, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path, memory__limit="100kB"))
+    assert made.budget_bytes == 100_000
+    with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
+        made.require_fit()
+    assert "of 97.66 KiB allowed: does not fit" in "\n".join(made.lines())
+    assert make_plan(released_settings(world, tmp_path, memory__limit="20GB")).budget_bytes == 10 * GIB
+
+
+def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
+    on_machine_with(GIB, monkeypatch)
+    assert make_plan(released_settings(world, tmp_path, **HEAVY)).offload == OffloadPlan(host_weights="mapped")
+    on_machine_with(600_000, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path, **HEAVY))
+    assert made.fits
+    assert made.offload.mode == "blocks"
+    assert made.offload.host_weights == "mapped"
+    assert 1 < made.offload.resident_blocks < 13
+    document = json.loads(json.dumps(made.to_json()))
+    assert document["offload"]["resident_blocks"] == made.offload.resident_blocks
+    assert f"on the device: {made.offload.resident_blocks}, the others mapped" in "\n".join(made.lines())
+
+
+def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
+    on_machine_with(600_000, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path, memory__offload="none", **HEAVY))
+    with pytest.raises(HardwareError, match="the stage denoise needs") as caught:
+        made.require_fit()
+    fitting = caught.value.hint
+    assert fitting.startswith("--offload auto (")
+    assert fitting.endswith(" would fit")
+    on_machine_with(20_000, monkeypatch)
     with pytest.raises(HardwareError) as caught:
-        make_plan(released_preset(tmp_path)).require_fit()
-    assert caught.value.hint.startswith("--dtype bfloat16 needs 22.")
+        make_plan(released_settings(world, tmp_path)).require_fit()
+    assert caught.value.hint == "use a device with more memory, or --model demo"
 
 
 def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):

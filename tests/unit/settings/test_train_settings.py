@@ -128,6 +128,33 @@ class TestFindRecipe:
         ),
         ("demo_text", {"text__t5_heads": "3"}, "text.t5_heads=3 must divide text.t5_width=128"),
         ("demo_text", {"train_vae__kl_weight": "1"}, "kl_weight=1 (from --set) has no effect with target=text"),
+        ("demo_vae", {"memory__checkpointing": "true"}, "checkpointing=true (from --set) has no effect"),
+        (
+            "demo",
+            {"memory__checkpoint_double_blocks": "1"},
+            "memory.checkpoint_double_blocks=1 has no effect without memory.checkpointing=true",
+        ),
+        (
+            "demo",
+            {"memory__activation_offload": "all"},
+            "memory.activation_offload=all has no effect without memory.checkpointing=true",
+        ),
+        (
+            "demo",
+            {"memory__checkpointing": "true", "memory__offload_above": "0.5", "memory__activation_offload": "all"},
+            "memory.offload_above=0.5 has no effect with memory.activation_offload=all: use dynamic",
+        ),
+        (
+            "demo",
+            {"memory__checkpointing": "true", "memory__activation_buffer": "1GiB"},
+            "memory.activation_buffer=1073741824 has no effect with memory.activation_offload=none",
+        ),
+        (
+            "demo",
+            {"memory__checkpointing": "true", "memory__checkpoint_single_blocks": "9"},
+            "memory.checkpoint_single_blocks=9 must be at most the model's: use 0 to 8",
+        ),
+        ("demo", {"memory__activation_offload": "some"}, "activation_offload=some must be one of none, all, dynamic"),
         ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
     ],
     ids=str,

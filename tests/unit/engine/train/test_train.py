@@ -1,6 +1,7 @@
 """`train`: all three targets in small, one after the other, and the files that they hand on."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import tiny_training
@@ -9,6 +10,8 @@ import torch
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.configs import transformer_on_meta, vae_on_meta
+from opensora_cli.engine.train import run
+from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
@@ -88,6 +91,47 @@ class TestMMDiT:
         transformer = transformer_on_meta(settings.model)
         load_into_module(transformer, result.exports[0], **FLOAT32)
         assert any(weight.abs().sum() > 0 for weight in transformer.final_layer.linear.parameters())
+
+    def test_held_otherwise_the_losses_are_the_same(self, tmp_path, vae_folder, text_folder, monkeypatch):
+        managers = []
+
+        @contextmanager
+        def watched(module, plan):
+            with saved_activations(module, plan) as manager:
+                managers.append(manager)
+                yield manager
+
+        monkeypatch.setattr(run, "saved_activations", watched)
+
+        def trained(name, **memory):
+            settings = tiny_training.mmdit_settings(tmp_path / name, vae_folder, text_folder)
+            settings = settings.replace({f"memory.{key}": value for key, value in memory.items()})
+            train(settings)
+            lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
+            return (
+                [json.loads(line)["loss"] for line in lines],
+                exported(tmp_path / name),
+                plan_training(settings, overwrite=True),
+            )
+
+        losses, weights, _ = trained("plain")
+        assert len(set(losses)) == 4
+        for name, memory in {
+            "checkpoints": {},
+            "some": {"checkpoint_double_blocks": 0},
+            "all": {"activation_offload": "all"},
+            "dynamic": {"activation_offload": "dynamic", "offload_above": 0.0},
+        }.items():
+            same, bits, plan = trained(name, checkpointing=True, **memory)
+            assert same == losses
+            assert bits == weights
+            manager = managers.pop()
+            assert (manager is not None) is ("activation_offload" in memory)
+            if manager is not None:
+                # Planned with shapes alone, and met exactly.
+                assert manager.peak_bytes == manager.buffer_bytes == plan.activations.needed_bytes > 0
+                assert manager.copied_to_device == manager.copied_to_host == 4 * plan.activations.needed_bytes
+                assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
 
     def test_resumes(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)

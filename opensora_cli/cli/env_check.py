@@ -1,0 +1,116 @@
+"""`osora env-check`: whether this machine can run osora."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from opensora_cli.cli import errors, options, output
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.enums import EnvProfile
+
+_RECOMMENDED = "Recommended settings"
+
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE", help="Dockerfiles and shell files to check, too.", show_default=False),
+]
+NoAllReduce = Annotated[bool, typer.Option("--no-all-reduce", help="Do not let the devices reduce together.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", help="When the all-reduce counts as hung. Default: 15."),
+]
+BugReport = Annotated[
+    bool, typer.Option("--bug-report", help="Print a short report that hides users, hosts, folders and tokens.")
+]
+ProfileOption = Annotated[
+    EnvProfile | None,
+    typer.Option(
+        "--profile",
+        help="Print what is recommended for a 24 GB desktop, an 80 GB cloud machine or several nodes.",
+        rich_help_panel=_RECOMMENDED,
+    ),
+]
+Export = Annotated[bool, typer.Option("--export", help="As shell lines, for eval.", rich_help_panel=_RECOMMENDED)]
+
+
+def env_check(
+    files: Files = None,
+    no_all_reduce: NoAllReduce = False,
+    timeout: Timeout = None,
+    bug_report: BugReport = False,
+    profile: ProfileOption = None,
+    export: Export = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Check this machine, its environment variables, and Dockerfiles and shell files if given.
+
+    Exits with 0 where nothing stops a run, else with 4.
+
+    Examples:
+
+      osora env-check
+
+      osora env-check Dockerfile train.sh
+
+      eval "$(osora env-check --profile local --export)"
+    """
+    with errors.interruptible():
+        if profile is not None:
+            _refuse_beside_profile(files=bool(files), bug_report=bug_report)
+            _print_profile(profile, export=export, as_json=json_)
+        elif export:
+            raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
+        else:
+            _check(
+                files or [],
+                all_reduce=not no_all_reduce,
+                timeout=timeout,
+                bug_report=bug_report,
+                as_json=json_,
+                quiet=quiet,
+            )
+
+
+def _check(
+    files: list[str], *, all_reduce: bool, timeout: float | None, bug_report: bool, as_json: bool, quiet: bool
+) -> None:
+    from opensora_cli.settings.env_check import EnvCheckSettings
+    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import validate
+
+    given = {
+        "files": Given(files, "FILE"),
+        "all_reduce": Given(all_reduce, "--no-all-reduce"),
+        "bug_report": Given(bug_report, "--bug-report"),
+    }
+    if timeout is not None:
+        given["all_reduce_seconds"] = Given(timeout, "--timeout")
+    settings = validate(EnvCheckSettings, given)
+    with errors.uninterrupted():
+        from opensora_cli.engine.env_check.check import env_check as check
+
+    report = check(settings, environment=os.environ, reporter=output.make_reporter(quiet=quiet))
+    output.print_result(report, as_json=as_json)
+    report.require_fine()
+
+
+def _refuse_beside_profile(*, files: bool, bug_report: bool) -> None:
+    for given, name in ((files, "FILE"), (bug_report, "--bug-report")):
+        if given:
+            raise RequestError(
+                f"{name} has no effect beside --profile, which checks nothing", hint="run osora env-check twice"
+            )
+
+
+def _print_profile(name: EnvProfile, *, export: bool, as_json: bool) -> None:
+    from opensora_cli.engine.env_check.profiles import PROFILES
+
+    profile = PROFILES[name]
+    if as_json:
+        output.print_json(profile.to_json(os.environ))
+    elif export:
+        output.print_lines(profile.export_lines())
+    else:
+        output.print_lines(profile.lines(os.environ))

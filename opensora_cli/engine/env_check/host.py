@@ -1,0 +1,132 @@
+"""Findings about the computer around the cards: memory, disk, limits, attention backends, the video encoder. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from opensora_cli.engine.env_check.facts import BackendFacts, CardFacts, EncoderFacts, HostFacts, WeightFacts
+from opensora_cli.engine.env_check.findings import Check, Finding
+from opensora_cli.engine.hardware import GIB
+from opensora_cli.settings.components import DOWNLOAD_COMMAND
+
+# Docker gives 64 MiB unless told otherwise; NVIDIA's own containers ask to be started with 1 GiB.
+_SMALLEST_SHARED_MEMORY = GIB
+_SMALLEST_LOCKED_MEMORY = GIB
+
+
+def check_memory(host: HostFacts, weights: WeightFacts, *, has_cards: bool) -> Iterator[Finding]:
+    """Judge host memory against the weights that wait in it."""
+    check = Check("memory")
+    size = f"{_gib(host.usable_bytes)} of {_gib(host.total_bytes)} host memory free"
+    if host.container_limit_bytes is not None and host.container_limit_bytes < host.total_bytes:
+        yield check.note(f"this container may use {_gib(host.container_limit_bytes)}")
+    if has_cards and host.usable_bytes < weights.largest_bytes:
+        yield check.warning(
+            size,
+            why=f"pinned for offload, the largest part of the released model takes {_gib(weights.largest_bytes)}; "
+            "mapped from the file instead, it is slower",
+            mend="close other programs, or add memory",
+        )
+    else:
+        yield check.ok(size)
+
+
+def check_disk(weights: WeightFacts) -> Iterator[Finding]:
+    """Judge the disk against the weights that are yet to come."""
+    check = Check("disk")
+    size = f"{_gib(weights.free_disk_bytes)} free for {weights.folder}"
+    if not weights.missing:
+        yield check.ok(f"the released model's weights are here; {size}")
+    elif weights.free_disk_bytes < weights.missing_bytes:
+        yield check.warning(
+            size,
+            why=f"{', '.join(weights.missing)} of the released model take {_gib(weights.missing_bytes)}; "
+            "the demo needs nothing",
+            mend="download to another disk with --to DIR, and set OSORA_WEIGHTS=DIR",
+        )
+    else:
+        yield check.ok(f"{size}; {_gib(weights.missing_bytes)} of weights are missing ({DOWNLOAD_COMMAND})")
+
+
+def check_limits(host: HostFacts) -> Iterator[Finding]:
+    """Judge shared and locked memory."""
+    check = Check("limits")
+    shared, locked = host.shared_memory_bytes, host.locked_memory_bytes
+    if shared is None:
+        yield check.note("no /dev/shm on this system")
+    elif shared < _SMALLEST_SHARED_MEMORY:
+        yield check.warning(
+            f"/dev/shm has {shared / 2**20:.0f} MiB",
+            why="NCCL between cards and workers that load data exchange through it, and fail when it is full",
+            mend="start the container with --shm-size=8g or --ipc=host",
+        )
+    else:
+        yield check.ok(f"/dev/shm has {_gib(shared)}")
+    if locked is None:
+        yield check.ok("no limit of locked memory")
+    elif host.infiniband and locked < _SMALLEST_LOCKED_MEMORY:
+        yield check.warning(
+            f"locked memory is limited to {locked / 2**20:.0f} MiB",
+            why="InfiniBand registers its buffers as locked memory, and NCCL fails to start without",
+            mend="ulimit -l unlimited; in a container --ulimit memlock=-1",
+        )
+    else:
+        # CUDA's pinned memory is the driver's and does not count.
+        yield check.ok(f"locked memory is limited to {locked / 2**20:.0f} MiB, which only InfiniBand would mind")
+
+
+def check_encoder(facts: EncoderFacts) -> Iterator[Finding]:
+    """Judge what videos are written with."""
+    check = Check("video")
+    if facts.has_x264:
+        yield check.ok(f"PyAV {facts.av} with libx264")
+    else:
+        yield check.problem(
+            f"PyAV {facts.av} has no libx264",
+            why="MP4 is written with it; gif, webp and png are not",
+            mend="pip install --force-reinstall 'av>=18' takes the wheel, which has it; or --format webp",
+        )
+
+
+def check_attention(backends: Sequence[BackendFacts], cards: Sequence[CardFacts]) -> Iterator[Finding]:
+    """Say which attention is used, which others are here, and how to get those that are not."""
+    check = Check("attention")
+    for backend in backends:
+        fits = _card_for(backend.name, cards)
+        if backend.name == "sdpa":
+            yield check.ok(f"sdpa, torch's own, is used{_kernel(cards)}")
+        elif backend.name == "math":
+            yield check.ok("math is here, the slow reference")
+        else:
+            unused = "" if backend.in_registry else "; this version of osora does not use it"
+            unfit = "" if fits else "; no card here could run it"
+            if backend.package:
+                yield check.ok(f"{backend.name} {backend.package} is installed{unused or unfit}")
+            else:
+                yield check.note(f"{backend.name} is not installed{unused or unfit}", mend=_INSTALL[backend.name])
+
+
+_INSTALL = {
+    "flash2": "pip install flash-attn --no-build-isolation",
+    # It has no release of its own yet.
+    "flash3": "git clone https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation "
+    "./flash-attention/hopper",
+    "xformers": "pip install 'xformers>=0.0.35'",
+}
+
+
+def _card_for(name: str, cards: Sequence[CardFacts]) -> bool:
+    """Return whether a card here runs the kernels of a backend."""
+    if name == "flash3":  # written for Hopper alone
+        return any(card.capability[0] == 9 for card in cards)
+    if name == "flash2":
+        return any(card.capability >= (8, 0) for card in cards)
+    return bool(cards)
+
+
+def _kernel(cards: Sequence[CardFacts]) -> str:
+    if not cards:
+        return ""
+    return " with its flash kernels" if _card_for("flash2", cards) else " with its memory-efficient kernels"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

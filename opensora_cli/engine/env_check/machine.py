@@ -1,0 +1,225 @@
+"""Findings about Python, torch, cards and their libraries. Pure: facts in, findings out."""
+
+from collections.abc import Iterator, Sequence
+
+from opensora_cli.engine.env_check.facts import (
+    CardFacts,
+    DriverFacts,
+    LinkFacts,
+    LinkKind,
+    PythonFacts,
+    TorchFacts,
+)
+from opensora_cli.engine.env_check.findings import Check, Finding
+from opensora_cli.engine.hardware import GIB
+
+_PYTHONS = ((3, 11), (3, 13))
+# NVIDIA, CUDA Compatibility, table 1: the oldest driver for each major version of CUDA, by minor version compatibility.
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_TORCH_LINE = "choose the build for this machine at https://pytorch.org/get-started/locally/"
+
+
+def check_python(facts: PythonFacts) -> Iterator[Finding]:
+    """Judge the interpreter and the installed packages."""
+    check = Check("python")
+    version = ".".join(map(str, facts.version))
+    first, last = _PYTHONS
+    if facts.version[:2] < first:
+        oldest = ".".join(map(str, first))
+        yield check.problem(
+            f"Python {version}", why=f"osora needs {oldest} or newer", mend=f"make an environment with {oldest}"
+        )
+    elif facts.version[:2] > last:
+        newest = ".".join(map(str, last))
+        yield check.warning(
+            f"Python {version}", why=f"osora is tested up to {newest}", mend=f"if it fails, use {newest}"
+        )
+    else:
+        yield check.ok(f"Python {version} ({facts.executable})")
+    for line in facts.unmet:
+        yield check.problem(
+            line, why="osora imports it", mend="pip install -c constraints.txt . installs the tested set"
+        )
+
+
+def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
+    """Judge the build of torch against the driver and the cards that are there."""
+    check = Check("torch")
+    if driver.failure is not None:
+        yield check.problem(
+            f"nvidia-smi fails: {driver.failure}",
+            why="no card can be used until it works",
+            mend="restart the machine: that loads the driver that was installed last",
+        )
+    if torch.cuda is None:
+        if torch.cuda_available:
+            yield check.note(f"torch {torch.version} is not a build for NVIDIA cards, for which osora is tested")
+        elif driver.cards:
+            yield check.problem(
+                f"torch {torch.version} is a build for the CPU, and here is {_counted(driver.cards)}",
+                why="no card can be used by it",
+                mend=f"{_TORCH_LINE}; driver {driver.version} runs CUDA {_newest_cuda(driver)}",
+            )
+        else:
+            yield check.ok(f"torch {torch.version}, built for the CPU")
+        return
+    yield check.ok(f"torch {torch.version}, built for CUDA {torch.cuda}")
+    yield from _check_driver(check, torch, driver)
+
+
+def _check_driver(check: Check, torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
+    needed = _OLDEST_DRIVER.get(int((torch.cuda or "0").partition(".")[0]))
+    if driver.version is None:
+        if not torch.cuda_available and driver.failure is None:
+            yield check.warning(
+                "no NVIDIA driver was found",
+                why="everything runs on the CPU: the demo in seconds, the released model hardly",
+                mend="install the driver; in a container, start it with --gpus all",
+            )
+        return
+    if driver.major is not None and needed is not None and driver.major < needed:
+        yield check.problem(
+            f"driver {driver.version} is too old for CUDA {torch.cuda}",
+            why=f"CUDA {(torch.cuda or '').partition('.')[0]}.x needs driver {needed} or newer",
+            mend=f"update the driver, or install a torch built for CUDA {_newest_cuda(driver)}",
+        )
+    elif not torch.cuda_available:
+        yield check.problem(
+            f"driver {driver.version} is there, but torch can use no card",
+            why="CUDA_VISIBLE_DEVICES hides the cards, or driver and library do not match since an update",
+            mend="unset CUDA_VISIBLE_DEVICES; if nvidia-smi fails too, restart the machine",
+        )
+    else:
+        yield check.ok(f"driver {driver.version}")
+
+
+def _newest_cuda(driver: DriverFacts) -> str:
+    fitting = [cuda for cuda, oldest in _OLDEST_DRIVER.items() if (driver.major or 0) >= oldest]
+    return f"{max(fitting)}.x" if fitting else "none of today's versions"
+
+
+def check_cards(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[Finding]:
+    """Judge each card."""
+    check = Check("cards")
+    if not cards:
+        yield check.note("none that torch can use")
+    for card in cards:
+        size = f"{card.free_bytes / GIB:.1f} of {card.total_bytes / GIB:.1f} GiB free"
+        label = f"cuda:{card.index} {card.name}, {size}"
+        if not is_supported(card.capability, torch.architectures):
+            yield check.problem(
+                f"{label}: torch has no kernels for sm_{_number(card.capability)}",
+                why=f"it was compiled for {', '.join(torch.architectures)}",
+                mend=_TORCH_LINE,
+            )
+        elif card.is_mig:
+            yield check.warning(
+                f"{label}: a MIG slice",
+                why="a process sees one slice, and slices cannot work together",
+                mend="for several devices, or more memory, turn MIG off (nvidia-smi -mig 0)",
+            )
+        else:
+            yield check.ok(f"{label}, sm_{_number(card.capability)}")
+        if card.free_bytes < card.total_bytes // 2:
+            yield check.warning(
+                f"cuda:{card.index} is more than half full",
+                why="another process holds its memory, which a run will lack",
+                mend="nvidia-smi lists the processes",
+            )
+
+
+def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
+    """Judge the ways between cards."""
+    check = Check("links")
+    for kind in LinkKind:
+        pairs = [f"{link.first}-{link.second}" for link in links if link.kind is kind]
+        if not pairs:
+            continue
+        among = f"all {len(pairs)} pairs" if len(pairs) == len(links) > 1 else f"{', '.join(pairs)}"
+        if kind is LinkKind.HOST:
+            yield check.warning(
+                f"no direct way between cards {among}",
+                why="what they exchange goes through host memory, several times slower",
+                mend="nvidia-smi topo -m shows the links; in a virtual machine, ask for cards with peer access",
+            )
+        else:
+            yield check.ok(f"{kind} between {among}")
+
+
+def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Return whether code compiled for `architectures` runs on a card of `capability`.
+
+    Machine code (`sm_86`) runs on cards of its major version from its minor version on, with an `a` on that card alone;
+    intermediate code (`compute_90`) is compiled for any newer card when it is first used (CUDA C++ Programming Guide,
+    compute capabilities). Without a list, as a build may have none, nothing is known against the card.
+    """
+    return not architectures or any(_runs(capability, architecture) for architecture in architectures)
+
+
+def _runs(capability: tuple[int, int], architecture: str) -> bool:
+    kind, _, text = architecture.partition("_")
+    digits = text.rstrip("af")
+    if not digits.isdigit():
+        return False
+    compiled = divmod(int(digits), 10)
+    if text.endswith("a"):
+        return capability == compiled
+    if kind == "compute" and digits == text:
+        return capability >= compiled
+    return capability[0] == compiled[0] and capability[1] >= compiled[1]
+
+
+def check_libraries(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[Finding]:
+    """Judge cuDNN and NCCL, which come with torch."""
+    check = Check("libraries")
+    if torch.cuda is None:
+        yield check.note("no cuDNN and no NCCL: a build for the CPU")
+        return
+    if torch.cudnn is None:
+        yield check.warning(
+            "torch finds no cuDNN",
+            why="the autoencoder's convolutions run on slower kernels",
+            mend="install torch again with its dependencies (nvidia-cudnn-...)",
+        )
+    else:
+        yield check.ok(f"cuDNN {torch.cudnn}")
+    if torch.nccl is not None:
+        yield check.ok(f"NCCL {torch.nccl}")
+    elif len(cards) > 1:
+        yield check.problem(
+            "this torch has no NCCL",
+            why="several cards cannot work together",
+            mend="use a torch for Linux; on Windows, run in WSL 2",
+        )
+    else:
+        yield check.note("no NCCL, which only several cards need")
+
+
+def check_precision(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[Finding]:
+    """Judge in which precision cards compute."""
+    check = Check("precision")
+    if not cards:
+        yield check.ok("float32 on the CPU; --dtype bfloat16 halves the memory")
+    for card in cards:
+        if card.capability < (8, 0):
+            yield check.warning(
+                f"cuda:{card.index} has no bfloat16 units (sm_{_number(card.capability)})",
+                why="--dtype auto means bfloat16 on CUDA, which this card emulates, slowly",
+                mend="--dtype float16",
+            )
+        else:
+            yield check.ok(f"cuda:{card.index} computes in bfloat16")
+    if any(card.capability >= (8, 0) for card in cards):
+        state = torch.matmul_precision
+        yield check.note(
+            f"float32 products in {'TF32' if state == 'tf32' else 'full precision'} ({state})",
+            why="TF32 has a mantissa of 10 bits: faster, but outputs in float32 differ in the third digit",
+        )
+
+
+def _number(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}{capability[1]}"
+
+
+def _counted(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"

@@ -1,0 +1,98 @@
+"""Hiding what a report must not give away: users, hosts, folders, tokens."""
+
+import getpass
+import re
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_HIDDEN = "<hidden>"
+_SECRET_NAME = re.compile(
+    r"(?i)TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|_AUTH\b|_KEY\b"
+)
+_HOST_NAME = re.compile(r"(?i)(MASTER_ADDR|HOSTNAME|_HOST|_ADDR|ENDPOINT)\b")
+_TOKENS = re.compile(
+    r"\b(hf_\w{8,}|gh[opsur]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|sk-[\w-]{8,}|xox[abp]-[\w-]{8,}|AKIA\w{12,}|"
+    r"eyJ[\w-]{8,}\.[\w.-]+|[0-9a-fA-F]{32,})"
+)
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\S+)")
+_PART = r"[^\s/:,;'\"()<>]+"
+# Folders may have blanks in their names; before the last slash they can be told from words that follow.
+_PATH = re.compile(rf"(?<![\w/<>.@-])(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
+_SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
+"""Folders whose names say nothing about who works here."""
+
+
+def shown_value(name: str, value: str) -> str:
+    """Return the value of an environment variable as it may be printed: never a secret."""
+    if _SECRET_NAME.search(name):
+        return _HIDDEN
+    return _CREDENTIALS.sub(f"{_HIDDEN}@", _TOKENS.sub(_HIDDEN, value))
+
+
+class Redactor:
+    """Hides one user's and one machine's names.
+
+    Args:
+        names: what to hide, and what to write instead: a user, a host.
+        folders: folders that are known to come up, which blanks in their names must not save.
+    """
+
+    def __init__(self, names: Mapping[str, str], *, folders: Iterable[str] = ()) -> None:
+        # Longest first: a whole host name before its first part.
+        self._names = sorted(((name, shown) for name, shown in names.items() if name), key=lambda item: -len(item[0]))
+        self._folders = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+
+    @classmethod
+    def of_this_machine(cls, *, folders: Iterable[str]) -> "Redactor":
+        """Return one that knows the user, the home folder, the host, and `folders`."""
+        names = {}
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container may have a number for a user
+            user = ""
+        if user != "root":  # which tells nothing
+            names[user] = "<user>"
+        host = socket.gethostname()
+        names |= {host: "<host>", host.partition(".")[0]: "<host>"}
+        return cls(names, folders=[str(Path.home()), str(Path.cwd()), sys.prefix, *folders])
+
+    def text(self, text: str) -> str:
+        """Return `text` without anything that should stay here."""
+        text = _ASSIGNED.sub(self._assigned, text)
+        text = _CREDENTIALS.sub(f"{_HIDDEN}@", _TOKENS.sub(_HIDDEN, text))
+        for folder in self._folders:
+            text = re.sub(rf"(?<![\w/]){re.escape(folder)}(?:/(?:{_PART}/?)*|(?!\w))", "<path>", text)
+        text = _PATH.sub(self._path, text)
+        for name, shown in self._names:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
+        return text
+
+    def document(self, value: object) -> object:
+        """Return a JSON value with every text in it treated so."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {key: self.variable(key, item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.document(item) for item in value]
+        return value
+
+    def variable(self, name: str, value: object) -> object:
+        """Return the value under a name, which may tell that it is a secret or a host."""
+        if isinstance(value, str) and name.isupper():
+            return _HIDDEN if _HOST_NAME.search(name) else self.text(shown_value(name, value))
+        return self.document(value)
+
+    def _assigned(self, match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if not name.isupper():
+            return match[0]
+        return f"{name}={_HIDDEN if _HOST_NAME.search(name) else shown_value(name, value)}"
+
+    @staticmethod
+    def _path(match: re.Match[str]) -> str:
+        root = match[0].split("/")[1]
+        return match[0] if root in _SYSTEM_ROOTS else "<path>"

@@ -1,0 +1,359 @@
+"""What a generation needs of a device's memory, stage by stage, before anything is loaded.
+
+Nothing is fitted: the real modules and sampling loops run on tensors without memory, and what they would allocate is
+counted. The blocks of a stack are equal and run one after the other, so that two stand for all.
+
+Counted: weights as they are offloaded, inputs and outputs, and what is computed on the way, the output and the sums of
+fused attention included. Not counted: what a kernel takes for itself while it runs (as convolutions of cuDNN and matrix
+products of cuBLAS do), the CUDA context, and what an allocator rounds up or cannot use.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.engine.configs import mmdit_config, vae_config, vae_tiling
+from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, OffloadPlan, StageMemory
+from opensora_cli.engine.prompts import PromptEmbeds
+from opensora_cli.engine.references import to_uint8
+from opensora_cli.engine.sampling.conditioning import (
+    ConditionMode,
+    ReferenceLengths,
+    prepare_inference_condition,
+    reference_parts,
+)
+from opensora_cli.engine.sampling.denoise import euler_step
+from opensora_cli.engine.sampling.guidance import (
+    Guidance,
+    branches_needed,
+    combine_branches,
+    guidance_scales_at,
+)
+from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.engine.velocity import GuidedVelocity
+from opensora_cli.engine.weightless import HOST, Repeated, empty_module, without_memory
+from opensora_cli.engine.weights import Component
+from opensora_cli.memory.block_weights import ALIGNMENT, slot_bytes
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.streaming import streaming_bytes
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.text.folder import load_config
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.generate import GenerateSettings
+
+_TIMES = (1.0, 0.5, 0.0)
+"""Two steps: from the second on there are latents besides the noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSizes:
+    """What a plan has settled of the sizes of a video."""
+
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    mode: ConditionMode
+    lengths: ReferenceLengths
+    guidance: Guidance
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Bytes that a computation needs beside its weights."""
+
+    data: int
+    activations: int
+
+    @classmethod
+    def of(cls, counter: TensorBytes) -> "_Need":
+        """Return what was counted; inputs and outputs are still alive, and nothing else is."""
+        return cls(counter.live_bytes, counter.peak_bytes - counter.live_bytes)
+
+
+def estimate_generation(
+    settings: GenerateSettings,
+    *,
+    sizes: GenerationSizes,
+    dtype: torch.dtype,
+    device_type: str,
+    offload: OffloadPlan,
+    parameters: Mapping[Component, int],
+    text_folders: Mapping[Component, Path] | None = None,
+) -> tuple[StageMemory, ...]:
+    """Return what each stage needs of the device's memory, in the order in which they run.
+
+    What repeats is remembered, so that many offload plans for one video cost little more than one.
+
+    Args:
+        settings: what is generated.
+        sizes: what has been settled of it.
+        dtype: of weights and activations.
+        device_type: `cpu` or `cuda`.
+        offload: what is kept where.
+        parameters: how many each component has; see `configs.count_parameters`.
+        text_folders: where the text encoders are; the released ones are taken for those that it lacks.
+
+    Raises:
+        RequestError: sizes in `settings` contradict each other.
+    """
+    weights = {component: count * dtype.itemsize for component, count in parameters.items()}
+    vae, tiling = vae_config(settings.vae), vae_tiling(settings.vae)
+    chunks = offload.chunk_frames, offload.store_on_host
+    shown = settings.video.num_frames, sizes.height, sizes.width
+    decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations)
+    if settings.from_latents is not None:
+        return (decode,)
+
+    lengths = settings.text.t5_max_length, settings.text.clip_max_length
+    folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
+    text = _text(weights, lengths, folders, dtype, device_type, streamed=offload.stream_text)
+    config = mmdit_config(settings.model)
+    denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
+    workspace = _multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
+    parts = reference_parts(sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.time_compression_ratio)
+    kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
+    transformer = kept + _transformer_bytes(config, weights[Component.TRANSFORMER], dtype, offload)
+    stages = [text, StageMemory(DENOISE, transformer, denoising.data, denoising.activations + workspace), decode]
+    if parts:
+        frames = tuple(part.num_frames for part in parts)
+        encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
+        stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations))
+    return tuple(stages)
+
+
+@lru_cache(maxsize=64)
+def _denoising(
+    config: MMDiTConfig,
+    sizes: GenerationSizes,
+    text_length: int,
+    dtype: torch.dtype,
+    device_type: str,
+    chunk_tokens: int | None,
+) -> _Need:
+    channels, frames, rows, columns = sizes.latent_shape
+    patch = config.patch_size
+    # No step has more branches than the first.
+    scales = guidance_scales_at(
+        0, sizes.guidance, mode=sizes.mode, num_inference_steps=len(_TIMES) - 1, num_latent_frames=frames
+    )
+    with without_memory(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        transformer = empty_module(lambda: MMDiT(_with_depth(config, 2)), device=device, dtype=dtype)
+        transformer.set_sequence_chunk(chunk_tokens)
+        transformer.double_blocks = _repeated(transformer.double_blocks)
+        transformer.single_blocks = _repeated(transformer.single_blocks)
+        with TensorBytes(device_type=device.type) as counter:
+            embeds = PromptEmbeds(
+                empty(2, text_length, config.context_in_dim),
+                empty(2, config.vec_in_dim),
+            )
+            references = [empty(channels, frames, rows, columns)] * 2
+            # As `draw.sample_latents` and `denoise` do it.
+            noise_1CTHW = empty(1, channels, frames, rows, columns)
+            mask_11THW, given_1CTHW = prepare_inference_condition(
+                noise_1CTHW, sizes.mode, [references], lengths=sizes.lengths
+            )
+            velocity = GuidedVelocity(
+                transformer,
+                embeds,
+                conditioning_1NK=pack_conditioning(mask_11THW, given_1CTHW, patch) if config.cond_embed else None,
+                position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
+                embedded_guidance=1.0 if config.guidance_embed else None,
+            )
+            del references
+            packed_1ND = pack_latents(noise_1CTHW, patch)
+            drawn_1ND = packed_1ND
+            for t, t_next in pairwise(_TIMES):
+                if config.guidance_embed:
+                    guided_1ND = velocity.distilled(drawn_1ND, t)
+                else:
+                    guided_1ND = combine_branches(velocity(drawn_1ND, t, branches_needed(scales)), scales)
+                drawn_1ND = euler_step(drawn_1ND, guided_1ND, t=t, t_next=t_next)
+            latents_1CTHW = unpack_latents(
+                drawn_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
+            )
+            need = _Need.of(counter)
+            del latents_1CTHW
+            return need
+
+
+@lru_cache(maxsize=64)
+def _decoding(
+    config: HunyuanVAEConfig,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    chunks: tuple[int | None, bool],
+) -> _Need:
+    (num_frames, height, width), (chunk_frames, store_on_host) = shown, chunks
+    with without_memory(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae.decoder = cast(Any, Repeated(vae.decoder))
+        with TensorBytes(device_type=device.type) as counter:
+            latents_1CTHW = empty(1, *latent_shape)
+            pixels_1CTHW = vae.decode(
+                latents_1CTHW,
+                tiling=tiling,
+                chunk_frames=chunk_frames,
+                store=HOST if store_on_host else device,
+                canvas=HOST,
+            )
+            frames_THWC = to_uint8(pixels_1CTHW[0, :, :num_frames, :height, :width])
+            del pixels_1CTHW
+            need = _Need.of(counter)
+            del frames_THWC
+            return need
+
+
+@lru_cache(maxsize=16)
+def _encoding(
+    config: HunyuanVAEConfig,
+    tiling: Tiling,
+    sizes: GenerationSizes,
+    num_frames: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+) -> _Need:
+    with without_memory(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae.encoder = cast(Any, Repeated(vae.encoder))
+        with TensorBytes(device_type=device.type) as counter:
+            latents: list[Tensor] = []
+            for frames in num_frames:
+                pixels_1CTHW = empty(1, 3, frames, sizes.height, sizes.width)
+                latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
+            need = _Need.of(counter)
+            latents.clear()
+            return need
+
+
+def _text(
+    weights: Mapping[Component, int],
+    lengths: tuple[int, int],
+    folders: tuple[Path | None, ...],
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    streamed: bool,
+) -> StageMemory:
+    t5, t5_blocks, saved = _t5(lengths[0], folders[0], dtype, device_type)
+    clip = _clip(lengths[1], folders[1], dtype, device_type)
+    weight_bytes = weights[Component.T5] + weights[Component.CLIP]
+    if streamed:
+        weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
+    # One after the other; what the first gives is there while the second computes.
+    activations = max(t5.activations, clip.activations + clip.data)
+    return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations)
+
+
+@lru_cache(maxsize=16)
+def _t5(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> tuple[_Need, tuple[int, ...], int]:
+    """Return what T5 needs, and of its layers the bytes of each in a slot, and of all together elsewhere."""
+    # Imported here, since transformers takes seconds to load.
+    from transformers import T5Config, T5EncoderModel
+
+    released: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64}
+    config = T5Config(**released, feed_forward_proj="gated-gelu") if folder is None else load_config(T5Config, folder)
+    with without_memory(device_type) as device:
+        model = empty_module(lambda: T5EncoderModel(config), device=device, dtype=dtype)
+        need = _encoder_need(lambda ids: model(input_ids=ids).last_hidden_state, length, device)
+        layers: Sequence[nn.Module] = list(model.encoder.block)
+        slots = tuple(slot_bytes(layer) for layer in layers)
+        return need, slots, sum(weight.nbytes for layer in layers for weight in layer.parameters())
+
+
+@lru_cache(maxsize=16)
+def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> _Need:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    released: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    config = CLIPTextConfig(**released) if folder is None else load_config(CLIPTextConfig, folder)
+    # A longer one is refused when the encoder is loaded.
+    length = min(length, config.max_position_embeddings)
+    with without_memory(device_type) as device:
+        model = empty_module(lambda: CLIPTextModel(config), device=device, dtype=dtype)
+        return _encoder_need(lambda ids: model(input_ids=ids).pooler_output, length, device)
+
+
+def _encoder_need(encode: Callable[[Tensor], Tensor], length: int, device: torch.device) -> _Need:
+    """Count the encoding of the prompt and the negative prompt."""
+    with TensorBytes(device_type=device.type) as counter:
+        ids_2L = torch.empty((2, length), dtype=torch.int64, device=device)
+        embeds = encode(ids_2L)
+        del ids_2L
+        need = _Need.of(counter)
+        del embeds
+        return need
+
+
+def _transformer_bytes(config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan) -> int:
+    """Return what of the transformer's weights is on the device."""
+    if offload.mode is not OffloadMode.BLOCKS and not offload.fp8_storage:
+        return whole
+    blocks = _blocks(config, dtype)
+    rest = whole - sum(count * _weight_bytes(block) for count, block in blocks)
+    slots = [size for count, block in blocks for size in [_slot_bytes(block, fp8=offload.fp8_storage)] * count]
+    if offload.mode is not OffloadMode.BLOCKS:
+        return rest + sum(slots)
+    return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
+
+
+def _blocks(config: MMDiTConfig, dtype: torch.dtype) -> list[tuple[int, nn.Module]]:
+    """Return one block of every stack, without weights, and how many there are."""
+    with torch.device("meta"):
+        model = MMDiT(
+            replace(config, depth=min(config.depth, 1), depth_single_blocks=min(config.depth_single_blocks, 1))
+        )
+    model.to(dtype)
+    return [
+        (stack.count, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
+    ]
+
+
+def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:
+    return nn.ModuleList([Repeated(blocks[0])] * len(blocks) if len(blocks) else [])
+
+
+def _with_depth(config: MMDiTConfig, most: int) -> MMDiTConfig:
+    return replace(config, depth=min(config.depth, most), depth_single_blocks=min(config.depth_single_blocks, most))
+
+
+def _weight_bytes(block: nn.Module) -> int:
+    return sum(weight.nbytes for weight in block.parameters())
+
+
+def _slot_bytes(block: nn.Module, *, fp8: bool) -> int:
+    """Return the bytes of a block's weights in one run of memory; in 8 bits each row has a scale in fp32 beside it."""
+    if not fp8:
+        return slot_bytes(block)
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    in_8_bits = {id(linear.weight) for linear in linears}
+    sizes = [weight.numel() if id(weight) in in_8_bits else weight.nbytes for weight in block.parameters()]
+    sizes += [4 * linear.out_features for linear in linears]
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def _multiplied_out_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest weight of a linear layer of the blocks: so much is multiplied out at a time."""
+    return max(
+        (weight.nbytes for _, block in _blocks(config, dtype) for weight in block.parameters() if weight.ndim == 2),
+        default=0,
+    )

@@ -1,0 +1,69 @@
+"""Components while they are in use: loaded in sight of the user, and on the device as far as the plan says."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.progress import BYTES
+from opensora_cli.engine import build
+from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.weights import Component
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.enums import OffloadMode
+
+
+@contextmanager
+def loaded_transformer(plan: ExecutionPlan, record: RunRecord) -> Iterator[MMDiT]:
+    """Yield the transformer, ready to run, with as much of it on the device as the plan says.
+
+    Its loading is shown as part of the stage `load`.
+    """
+    with ExitStack() as stack:
+        with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
+            transformer = build.load_transformer(plan, advance=advance)
+            if plan.offload.mode is OffloadMode.BLOCKS:
+                stack.enter_context(build.streamed_blocks(plan, transformer))
+        yield transformer
+
+
+class KeptVAE:
+    """The autoencoder: loaded when it is first needed, and kept for the next time where the plan says.
+
+    Args:
+        plan: where it goes.
+        record: its loading is shown as part of the stage `load`.
+    """
+
+    def __init__(self, plan: ExecutionPlan, record: RunRecord) -> None:
+        self._plan = plan
+        self._record = record
+        self._vae: HunyuanVAE | None = None
+
+    @contextmanager
+    def on_device(self) -> Iterator[HunyuanVAE]:
+        """Yield it on the device; afterwards it stays there only if nothing is offloaded."""
+        if self._vae is None:
+            with _loading(self._plan.weights.path(Component.VAE), self._record) as advance:
+                self._vae = build.load_vae(self._plan, advance=advance)
+        try:
+            yield self._vae.to(self._plan.hardware.device)
+        finally:
+            if self._plan.offload.mode is not OffloadMode.NONE:
+                self.put_away()
+
+    def put_away(self) -> None:
+        """Make room on the device, if it is there: it waits in the host's memory."""
+        if self._vae is not None:
+            self._vae.to("cpu")
+            build.release_memory(self._plan.hardware.device)
+
+
+@contextmanager
+def _loading(path: Path, record: RunRecord) -> Iterator[build.Advance]:
+    """Show the loading of weights; yields what is to be told of bytes."""
+    total = sum(entry.nbytes for entry in open_checkpoint(path).entries.values())
+    with record.stage("load", total=total, unit=BYTES) as progress:
+        yield progress.advance

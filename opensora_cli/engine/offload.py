@@ -1,0 +1,162 @@
+"""How weights and activations are kept within a memory: what can be given up, and what is given up first."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from opensora_cli.settings.enums import HostWeights, OffloadChoice, OffloadMode
+from opensora_cli.settings.generate import MemorySettings
+
+TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
+"""The stages that compute on the device."""
+
+_FEW_TOKENS = 2048
+_TOKENS = (None, 8192, _FEW_TOKENS)
+"""The more tokens at a time, the fewer kernels; 8192 are enough for matrix products to run at full speed."""
+
+_CHUNK_FRAMES = 4
+
+STREAMED_LAYERS = 2
+"""Of T5, on the device at a time: one computes while the next one comes."""
+
+_WHOLE_MODELS = {
+    OffloadChoice.AUTO: (OffloadMode.NONE, OffloadMode.MODEL),
+    OffloadChoice.NONE: (OffloadMode.NONE,),
+    OffloadChoice.MODEL: (OffloadMode.MODEL,),
+    OffloadChoice.BLOCKS: (),
+}
+
+_HEADROOM = 0.05
+"""Part of the memory that is left free: what is estimated may come out a little larger, and allocators waste some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPlan:
+    """What is kept where while a video is generated. All of it is exact, but for `fp8_storage`."""
+
+    mode: OffloadMode = OffloadMode.NONE
+    """none: models stay on the device until they are of no more use; model: each is there in its stages alone; blocks:
+    and of the transformer only some blocks."""
+    resident_blocks: int | None = None
+    """With `blocks`: how many blocks' weights are on the device at a time, those in transit included."""
+    host_weights: HostWeights = HostWeights.PINNED
+    """With `blocks`: where the others wait."""
+    chunk_tokens: int | None = None
+    """Tokens that a transformer block computes at a time outside its attention; None: all."""
+    chunk_frames: int | None = None
+    """Frames that a layer of the decoder computes at a time; None: all."""
+    store_on_host: bool = False
+    """With `chunk_frames`: keep what waits between two layers of the decoder in the host's memory."""
+    stream_text: bool = False
+    """Bring T5 to the device layer by layer."""
+    fp8_storage: bool = False
+    """Keep the blocks' weights in 8 bits, and multiply them out when they are used: not exact."""
+
+    def lines(self) -> list[str]:
+        """Return what is given up, for people; nothing is nothing."""
+        found = []
+        if self.mode is OffloadMode.BLOCKS:
+            found.append(
+                f"blocks of the transformer on the device: {self.resident_blocks}, the others {self.host_weights}"
+            )
+        elif self.mode is OffloadMode.MODEL:
+            found.append("one model on the device at a time")
+        if self.stream_text:
+            found.append("T5 layer by layer")
+        if self.chunk_tokens is not None:
+            found.append(f"tokens at a time: {self.chunk_tokens}")
+        if self.chunk_frames is not None:
+            where = ", the rest on the host" if self.store_on_host else ""
+            found.append(f"decoded frames at a time: {self.chunk_frames}{where}")
+        if self.fp8_storage:
+            found.append("weights stored in 8 bits (storage, not compute; not exact)")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The memory of a device that one stage needs."""
+
+    name: str
+    weight_bytes: int
+    data_bytes: int
+    """What goes in and out."""
+    activation_bytes: int = 0
+    """The most that is computed on the way, workspaces included."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All together."""
+        return self.weight_bytes + self.data_bytes + self.activation_bytes
+
+
+Estimate = Callable[[OffloadPlan], tuple[StageMemory, ...]]
+"""What each stage needs under a plan."""
+
+
+def choose_offload(
+    memory: MemorySettings, estimate: Estimate, *, budget: int, num_blocks: int, host_weights: HostWeights
+) -> OffloadPlan:
+    """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
+
+    Args:
+        memory: what was asked for.
+        estimate: what a plan needs.
+        budget: bytes of the device.
+        num_blocks: of the transformer.
+        host_weights: where offloaded blocks wait, unless `memory` says it.
+    """
+    plan = OffloadPlan(host_weights=memory.host_weights or host_weights, fp8_storage=memory.fp8_storage)
+    most = int(budget * (1 - _HEADROOM))
+
+    def first_fitting(candidates: Iterable[OffloadPlan], stage: str) -> OffloadPlan:
+        for candidate in candidates:
+            if all(each.total_bytes <= most for each in estimate(candidate) if each.name == stage):
+                break
+        return candidate
+
+    plan = first_fitting(_denoise_plans(plan, memory, num_blocks), DENOISE)
+    plan = first_fitting((plan, replace(plan, stream_text=True)), TEXT)
+    return first_fitting(_decode_plans(plan), DECODE)
+
+
+def stronger_offload(plan: OffloadPlan, stage: str, *, num_blocks: int) -> OffloadPlan | None:
+    """Return a plan under which `stage` needs much less memory, or None where there is none.
+
+    Args:
+        plan: under which the memory was not enough.
+        stage: where that happened.
+        num_blocks: of the transformer.
+    """
+    match stage:
+        case "text" if not plan.stream_text:
+            return replace(plan, stream_text=True)
+        case "denoise" if num_blocks:
+            fewer = max((plan.resident_blocks or num_blocks) // 2, 1)
+            stronger = replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=fewer, chunk_tokens=_FEW_TOKENS)
+            return stronger if stronger != plan else None
+        case "decode" if plan.chunk_frames != 1 or not plan.store_on_host:
+            fewer = 1 if plan.store_on_host else _CHUNK_FRAMES
+            return replace(plan, chunk_frames=fewer, store_on_host=True)
+        case _:
+            return None
+
+
+def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, num_blocks: int) -> Iterator[OffloadPlan]:
+    choice = OffloadChoice.BLOCKS if memory.resident_blocks is not None else memory.offload
+    for mode in _WHOLE_MODELS[choice]:
+        for tokens in _TOKENS:
+            yield replace(plan, mode=mode, chunk_tokens=tokens)
+    if choice not in (OffloadChoice.AUTO, OffloadChoice.BLOCKS):
+        return
+    # Asked for by name, blocks are offloaded also where all would fit.
+    numbers = range(max(num_blocks - 1, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]
+    for resident in numbers:
+        for tokens in _TOKENS:
+            yield replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident, chunk_tokens=tokens)
+
+
+def _decode_plans(plan: OffloadPlan) -> Iterator[OffloadPlan]:
+    yield plan
+    yield replace(plan, chunk_frames=_CHUNK_FRAMES)
+    yield replace(plan, chunk_frames=_CHUNK_FRAMES, store_on_host=True)
+    yield replace(plan, chunk_frames=1, store_on_host=True)

@@ -1,0 +1,172 @@
+"""Running models without memory: on tensors that have sizes, and nothing in them.
+
+Every operation of the real modules then costs microseconds and allocates nothing, and `TensorBytes` counts what it
+would have allocated.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from opensora_cli.memory.counting import TensorBytes
+
+HOST = torch.device("cpu")
+"""Stands for the memory of the host, inside `without_memory`."""
+
+_ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@contextmanager
+def without_memory(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
+    """Inside the block, tensors are empty, and operations make what they make on a device of that type.
+
+    The first time takes a second, for what torch imports then.
+
+    Args:
+        device_type: `cpu` or `cuda`; none need be there.
+        gradients: whether autograd records what is done.
+
+    Yields:
+        The device that stands for it: the host itself, or another one beside it.
+    """
+    is_cpu = device_type == "cpu"
+    kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
+    # A tensor that `torch.tensor` makes on the meta device is not fake, and let in.
+    with torch.set_grad_enabled(gradients), FakeTensorMode(allow_non_fake_inputs=True), kernels:
+        yield HOST if is_cpu else torch.device("meta")
+
+
+def empty_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
+    """Return what `make` builds, in evaluation mode, with empty weights; to be called inside `without_memory`."""
+    with torch.device("meta"):
+        module = make()
+    give_empty_weights(module, device=device, dtype=dtype)
+    return module.requires_grad_(False).eval()
+
+
+def give_empty_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Put empty tensors in the place of parameters and buffers; to be called inside `without_memory`.
+
+    Args:
+        module: built on the meta device; layouts and shared weights are kept.
+        device: where the tensors go.
+        dtype: of those that are floating point numbers; None: as they are.
+    """
+    made: dict[int, Tensor] = {}
+
+    def empty(old: Tensor) -> Tensor:
+        new_dtype = dtype if dtype is not None and old.is_floating_point() else old.dtype
+        new = torch.empty_strided(old.shape, old.stride(), dtype=new_dtype, device=device)
+        return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, old in held.items():
+                if old is not None:
+                    held[name] = made.setdefault(id(old), empty(old))  # type: ignore[assignment]
+
+
+class Repeated(nn.Module):
+    """Runs a module once for each shape of its inputs, and afterwards only allocates what it did then.
+
+    Args:
+        module: has no state, and returns new tensors.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._known: dict[object, tuple[int, Any]] = {}
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return tensors of the shapes that the module gives; `options` go to it, and are always the same."""
+        tensors: list[Tensor] = tree_leaves(inputs)
+        shapes = tuple(tensor.shape for tensor in tensors)
+        if shapes in self._known:
+            peak_bytes, outlines = self._known[shapes]
+            torch.empty(peak_bytes, dtype=torch.uint8, device=tensors[0].device)
+            return tree_map(torch.empty_like, outlines)
+        with TensorBytes(device_type=tensors[0].device.type) as counter:
+            result = self._module(*inputs, **options)
+        # Of the results only the shapes are kept, as tensors of one element.
+        outlines = tree_map(lambda tensor: tensor.new_empty(()).expand(tensor.shape), result)
+        self._known[shapes] = counter.peak_bytes, outlines
+        return result
+
+
+class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Does what fake operations do not: lays out clips as a CPU does, which decides where copies are needed.
+
+    Asked for a number that is in a tensor, it says 1.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or one that makes the same tensors in another layout."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _ONE.get(args[0].dtype, 1.0)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default:
+            return torch.empty_like(result, memory_format=_layout_of_convolution(*args))
+        if func is torch.ops.aten.replication_pad3d.default:
+            return torch.empty_like(result, memory_format=_layout_of(args[0]))
+        if func is torch.ops.aten.native_group_norm.default:
+            return (torch.empty_like(result[0], memory_format=_layout_of(args[0])), *result[1:])
+        return result
+
+
+def _layout_of(clip: Tensor) -> torch.memory_format:
+    is_channels_last = clip.ndim == 5 and clip.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.channels_last_3d if is_channels_last else torch.contiguous_format
+
+
+def _layout_of_convolution(clip: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> torch.memory_format:
+    with unset_fake_temporarily():
+        # Tensors of one element stand for the real ones: torch chooses by shape and dtype.
+        shapes = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (clip, weight)]
+        shapes_of_bias = None if bias is None else torch.empty((), dtype=bias.dtype).expand(bias.shape)
+        backend = torch._C._select_conv_backend(*shapes, shapes_of_bias, *options, None)
+    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(clip, weight, backend)
+    return layout
+
+
+class _CudaKernels(TorchFunctionMode):
+    """Replaces what makes other tensors on a device that is not known to have CUDA's kernels."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or one that makes the same tensors."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _fused_attention(*args[:3])
+        if func is functional.rms_norm:
+            return _fused_rms_norm(args[0])
+        return func(*args, **kwargs)
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return what flash attention and the memory-efficient one make: the output and, for a while, one sum a query.
+
+    A mask changes nothing.
+    """
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+    return out
+
+
+def _fused_rms_norm(rows: Tensor) -> Tensor:
+    """Return what the kernel makes: a copy of rows that are not contiguous, one number a row, and the output."""
+    rows = rows.contiguous()
+    rows.new_empty(rows.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(rows)

@@ -1,0 +1,166 @@
+"""The host memory that activations wait in, and the copies to it and back."""
+
+import mmap
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+class Slot:
+    """A part of a `HostStack`, in elements."""
+
+    __slots__ = ("live", "start", "stop")
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start = start
+        self.stop = stop
+        self.live = True
+        """Whether it has not been given back."""
+
+
+class HostStack:
+    """Flat memory of one dtype that is used as a stack, pinned where there is CUDA.
+
+    Space is taken at the top. It may be given back in any order: the top falls as soon as nothing lives there.
+
+    Args:
+        numel: elements.
+        dtype: of all of them.
+        device: `cpu`, or `meta` to count only.
+
+    Raises:
+        RuntimeError: there is too little memory, or it cannot be pinned.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, device: str) -> None:
+        # Copies overlap with computation only from and to pinned memory.
+        if device == "cpu" and torch.cuda.is_available():
+            self.elements = _page_aligned(numel * dtype.itemsize).view(dtype)
+            _pin(self, self.elements)
+        else:
+            self.elements = torch.empty(numel, dtype=dtype, device=device)
+        self.peak = 0
+        """The most elements that were in use."""
+        self._slots: list[Slot] = []
+
+    @property
+    def used(self) -> int:
+        """Elements below the top."""
+        return self._slots[-1].stop if self._slots else 0
+
+    def push(self, numel: int) -> Slot:
+        """Take space at the top.
+
+        Raises:
+            RuntimeError: there is too little.
+        """
+        start, size = self.used, self.elements.numel()
+        if start + numel > size:
+            raise RuntimeError(
+                f"the activation buffer is full: it has room for {size} numbers, holds {start}, and {numel} are to "
+                f"come; call setup_buffer with at least {start + numel}, or reset() if a forward pass failed"
+            )
+        slot = Slot(start, start + numel)
+        self._slots.append(slot)
+        self.peak = max(self.peak, slot.stop)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Give space back; again has no effect."""
+        slot.live = False
+        while self._slots and not self._slots[-1].live:
+            self._slots.pop()
+
+    def clear(self) -> None:
+        """Give all space back."""
+        for slot in self._slots:
+            slot.live = False
+        self._slots = []
+
+    def view(self, slot: Slot, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+        """Return a slot as a tensor."""
+        return self.elements[slot.start : slot.stop].as_strided(shape, strides)
+
+
+def _page_aligned(nbytes: int) -> Tensor:
+    """Return (nbytes,) uint8 that shares no page of memory with anything else."""
+    page = mmap.PAGESIZE
+    memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
+    start = -memory.data_ptr() % page
+    return memory[start : start + nbytes]
+
+
+def _pin(owner: object, memory: Tensor) -> None:
+    """Lock pages in memory, until `owner` dies.
+
+    torch's own pinned memory comes in powers of two, which would be up to twice what is needed.
+    """
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def unpin() -> None:
+        torch.cuda.synchronize()
+        cudart.cudaHostUnregister(memory.data_ptr())
+
+    if int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)):
+        raise RuntimeError(f"{memory.nbytes} bytes of host memory cannot be pinned: is the limit of `ulimit -l` lower?")
+    # At exit the system does it.
+    weakref.finalize(owner, unpin).atexit = False
+
+
+class Copies(Protocol):
+    """How tensors are copied from a device to the host, and back."""
+
+    def to_host(self, source: Tensor, host: Tensor) -> None:
+        """Begin to copy what the current stream computes as `source`; its memory may be freed at once."""
+
+    def to_device(self, host: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """Begin to copy to `target`, which was allocated on the current stream; return what to wait for."""
+
+
+class PlainCopies:
+    """Copies that are done when the call returns."""
+
+    def to_host(self, source: Tensor, host: Tensor) -> None:
+        """Copy."""
+        host.copy_(source)
+
+    def to_device(self, host: Tensor, target: Tensor) -> None:
+        """Copy."""
+        target.copy_(host)
+
+
+class StreamCopies:
+    """Copies beside the computation, on two CUDA streams of their own: one for each direction.
+
+    Args:
+        device: the CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation there
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def to_host(self, source: Tensor, host: Tensor) -> None:
+        """Copy when the current stream has computed `source`."""
+        self._down.wait_stream(torch.cuda.current_stream(source.device))
+        # What lay in this part of the host's memory before may be on its way up still.
+        self._down.wait_stream(self._up)
+        with torch.cuda.stream(self._down):
+            host.copy_(source, non_blocking=True)
+        # Keeps its memory from being given to others before the copy is done.
+        source.record_stream(self._down)
+
+    def to_device(self, host: Tensor, target: Tensor) -> torch.cuda.Event:
+        """Copy when the copies down are done, and what the current stream did with the target's memory before."""
+        self._up.wait_stream(torch.cuda.current_stream(target.device))
+        self._up.wait_stream(self._down)
+        with torch.cuda.stream(self._up):
+            target.copy_(host, non_blocking=True)
+        # After an error it may be freed without anyone having waited for the copy.
+        target.record_stream(self._up)
+        copied: torch.cuda.Event = self._up.record_event()
+        return copied

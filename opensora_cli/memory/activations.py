@@ -1,0 +1,293 @@
+"""Activations that wait in host memory between forward and backward.
+
+Offloaded are the inputs of checkpointed blocks (see `checkpointing`). With checkpointing they are nearly all that is
+held between forward and backward; each is read once, and it is known when: backward runs the blocks in reverse order,
+so that the buffer is a stack, and what the next block needs is fetched while one computes. Parameters are never
+offloaded, nor views of them: every step needs them again, and freeing a saved copy would not free the parameter.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from opensora_cli.memory.activation_buffer import Copies, HostStack, PlainCopies, Slot, StreamCopies
+
+
+class OffloadedActivation:
+    """What stands for a tensor that was offloaded; `ActivationManager.onload` takes it."""
+
+    def __init__(self, entry: "_Entry") -> None:
+        self._entry: _Entry | None = entry
+
+
+class ActivationManager:
+    """Offloads activations to a buffer in host memory that is allocated once and used as a stack.
+
+    `offloading` is the way to train with it: it takes what autograd saves inside its block. `offload` and `onload`
+    serve who keeps track of tensors himself. A tensor that is saved several times, as by all blocks that share the
+    modulation vector or the rotary tables, is moved once in each direction; it is known by storage, offset, shape,
+    strides, dtype and version.
+
+    On CUDA copies run on streams of their own: down as soon as a tensor is saved, up one block ahead. As anything that
+    autograd saves, an offloaded tensor must not be changed in place. Space is given back when the graph that saved a
+    tensor is freed, so that a failed forward or backward pass leaves nothing behind once its exception is forgotten;
+    `reset` does it at once. One manager serves one process and one thread of forward passes.
+    """
+
+    def __init__(self) -> None:
+        self.outside_bytes = 0
+        """Bytes of the tensors that were to be saved now, and stay on their device: those of another dtype."""
+        self.copied_to_host = 0
+        """Bytes, since the beginning."""
+        self.copied_to_device = 0
+        """Bytes, since the beginning."""
+        self._stack: HostStack | None = None
+        self._entries: weakref.WeakValueDictionary[_Identity, _Entry] = weakref.WeakValueDictionary()
+        # What each block saved, in the order of forward.
+        self._regions: list[list[weakref.ref[_Entry]]] = [[]]
+        self._handles: list[OffloadedActivation] = []
+        self._copies: dict[torch.device, Copies] = {}
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # The copy of a model, as for an average of its weights, goes through the same buffer.
+        return self
+
+    def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
+        """Allocate the buffer, in place of an earlier one.
+
+        Args:
+            numel: numbers that it holds; `peak_bytes` tells what a run needed.
+            dtype: of the tensors that are offloaded.
+            device: `cpu`; or `meta` for a buffer of no memory, with which a model on meta shows what it needs.
+
+        Raises:
+            ValueError: the buffer would hold nothing.
+            RuntimeError: the earlier buffer is in use, or there is too little memory.
+        """
+        if numel <= 0:
+            raise ValueError(f"numel={numel} must be over 0")
+        if self.used_bytes:
+            raise RuntimeError(
+                f"the activation buffer holds {self.used_bytes} bytes: call setup_buffer after backward, or reset() "
+                "before it"
+            )
+        self._stack = HostStack(numel, dtype, device=device)
+
+    def offload(self, x: Tensor) -> OffloadedActivation:
+        """Copy a tensor to the buffer; its own memory is free when the caller forgets it.
+
+        Args:
+            x: any shape, of the buffer's dtype.
+
+        Raises:
+            RuntimeError: there is no buffer, or it is full.
+            ValueError: x has another dtype.
+        """
+        stack = self._require_stack()
+        if x.dtype != stack.elements.dtype:
+            raise ValueError(
+                f"x has dtype {x.dtype}, and the activation buffer {stack.elements.dtype}: "
+                "cast it, or call setup_buffer with its dtype"
+            )
+        handle = OffloadedActivation(self._entry(x))
+        self._handles.append(handle)
+        return handle
+
+    def onload(self, x: OffloadedActivation) -> Tensor:
+        """Return a tensor on the device that it came from, without its graph, and give its space back.
+
+        Args:
+            x: the last that was offloaded of those that are left.
+
+        Raises:
+            RuntimeError: it is not the last one, or is not offloaded any more.
+        """
+        if x._entry is None:
+            raise RuntimeError("this activation was onloaded before, or dropped by reset(): offload it again")
+        if self._handles[-1] is not x:
+            raise RuntimeError(
+                "wrong order: the buffer is a stack, so onload first what was offloaded last "
+                f"({len(self._handles) - 1 - self._handles.index(x)} came after this one)"
+            )
+        tensor = x._entry.fetch()
+        self._handles.pop()
+        x._entry = None
+        return tensor
+
+    @contextmanager
+    def offloading(self) -> Iterator[None]:
+        """Offload what autograd saves inside the block: the block of code is one step of the prefetch in backward.
+
+        Tensors of another dtype stay where they are, and count in `outside_bytes`; parameters stay and do not count.
+
+        Raises:
+            RuntimeError: there is no buffer, or it is full.
+        """
+        self._require_stack()
+        while self._regions and not any(entry() for entry in self._regions[-1]):
+            self._regions.pop()
+        self._regions.append([])
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def reset(self) -> None:
+        """Give all space back, and make whoever holds an offloaded activation fail when he asks for it."""
+        if self._stack is not None:
+            self._stack.clear()
+        for handle in self._handles:
+            handle._entry = None
+        self._handles.clear()
+        self._entries.clear()
+        self._regions = [[]]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return self._stack.elements.numel() * self._stack.elements.element_size() if self._stack else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffer that are in use."""
+        return self._stack.used * self._stack.elements.element_size() if self._stack else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of this buffer that were in use."""
+        return self._stack.peak * self._stack.elements.element_size() if self._stack else 0
+
+    def _stays(self, x: Tensor) -> bool:
+        """Whether a tensor that autograd saves is left where it is."""
+        return x.dtype != self._require_stack().elements.dtype
+
+    def _pack(self, x: Tensor) -> "Tensor | _Saved":
+        # A wrapper such as DTensor is more than the storage that could be copied.
+        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or hasattr(x, "__tensor_flatten__"):
+            return x
+        entry = self._entry(x)
+        self._regions[-1].append(weakref.ref(entry))
+        return _Saved(entry, len(self._regions) - 1)
+
+    def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        tensor = saved.entry.fetch()
+        # The rest of this block's, then the block that runs next.
+        for region in reversed(self._regions[max(saved.region - 1, 0) : saved.region + 1]):
+            for entry in filter(None, (reference() for reference in region)):
+                entry.start()
+        return tensor
+
+    @torch.no_grad()
+    def _entry(self, x: Tensor) -> "_Entry":
+        storage = x.untyped_storage()
+        key = _Identity(storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        entry = self._entries.get(key)
+        # Another storage may have come to lie where a freed one was.
+        if entry is None or entry.storage() is not storage:
+            stack = self._require_stack()
+            entry = _Entry(self, x.detach(), stack=None if self._stays(x) else stack)
+            self._entries[key] = entry
+        return entry
+
+    def _copies_of(self, device: torch.device) -> Copies:
+        if device not in self._copies:
+            self._copies[device] = StreamCopies(device) if device.type == "cuda" else PlainCopies()
+        return self._copies[device]
+
+    def _require_stack(self) -> HostStack:
+        if self._stack is None:
+            raise RuntimeError("the activation manager has no buffer: call setup_buffer(numel, dtype) first")
+        return self._stack
+
+
+class _Identity(NamedTuple):
+    """What two saved tensors have in common if they are the same."""
+
+    storage: int
+    offset: int | torch.SymInt
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
+
+
+class _Saved(NamedTuple):
+    """What autograd holds for a tensor that it saved."""
+
+    entry: "_Entry"
+    region: int
+
+
+class _Entry:
+    """A saved tensor, offloaded or left on its device; it gives back what it holds when it dies.
+
+    Args:
+        manager: whose.
+        source: the tensor, without its graph.
+        stack: the buffer that it goes to; None: it stays.
+    """
+
+    def __init__(self, manager: ActivationManager, source: Tensor, *, stack: HostStack | None) -> None:
+        self._manager = manager
+        self._stack = stack
+        self._slot: Slot | None = None
+        self._tensor: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._num_bytes = source.numel() * source.element_size()
+        self.storage = weakref.ref(source.untyped_storage())
+        if stack is None:
+            self._tensor = source
+            manager.outside_bytes += self._num_bytes
+            return
+        self._slot = stack.push(source.numel())
+        self._copies = manager._copies_of(source.device)
+        self._device = source.device
+        self._host = stack.view(self._slot, source.shape, _strides_without_gaps(source))
+        self._copies.to_host(source, self._host)
+        manager.copied_to_host += self._num_bytes
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to fetch it, unless that was done."""
+        if self._tensor is None and self._slot is not None and self._slot.live:
+            host = self._host
+            self._tensor = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+            self._ready = self._copies.to_device(host, self._tensor)
+            self._manager.copied_to_device += self._num_bytes
+
+    def fetch(self) -> Tensor:
+        """Return it on its device, for the current stream to use.
+
+        Raises:
+            RuntimeError: it was dropped.
+        """
+        self.start()
+        if self._tensor is None or (self._slot is not None and not self._slot.live):
+            raise RuntimeError("this activation was dropped by reset(): run the forward pass again")
+        if self._ready is not None:
+            torch.cuda.current_stream(self._tensor.device).wait_event(self._ready)
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._slot is not None and self._stack is not None:
+            self._stack.release(self._slot)
+        elif self._stack is None:
+            self._manager.outside_bytes -= self._num_bytes
+
+
+def _strides_without_gaps(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of `x` if its elements lie side by side, else as close to its order as that can be.
+
+    In other strides, kernels may add in another order, and gradients differ in their last bits.
+    """
+    strides = [0] * x.ndim
+    step = 1
+    for dim in sorted(reversed(range(x.ndim)), key=x.stride):
+        strides[dim] = step
+        step *= x.shape[dim]
+    return tuple(strides)

@@ -1,0 +1,234 @@
+"""Activation checkpointing (Chen et al. 2016): blocks are computed again in backward, instead of kept.
+
+Blocks are wrapped from outside: a model knows nothing of it, and the names of its parameters stay. It is torch's own
+non-reentrant checkpointing, so that gradients are those of plain training bit for bit (dropout and autocast are
+repeated), and it works inside DDP and FSDP2, whichever is applied first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import partial
+from itertools import groupby
+from types import MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from opensora_cli.memory.activations import ActivationManager
+
+# Of a module that is checkpointed: how.
+_POLICY = "_grad_checkpoint"
+_inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
+
+
+class _Policy:
+    """How a module is checkpointed."""
+
+    def __init__(self, gc_step: int, activations: ActivationManager | None) -> None:
+        self.gc_step = gc_step
+        self.activations = activations
+
+
+class GradCheckpoint:
+    """The checkpointing of one model; `remove`, or the end of a `with` block, undoes it.
+
+    Args:
+        paths: of the modules that are checkpointed whoever calls them.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        self._undo: list[Callable[[], object]] = []
+
+    def remove(self) -> None:
+        """Make the model compute as before; again has no effect."""
+        while self._undo:
+            self._undo.pop()()
+
+    def replace(self, module: nn.Module, name: str, value: object) -> None:
+        """Give a module an attribute, until `remove`."""
+        attributes = vars(module)
+        before = attributes.get(name)
+        self._undo.append(
+            partial(attributes.pop, name) if name not in attributes else partial(attributes.update, {name: before})
+        )
+        attributes[name] = value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def set_grad_checkpoint(
+    model: nn.Module,
+    use_fp32_attention: bool = False,
+    gc_step: int = 1,
+    *,
+    depth: Mapping[str, int | None] | None = None,
+    others: Sequence[str] = (),
+    activations: ActivationManager | None = None,
+) -> GradCheckpoint:
+    """Checkpoint the blocks of a model: the modules in its `ModuleList`s, whoever calls them.
+
+    Any other module of the model is checkpointed where it is called through `auto_grad_checkpoint`. Inside a
+    checkpoint there are no further ones, and without gradients there are none.
+
+    Args:
+        model: it stays as it is but for the way in which its blocks are called.
+        use_fp32_attention: hand queries, keys and values to the `attention` function of the checkpointed blocks in
+            fp32 and with autocast off, and give its result the dtype of the values again. A function that casts its
+            arguments itself still does.
+        gc_step: blocks for each checkpoint where `auto_grad_checkpoint` runs a sequence. Blocks that a model calls one
+            by one have a checkpoint each.
+        depth: path of a `ModuleList` -> how many of its blocks, from the first; None, or no entry: all. The last ones
+            are the best to leave out: backward frees what they keep before it computes the others again.
+        others: paths of further modules that are checkpointed whoever calls them.
+        activations: offloads the inputs of what is checkpointed; it needs its buffer before the first forward pass.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        ValueError: gc_step is under 1, a path is not there, a depth is not possible, no attention could be wrapped, or
+            the model is checkpointed already.
+    """
+    if gc_step < 1:
+        raise ValueError(f"gc_step={gc_step} must be at least 1")
+    wrapped, left_out = _choose(model, depth or {}, others)
+    policy = _Policy(gc_step, activations)
+    done = GradCheckpoint(wrapped)
+    attentions = 0
+    for path, module in model.named_modules():
+        if any(_is_at_or_below(path, place) for place in left_out):
+            continue
+        if _POLICY in vars(module) or (path in wrapped and "forward" in vars(module)):
+            done.remove()
+            raise ValueError(f"{path or type(module).__name__} is wrapped already: undo that first, with remove()")
+        # What only holds such blocks is no block itself.
+        if path in wrapped or not any(_is_at_or_below(block, path) for block in wrapped):
+            done.replace(module, _POLICY, policy)
+        if path in wrapped:
+            done.replace(module, "forward", MethodType(_checkpointed_forward, module))
+        if use_fp32_attention and callable(vars(module).get("attention")):
+            done.replace(module, "attention", _Float32Attention(vars(module)["attention"]))
+            attentions += 1
+    if use_fp32_attention and not attentions:
+        done.remove()
+        raise ValueError("use_fp32_attention: no checkpointed block has an attribute `attention` that is a function")
+    return done
+
+
+def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Call a module, or modules one after the other, with checkpoints where `set_grad_checkpoint` has asked for them.
+
+    In a sequence, what a block returns takes the place of as many arguments of the next, from the first; the others
+    stay, so that `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` is the whole stack.
+
+    Args:
+        module: a module, or a sequence (`nn.ModuleList`, `nn.Sequential`, a list).
+        args: of the first block.
+        kwargs: of every block.
+    """
+    if isinstance(module, nn.ModuleList | nn.Sequential | Sequence):
+        return _run_sequence(list(module), args, kwargs)
+    policy = _policy_of(module)
+    if policy is None or "forward" in vars(module):
+        return module(*args, **kwargs)
+    return _run(module, policy, args, kwargs)
+
+
+def _choose(model: nn.Module, depth: Mapping[str, int | None], others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the paths of the modules to wrap, and those of the blocks that are left out."""
+    stacks: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        # A stack within a block belongs to the block.
+        if isinstance(module, nn.ModuleList) and not any(
+            _is_at_or_below(path, b) for bs in stacks.values() for b in bs
+        ):
+            stacks[path] = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+    wrapped, left_out = [], []
+    for path, blocks in stacks.items():
+        count = depth.get(path)
+        if count is not None and not 0 <= count <= len(blocks):
+            raise ValueError(f"depth of {path!r} is {count}: use 0 to {len(blocks)}")
+        wrapped += blocks[:count]
+        left_out += blocks[len(blocks) if count is None else count :]
+    unknown = [path for path in depth if path not in stacks]
+    unknown += [path for path in others if path not in dict(model.named_modules())]
+    if unknown:
+        raise ValueError(f"{type(model).__name__} has no {', '.join(unknown)}; its stacks are {', '.join(stacks)}")
+    return wrapped + list(others), left_out
+
+
+def _is_at_or_below(path: str, place: str) -> bool:
+    return path == place or not place or path.startswith(f"{place}.")
+
+
+def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # A method, and through the class: the copy of a module calls its own forward, and FSDP2 may change the class.
+    return _run(partial(type(self).forward, self), vars(self)[_POLICY], args, kwargs)
+
+
+def _run_sequence(blocks: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outputs: Any = args[0] if len(args) == 1 else args
+    for policy, alike in groupby(blocks, key=_policy_of):
+        stack = list(alike)
+        step = policy.gc_step if policy else len(stack)
+        for start in range(0, len(stack), step):
+            run = partial(_run_chain, stack[start : start + step])
+            outputs = _run(run, policy, args, kwargs) if policy else run(*args, **kwargs)
+            args = _next_arguments(args, outputs)
+    return outputs
+
+
+def _policy_of(module: nn.Module) -> _Policy | None:
+    return vars(module).get(_POLICY)
+
+
+def _run_chain(blocks: Sequence[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+    outputs = None
+    for block in blocks:
+        outputs = block(*args, **kwargs)
+        args = _next_arguments(args, outputs)
+    return outputs
+
+
+def _next_arguments(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+    replaced = outputs if isinstance(outputs, tuple) else (outputs,)
+    return (*replaced, *args[len(replaced) :])
+
+
+def _run(function: Callable[..., Any], policy: _Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function inside a checkpoint, unless it is in one already."""
+    if _inside_checkpoint.get() or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    # Only tensors that are arguments themselves are saved as autograd saves tensors; the rotary tables are in a tuple.
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), structure)
+        token = _inside_checkpoint.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _inside_checkpoint.reset(token)
+
+    with nullcontext() if policy.activations is None else policy.activations.offloading():
+        return checkpoint(run, *leaves, use_reentrant=False)
+
+
+class _Float32Attention:
+    """Attention in fp32, whatever it is called with."""
+
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self._attention = attention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            return self._attention(q.float(), k.float(), v.float()).to(v.dtype)

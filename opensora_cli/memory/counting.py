@@ -1,0 +1,236 @@
+"""Counting the bytes that tensors hold: live, at their peak, over time, and by who made them."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+NOBODY = ""
+"""The owner of what no watched module made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Bytes that came or went: one point of the timeline."""
+
+    storage: int
+    """Number of the storage, counted from 0 in the order in which they were first seen."""
+    num_bytes: int
+    """Below 0 where they went."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A named moment."""
+
+    name: str
+    position: int
+    """How many changes came before."""
+    live_bytes: int
+    peak_bytes: int
+    """The most since the mark before, or since the beginning."""
+
+
+@dataclass(slots=True)
+class _Counted:
+    """A storage that is alive."""
+
+    number: int
+    num_bytes: int
+    alive: "weakref.ref[torch.UntypedStorage]"
+
+
+class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Counts, inside its block, the storages of the tensors that are made there, and of those it is told of.
+
+    A storage counts once however many views share it, from the operation that makes it until its last tensor dies:
+    also after the block, and also where only autograd holds it. Works forward and backward, in inference mode, on any
+    device, and on fake and meta tensors, which have sizes but no memory.
+
+    Not counted: what a kernel allocates and frees within itself (workspaces), what an allocator rounds up or keeps,
+    and a storage's change of size until an operation sees it again.
+
+    Args:
+        device_type: count the tensors of this kind of device alone; None: all.
+    """
+
+    def __init__(self, *, device_type: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        """The most since the beginning, or since `reset_peak`."""
+        self.changes: list[Change] = []
+        """Everything that came and went, in order."""
+        self.marks: list[Mark] = []
+        self._device_type = device_type
+        self._counted: dict[int, _Counted] = {}
+        self._owners: list[str] = []
+        self._running: list[str] = []
+        self._peak_position = 0
+        self._peak_since_mark = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count what it makes."""
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # asked of every fake tensor, many times
+            return func(*args, **kwargs)
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A wrapper such as DTensor: what it does to the tensors inside it comes back here.
+            return NotImplemented
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            # Otherwise autograd takes such operations apart before they come here. Their parts make tensors too.
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        is_fresh = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
+        if func.is_view and not is_fresh:
+            return result
+        given: set[int] | None = set() if is_fresh else None
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            counted = self._counted.get(storage._cdata)
+            if counted is not None:
+                self._resize(counted, storage.nbytes())
+                continue
+            if given is None:
+                given = {part.untyped_storage()._cdata for part in _tensors((args, kwargs))}
+            if storage._cdata not in given:
+                self._count(tensor, storage)
+        return result
+
+    def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:
+        """Count what was there before, and say whose it is.
+
+        Args:
+            held: a module (its parameters and buffers), a tensor or several.
+            owner: in whose name it counts from its beginning, also what is counted already; None: nobody's, or as it
+                was.
+        """
+        if isinstance(held, nn.Module):
+            held = [*held.parameters(), *held.buffers()]
+        for tensor in _tensors(held if isinstance(held, Tensor) else list(held)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._counted:
+                self._count(tensor, storage, owner=owner)
+            elif owner is not None:
+                self._owners[self._counted[storage._cdata].number] = owner
+
+    @contextmanager
+    def watch(self, module: nn.Module, name: str = "") -> Iterator[None]:
+        """Inside the block, own what `module` and the modules in it make in their forward in their names.
+
+        Args:
+            module: the root.
+            name: of the root; the others follow, as in `transformer.double_blocks.0`.
+        """
+        removers: list[Callable[[], None]] = []
+
+        def enter(path: str) -> Callable[..., None]:
+            return lambda *_: self._running.append(path)
+
+        def leave(*_: object) -> None:
+            self._running.pop()
+
+        for path, part in module.named_modules(prefix=name):
+            removers.append(part.register_forward_pre_hook(enter(path), prepend=True).remove)
+            removers.append(part.register_forward_hook(leave, always_call=True).remove)
+        try:
+            yield
+        finally:
+            for remove in removers:
+                remove()
+
+    def mark(self, name: str) -> None:
+        """Put a named moment on the timeline."""
+        self.marks.append(Mark(name, len(self.changes), self.live_bytes, self._peak_since_mark))
+        self._peak_since_mark = self.live_bytes
+
+    def reset_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        self.peak_bytes = self.live_bytes
+        self._peak_position = len(self.changes)
+
+    def live_by_owner(self) -> dict[str, int]:
+        """Return what is alive now, owner to bytes."""
+        return self._by_owner(len(self.changes))
+
+    def peak_by_owner(self) -> dict[str, int]:
+        """Return what was alive when the peak was first reached, owner to bytes."""
+        return self._by_owner(self._peak_position)
+
+    def owners_at(self, mark: Mark) -> dict[str, int]:
+        """Return what was alive at a mark, owner to bytes."""
+        return self._by_owner(mark.position)
+
+    def owner(self, change: Change) -> str:
+        """Return in whose name a change counts."""
+        return self._owners[change.storage]
+
+    def _by_owner(self, position: int) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for change in self.changes[:position]:
+            name = self._owners[change.storage]
+            totals[name] = totals.get(name, 0) + change.num_bytes
+        return {name: total for name, total in totals.items() if total}
+
+    def _count(self, tensor: Tensor, storage: torch.UntypedStorage, *, owner: str | None = None) -> None:
+        # Of a fake tensor, only the tensor itself knows the device.
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return
+        key = storage._cdata
+        number = len(self._owners)
+        self._owners.append(self._maker() if owner is None else owner)
+
+        def forget(_: object) -> None:
+            self._change(number, -self._counted.pop(key).num_bytes)
+
+        self._counted[key] = _Counted(number, storage.nbytes(), weakref.ref(storage, forget))
+        self._change(number, storage.nbytes())
+
+    def _resize(self, counted: _Counted, num_bytes: int) -> None:
+        if counted.num_bytes != num_bytes:
+            self._change(counted.number, num_bytes - counted.num_bytes)
+            counted.num_bytes = num_bytes
+
+    def _maker(self) -> str:
+        return self._running[-1] if self._running else NOBODY
+
+    def _change(self, number: int, num_bytes: int) -> None:
+        self.changes.append(Change(number, num_bytes))
+        self.live_bytes += num_bytes
+        self._peak_since_mark = max(self._peak_since_mark, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+            self._peak_position = len(self.changes)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that `tensors` hold together; storages that several share count once."""
+    storages = {storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in _tensors(list(tensors)))}
+    return sum(storages.values())
+
+
+def _tensors(tree: object) -> Iterator[Tensor]:
+    """Yield the plain tensors of a tree, those inside wrappers such as DTensor too."""
+    for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
+        if not isinstance(leaf, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from _tensors([getattr(leaf, name) for name in names])
+        elif leaf.layout is torch.strided:
+            yield leaf
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func._can_decompose())

@@ -1,0 +1,83 @@
+"""Linear layers that keep their weight in 8 bits, and multiply it out when it is used: half the memory of bf16.
+
+This is storage: what is computed with is a tensor of the former dtype. It is not exact. Each row (output feature) has a
+scale of its own, so that a row of large numbers costs the others nothing, and it is a power of two: float8_e4m3fn has
+three bits behind its first, so the product is exact in bfloat16, where another scale would be rounded once more. Of
+normally distributed weights the root mean square error is 2.6 % of theirs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.exceptions import CheckpointError
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose parameter `weight` is float8_e4m3fn, beside `weight_scale`, (out_features, 1) in fp32.
+
+    The attribute `weight` is the product of the two, made anew at each use, in the dtype that the weight had.
+
+    Args:
+        linear: the layer that it replaces; its bias is taken over.
+
+    Raises:
+        CheckpointError: the weight has numbers that are not finite.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.dtype = linear.weight.dtype
+        values, scale = _quantised(linear.weight.detach())
+        # `register_parameter` refuses the name of a property.
+        self._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight, (out_features, in_features); an error of 1/16 of each number, at most."""
+        values = self._parameters["weight"]
+        assert values is not None
+        return values.to(self.dtype).mul_(self.weight_scale.to(self.dtype))
+
+
+@torch.no_grad()
+def store_in_fp8(block: nn.Module) -> None:
+    """Replace the linear layers inside a module by ones that keep their weight in 8 bits, one after the other.
+
+    Beside the result, one weight in fp32 is held at a time. Names of parameters stay; each layer gets a `weight_scale`.
+
+    Args:
+        block: on any device but meta; those of its linear layers that are in 8 bits already are left alone.
+
+    Raises:
+        CheckpointError: a weight has numbers that are not finite; the layers before it have been replaced.
+    """
+    # By name: a list of the layers would keep each until the last is replaced.
+    for name in [name for name, _ in block.named_children()]:
+        child = block.get_submodule(name)
+        if not isinstance(child, nn.Linear):
+            store_in_fp8(child)
+        elif not isinstance(child, Fp8Linear):
+            setattr(block, name, Fp8Linear(child))
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float8_e4m3fn of the shape of `weight`, (O, I), and the scale of each row, (O, 1) in fp32."""
+    low, high = weight.aminmax(dim=1, keepdim=True)
+    largest = torch.maximum(-low, high).float()
+    if not largest.isfinite().all():
+        raise CheckpointError(
+            "a linear layer has weights that are not finite, which 8 bits cannot hold",
+            hint="osora ckpt inspect --stats lists such tensors",
+        )
+    mantissa, exponent = torch.frexp(largest / _LARGEST)
+    # The smallest power of two that brings the largest number into range; 0.5 is a power of two itself.
+    exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(min=-126)
+    scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+    return (weight / scale).to(torch.float8_e4m3fn), scale

@@ -1,0 +1,179 @@
+"""Where the weights of streamed blocks wait in the host's memory, and how they get from there to a device."""
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.memory.block_weights import BlockWeights
+from opensora_cli.memory.side_stream import SideStream
+
+HostSource = Literal["pinned", "mapped"]
+"""pinned: one page-locked copy of the weights; mapped: the weights as they are, such as mapped from a file."""
+
+T = TypeVar("T")
+
+STAGING_BYTES = 32 * 2**20
+"""Of each of the two buffers through which mapped weights go: so large that a copy takes much longer than its start."""
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
+
+class HostWeights(Protocol):
+    """The weights of blocks in the host's memory."""
+
+    nbytes: int
+    """Of memory that was taken for them."""
+
+    def start(self, copy: Callable[[], T]) -> Future[T]:
+        """Have `copy` done, which calls `copy_to`; in the order of the calls."""
+
+    def copy_to(self, index: int, slot: Tensor) -> None:
+        """Copy block number `index` to `slot`, on the device's current stream."""
+
+
+@contextmanager
+def open_host_weights(
+    source: HostSource, blocks: Sequence[BlockWeights], *, device: torch.device, side: SideStream
+) -> Iterator[HostWeights]:
+    """Get weights ready to be copied to a device, and yield them.
+
+    When the context ends, threads have ended, copies are done, and no memory is locked any more.
+
+    Args:
+        source: `pinned` moves the blocks' weights, block by block, to memory of which pages are locked, where they
+            remain when it is unlocked; the memory that they were in is free unless others hold it. `mapped` leaves them
+            where they are.
+        blocks: whose weights.
+        device: where they go. Nothing is locked for a CPU.
+        side: the stream of the copies.
+
+    Raises:
+        HardwareError: the memory cannot be locked.
+    """
+    with _LockedMemory(device) as memory:
+        try:
+            if source == "pinned":
+                yield _PinnedWeights(blocks, memory)
+            else:
+                with _MappedWeights(blocks, memory, side) as mapped:
+                    yield mapped
+        finally:
+            side.synchronise()
+
+
+class _LockedMemory:
+    """Memory of the host from which a device copies by itself while others compute.
+
+    torch's own page-locked memory comes in powers of two, which would be up to twice what the weights need.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._locks = device.type == "cuda"
+        self._locked: list[Tensor] = []
+        self.nbytes = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return (nbytes,) uint8 that begins with a page."""
+        pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with torch.inference_mode(False):
+            memory = torch.empty(pages + mmap.PAGESIZE, dtype=torch.uint8)
+            start = -memory.data_ptr() % mmap.PAGESIZE
+            memory = memory[start : start + pages]
+        if self._locks and pages:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if int(cudart.cudaHostRegister(memory.data_ptr(), pages, _PORTABLE)):
+                raise HardwareError(
+                    f"{pages} bytes of memory cannot be page-locked", hint="use weights that are mapped from their file"
+                )
+            self._locked.append(memory)
+        self.nbytes += pages
+        return memory[:nbytes]
+
+    def __enter__(self) -> "_LockedMemory":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._locked:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(self._locked.pop().data_ptr())
+
+
+class _PinnedWeights:
+    """Weights in locked memory: the device fetches a block in one copy, and nobody waits."""
+
+    def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory) -> None:
+        counts = Counter(weight for block in blocks for weight in block.host)
+        shared: dict[nn.Parameter, nn.Parameter] = {weight: weight for weight, count in counts.items() if count > 1}
+        # What has moved is freed before the next block moves.
+        counts.clear()
+        self._runs = []
+        with torch.inference_mode(False):
+            for block in blocks:
+                self._runs.append(memory.allocate(block.nbytes))
+                block.move_to(self._runs[-1], shared)
+        self.nbytes = memory.nbytes
+
+    def start(self, copy: Callable[[], T]) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(copy())
+        return done
+
+    def copy_to(self, index: int, slot: Tensor) -> None:
+        run = self._runs[index]
+        slot[: run.nbytes].copy_(run, non_blocking=True)
+
+
+class _MappedWeights:
+    """Weights anywhere in the host's memory. A thread brings them piece by piece to one of two locked buffers, from
+    which the device fetches them, while the thread reads the next piece into the other.
+    """
+
+    def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory, side: SideStream) -> None:
+        self._blocks = blocks
+        self._side = side
+        largest = max((weight.nbytes for block in blocks for weight in block.host), default=0)
+        self._buffers = [memory.allocate(min(largest, STAGING_BYTES)) for _ in range(2)]
+        self._fetched: list[torch.cuda.Event | None] = [None, None]
+        self._turns = cycle(range(2))
+        self.nbytes = memory.nbytes
+        self._stopped = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+
+    def start(self, copy: Callable[[], T]) -> Future[T]:
+        return self._thread.submit(copy)
+
+    def copy_to(self, index: int, slot: Tensor) -> None:
+        block = self._blocks[index]
+        for weight, target in zip(block.host, block.views(slot), strict=True):
+            source, target = weight.reshape(-1), target.view(-1)
+            step = self._buffers[0].nbytes // weight.dtype.itemsize
+            for start in range(0, source.numel(), step):
+                if self._stopped.is_set():
+                    return
+                self._copy_piece(source[start : start + step], target[start : start + step])
+
+    def _copy_piece(self, piece: Tensor, target: Tensor) -> None:
+        turn = next(self._turns)
+        fetched = self._fetched[turn]
+        if fetched is not None:
+            fetched.synchronize()
+        staged = self._buffers[turn][: piece.nbytes].view(piece.dtype)
+        staged.copy_(piece)
+        target.copy_(staged, non_blocking=True)
+        self._fetched[turn] = self._side.mark()
+
+    def __enter__(self) -> "_MappedWeights":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.shutdown(cancel_futures=True)

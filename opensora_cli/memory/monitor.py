@@ -1,0 +1,114 @@
+"""Telling a log how much memory is in use, under the names that the Open-Sora community knows."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+GIB = 2**30
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledPhase:
+    """What one phase of a program took."""
+
+    name: str
+    seconds: float
+    """Of the wall clock, once the device had finished."""
+    allocated_gib: float | None
+    """In use on the device at its end; None without CUDA."""
+    peak_allocated_gib: float | None
+    """The most during it."""
+    peak_reserved_gib: float | None
+    """The most that torch's allocator held of the card meanwhile."""
+
+
+class AccelerationProfiler:
+    """Measures the time and the CUDA memory of named phases, one after the other; without CUDA only the time.
+
+    Args:
+        device: the CUDA device, or a CPU; None: the current CUDA device where there is one.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        chosen = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+        )
+        self._cuda = chosen if chosen.type == "cuda" else None
+        self.phases: list[ProfiledPhase] = []
+
+    @contextmanager
+    def profile(self, name: str) -> Iterator[None]:
+        """Measure the block as the phase `name`; also when it fails. Phases do not nest: each resets the peak."""
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases.append(self._finished(name, start))
+
+    def summary(self) -> list[str]:
+        """Return one line for each phase."""
+        return [
+            f"{phase.name}: {phase.seconds:.3f} s, "
+            + (
+                "no CUDA device, whose memory could be told"
+                if phase.peak_allocated_gib is None
+                else f"{phase.allocated_gib:.3f} GiB at the end, {phase.peak_allocated_gib:.3f} GiB at most, "
+                f"{phase.peak_reserved_gib:.3f} GiB reserved"
+            )
+            for phase in self.phases
+        ]
+
+    def _finished(self, name: str, start: float) -> ProfiledPhase:
+        if self._cuda is None:
+            return ProfiledPhase(name, time.perf_counter() - start, None, None, None)
+        torch.cuda.synchronize(self._cuda)
+        return ProfiledPhase(
+            name,
+            time.perf_counter() - start,
+            torch.cuda.memory_allocated(self._cuda) / GIB,
+            torch.cuda.max_memory_allocated(self._cuda) / GIB,
+            torch.cuda.max_memory_reserved(self._cuda) / GIB,
+        )
+
+
+def log_cuda_memory(stage: str | None = None, *, logger: logging.Logger = _logger) -> None:
+    """Log how much CUDA memory is in use and reserved now; without CUDA, that there is none.
+
+    Args:
+        stage: what the program does, for the line.
+        logger: where to.
+    """
+    _log(logger, "CUDA memory", stage, torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+
+
+def log_cuda_max_memory(stage: str | None = None, *, logger: logging.Logger = _logger) -> None:
+    """Log the most CUDA memory that was in use and reserved; arguments are those of `log_cuda_memory`."""
+    _log(logger, "most CUDA memory", stage, torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+
+
+def log_model_params(model: nn.Module, *, logger: logging.Logger = _logger) -> None:
+    """Log how many parameters a model has, how many of them are trained, and their bytes; shared ones count once."""
+    weights = list(model.parameters())
+    total = sum(weight.numel() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    gib = sum(weight.nbytes for weight in weights) / GIB
+    logger.info(f"{type(model).__name__}: {total:,} parameters, {trained:,} of them trained, {gib:.3f} GiB")
+
+
+def _log(
+    logger: logging.Logger, what: str, stage: str | None, allocated: Callable[[], int], reserved: Callable[[], int]
+) -> None:
+    at = "" if stage is None else f" at {stage}"
+    if torch.cuda.is_available():
+        logger.info(f"{what}{at}: {allocated() / GIB:.3f} GiB in use, {reserved() / GIB:.3f} GiB reserved")
+    else:
+        logger.info(f"{what}{at}: there is no CUDA device")

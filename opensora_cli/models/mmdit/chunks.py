@@ -1,0 +1,66 @@
+"""Long sequences, some tokens at a time, so that what is computed on the way to a result stays small.
+
+All but attention treats every token by itself: norms, projections and MLPs of a chunk are those of the whole, but for
+rounding.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+
+def spans(length: int, size: int | None) -> Iterator[slice]:
+    """Yield what cuts `length` tokens into chunks of `size`, the last one shorter; None is one chunk of all."""
+    step = size or max(length, 1)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+def cut(whole: Tensor, span: slice, *, dim: int = 1) -> Tensor:
+    """Return the span of a sequence; all of it is no view, whose gradient would be a copy."""
+    length: int = span.stop - span.start
+    return whole if length == whole.shape[dim] else whole.narrow(dim, span.start, length)
+
+
+def over_tokens(compute: Callable[..., Tensor], *wholes_BN: Tensor, size: int | None) -> Tensor:
+    """Return `compute(*wholes_BN)`, computed over `size` tokens at a time.
+
+    Args:
+        compute: treats every token by itself.
+        wholes_BN: (B, N, ...) each, with one N, which is also that of the result.
+        size: None is all at once.
+    """
+    length = wholes_BN[0].shape[1]
+    pieces = ((compute(*(cut(whole, span) for whole in wholes_BN)),) for span in spans(length, size))
+    return joined(pieces, length=length, dim=1)[0]
+
+
+def joined(pieces: Iterable[tuple[Tensor, ...]], *, length: int, dim: int) -> tuple[Tensor, ...]:
+    """Join several sequences that come in pieces.
+
+    Where no gradient is recorded, each piece is put in its place before the next is computed.
+
+    Args:
+        pieces: of every sequence its next span, span after span.
+        length: of a whole sequence.
+        dim: of the tokens.
+    """
+    if torch.is_grad_enabled():
+        columns = zip(*pieces, strict=True)
+        return tuple(parts[0] if len(parts) == 1 else torch.cat(parts, dim) for parts in columns)
+    wholes: tuple[Tensor, ...] = ()
+    end = 0
+    for parts in pieces:
+        begin, end = end, end + parts[0].shape[dim]
+        if end - begin == length:
+            return parts
+        if not wholes:
+            wholes = tuple(part.new_empty(*part.shape[:dim], length, *part.shape[dim + 1 :]) for part in parts)
+        _write(parts, wholes, begin, dim)
+        del parts
+    return wholes
+
+
+def _write(parts: tuple[Tensor, ...], wholes: tuple[Tensor, ...], begin: int, dim: int) -> None:
+    for part, whole in zip(parts, wholes, strict=True):
+        whole.narrow(dim, begin, part.shape[dim]).copy_(part)

@@ -1,0 +1,175 @@
+"""The decoder over a clip of which only some frames are computed at a time, with the result of all at once.
+
+A causal convolution needs the last frames of the chunk before, and the frame-causal attention the keys and values of
+all frames before. A group norm needs the mean and variance of the whole clip: so the clip passes layer by layer,
+measured on its way out of one and normalised on its way into the next, and waits between them in chunks that are never
+joined. Nothing is approximated; results differ by rounding alone.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opensora_cli.models.vae.blocks import CausalConv3d, FrameCausalAttention, ResnetBlock, Upsample
+from opensora_cli.models.vae.resample import CarriedFrames
+
+
+class StoredClip:
+    """A clip between two layers: chunks (B,C,t,H,W) in order of time, and what a group norm must know of them.
+
+    Args:
+        chunks: are taken as they are computed.
+        store: where they wait.
+    """
+
+    def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
+        self._chunks: deque[Tensor] = deque()
+        self._means_BC: list[Tensor] = []
+        self._variances_BC: list[Tensor] = []
+        for chunk_BCTHW in chunks:
+            self._device = chunk_BCTHW.device
+            self._measure(chunk_BCTHW)
+            self._chunks.append(_moved(chunk_BCTHW, store))
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the whole clip."""
+        return len(self._means_BC)
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the chunks, back from the store."""
+        return (_moved(chunk_BCTHW, self._device) for chunk_BCTHW in self._chunks)
+
+    def drain(self) -> Iterator[Tensor]:
+        """Yield the chunks, back from the store, and forget each."""
+        while self._chunks:
+            yield _moved(self._chunks.popleft(), self._device)
+
+    def group_norm(self, norm: nn.GroupNorm) -> Callable[[Tensor], Tensor]:
+        """Return what does to a chunk what `norm` would do to the clip."""
+        # All channels of all frames have as many values, so that means of means are means, and the variance is that
+        # within them and that between them.
+        means_BGK, variances_BGK = (
+            torch.stack(values, dim=-1).view(len(values[0]), norm.num_groups, -1)
+            for values in (self._means_BC, self._variances_BC)
+        )
+        between_BG, mean_BG = torch.var_mean(means_BGK, dim=2, correction=0)
+        variance_BG = variances_BGK.mean(dim=2) + between_BG
+        group_size = norm.num_channels // norm.num_groups
+        mean_BC, variance_BC = (value.repeat_interleave(group_size, dim=1) for value in (mean_BG, variance_BG))
+        weight, bias = norm.weight.to(mean_BC.dtype), norm.bias.to(mean_BC.dtype)
+
+        def normalise(chunk_BCTHW: Tensor) -> Tensor:
+            # A batch norm is torch's one kernel that takes mean and variance; here they are those of one sample.
+            samples = [
+                functional.batch_norm(sample_1CTHW, mean_C, variance_C, weight, bias, eps=norm.eps)
+                for sample_1CTHW, mean_C, variance_C in zip(
+                    torch.split(chunk_BCTHW, 1), mean_BC, variance_BC, strict=True
+                )
+            ]
+            return samples[0] if len(samples) == 1 else torch.cat(samples)
+
+        return normalise
+
+    def _measure(self, chunk_BCTHW: Tensor) -> None:
+        # Frame by frame: a copy in fp32 of one is small, and the numbers do not depend on the length of the chunks.
+        dtype = torch.promote_types(chunk_BCTHW.dtype, torch.float32)
+        for frame_BCHW in chunk_BCTHW.unbind(2):
+            variance_BC, mean_BC = torch.var_mean(frame_BCHW.to(dtype), dim=(2, 3), correction=0)
+            self._variances_BC.append(variance_BC)
+            self._means_BC.append(mean_BC)
+
+
+def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
+    if chunk_BCTHW.device == device:
+        return chunk_BCTHW
+    # Only the stream that writes the store ever reads it, so nobody waits for a copy; the allocator of page-locked
+    # memory hands it out again no sooner than the copies are done.
+    pinned = chunk_BCTHW.is_cuda and device.type == "cpu"
+    return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
+
+
+@torch.no_grad()
+def decode_in_chunks(
+    latents_BCTHW: Tensor,
+    *,
+    conv_in: CausalConv3d,
+    layers: Iterable[nn.Module],
+    norm_out: nn.GroupNorm,
+    conv_out: CausalConv3d,
+    chunk_frames: int,
+    store: torch.device,
+    canvas: torch.device,
+) -> Tensor:
+    """Return the pixels (B,out_channels,T,H,W) of projected latents, on the canvas; no gradient is recorded.
+
+    Args:
+        latents_BCTHW: as the decoder takes them.
+        conv_in: the decoder's first layer.
+        layers: those between, in their order: resnets, attentions and upsamplings.
+        norm_out: before the last convolution.
+        conv_out: the last convolution.
+        chunk_frames: frames that a layer computes at a time; those that upsample in time give up to twice as many.
+        store: where the clip waits between two layers.
+        canvas: where pixels go.
+    """
+    chunks = _convolve(torch.split(latents_BCTHW, chunk_frames, dim=2), conv_in)
+    for layer in layers:
+        if isinstance(layer, Upsample):
+            chunks = _upsample(chunks, layer, chunk_frames)
+        elif isinstance(layer, ResnetBlock):
+            chunks = _resnet(StoredClip(chunks, store=store), layer, store=store)
+        elif isinstance(layer, FrameCausalAttention):
+            chunks = _attend(StoredClip(chunks, store=store), layer)
+        else:
+            raise TypeError(f"{type(layer).__name__} is no layer of the decoder")
+    clip = StoredClip(chunks, store=store)
+    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm_out), conv_out)
+    return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
+
+
+def _convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
+    carried = CarriedFrames()
+    for chunk_BCTHW in chunks:
+        yield conv(chunk_BCTHW, carried)
+
+
+def _norm_silu_conv(
+    chunks: Iterable[Tensor], normalise: Callable[[Tensor], Tensor], conv: CausalConv3d
+) -> Iterator[Tensor]:
+    return _convolve((functional.silu(normalise(chunk), inplace=True) for chunk in chunks), conv)
+
+
+def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:
+    inner = StoredClip(_norm_silu_conv(clip.chunks(), clip.group_norm(block.norm1), block.conv1), store=store)
+    residuals = _norm_silu_conv(inner.drain(), inner.group_norm(block.norm2), block.conv2)
+    for residual_BCTHW, hidden_BCTHW in zip(residuals, clip.drain(), strict=True):
+        shortcut_BCTHW = hidden_BCTHW if block.conv_shortcut is None else block.conv_shortcut(hidden_BCTHW)
+        yield residual_BCTHW.add_(shortcut_BCTHW)
+
+
+def _attend(clip: StoredClip, layer: FrameCausalAttention) -> Iterator[Tensor]:
+    normalise = clip.group_norm(layer.group_norm)
+    memory: list[Tensor] = []
+    end = 0
+    for hidden_BCTHW in clip.drain():
+        normed_BCTHW = normalise(hidden_BCTHW)
+        new = layer.keys_and_values(normed_BCTHW)
+        if not memory:
+            batch, heads, num_new, width = new[0].shape
+            num_positions = num_new // hidden_BCTHW.shape[2] * clip.num_frames
+            memory = [part.new_empty(batch, heads, num_positions, width) for part in new]
+        begin, end = end, end + new[0].shape[2]
+        for seen_B1MC, part_B1NC in zip(memory, new, strict=True):
+            seen_B1MC[:, :, begin:end] = part_B1NC
+        yield hidden_BCTHW + layer.attend(normed_BCTHW, *(seen_B1MC[:, :, :end] for seen_B1MC in memory))
+
+
+def _upsample(chunks: Iterable[Tensor], layer: Upsample, chunk_frames: int) -> Iterator[Tensor]:
+    carried = CarriedFrames()
+    for chunk_BCTHW in chunks:
+        for part_BCTHW in torch.split(chunk_BCTHW, max(1, chunk_frames // layer.time), dim=2):
+            yield from torch.split(layer(part_BCTHW, carried), chunk_frames, dim=2)

@@ -1,0 +1,200 @@
+"""`osora env-check`: exit codes, JSON, files with faults, shell lines for eval, reports that tell no secrets."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.cli.app import main
+from opensora_cli.engine.env_check import check, presets, reading
+from opensora_cli.engine.env_check.environment import is_relevant
+from opensora_cli.engine.env_check.facts import DriverFacts
+
+SECRETS = {
+    "HF_TOKEN": "hf_OpenSesameOpenSesame",
+    "OSORA_WEIGHTS": "/home/lovelace/projects/engine/weights",
+    "HF_ENDPOINT": "https://lovelace:opensesame@hub.analytical.example",
+    "NCCL_DEBUG": "/home/lovelace/opensesame",
+}
+
+
+@pytest.fixture(autouse=True)
+def _a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the outside counts, and plans are made for the demo alone, which is fast."""
+    monkeypatch.chdir(tmp_path)
+    for name in filter(is_relevant, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(presets, "list_presets", lambda kind: ["demo"])
+
+
+def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["env-check", *args])
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, captured.err
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("--timeout", "120", "--quiet", capsys=capsys)
+    assert (code, err) == (0, "")
+    checks = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line[0] != " "]
+    assert set(checks) == {
+        "python", "torch", "cards", "libraries", "precision", "attention", "video", "memory", "disk", "limits",
+        "environment", "presets", "all-reduce",
+    }  # fmt: skip
+    assert "could not be checked" not in out
+    assert "\npreset  video" in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
+    monkeypatch.setenv("NCCL_TREE_THRESHOLD", "0")
+    code, out, err = run("--no-all-reduce", "--json", "-q", capsys=capsys)
+    document = json.loads(out)
+    assert (code, err) == (0, "")  # a warning stops nothing
+    assert (document["schema"], document["fine"]) == ("osora.env-check/1", True)
+    assert document["environment"] == {"HF_TOKEN": "<hidden>", "NCCL_TREE_THRESHOLD": "0"}
+    assert [preset["name"] for preset in document["presets"]] == ["demo"]
+    (finding,) = [finding for finding in document["findings"] if finding["check"] == "environment"]
+    assert finding.keys() == {"check", "severity", "message", "why", "mend", "variable", "file", "line"}
+    assert (finding["severity"], finding["variable"]) == ("warning", "NCCL_TREE_THRESHOLD")
+
+
+def test_something_that_stops_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSORA_SAMPLING__SEDE", "1")
+    code, out, err = run("--no-all-reduce", "--quiet", capsys=capsys)
+    assert code == 4
+    assert "environment problem  OSORA_SAMPLING__SEDE is not a setting" in out
+    assert err.startswith("error: 1 problem stops a run")
+
+
+def test_a_dockerfile_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("Dockerfile").write_text(
+        "FROM python:3.12\n"
+        "ENV PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true \\\n"
+        "    NCCL_P2P_DISABLE=1\n"
+        "ENV OMP_NUM_THREADS 4\n"
+        "ENV OMP_NUM_THREADS=8\n",
+        encoding="utf-8",
+    )
+    code, out, _ = run("Dockerfile", "--no-all-reduce", "--json", "-q", capsys=capsys)
+    assert code == 4
+    found = [finding for finding in json.loads(out)["findings"] if finding["file"]]
+    assert [(finding["line"], finding["severity"], finding["variable"]) for finding in found] == [
+        (2, "problem", "PYTORCH_CUDA_ALLOC_CONF"),
+        (3, "warning", "NCCL_P2P_DISABLE"),
+        (5, "warning", "OMP_NUM_THREADS"),
+    ]
+    code, out, _ = run("Dockerfile", "--no-all-reduce", "-q", capsys=capsys)
+    assert "file        warning  Dockerfile:5: OMP_NUM_THREADS is set twice, first in line 4" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["gone.sh"], 3, "gone.sh does not exist"),
+        (["--export"], 2, "--export needs a profile"),
+        (["--profile", "desktop"], 2, "'desktop' is not one of 'local', 'cloud', 'cluster'"),
+        (["--profile", "local", "x.sh"], 2, "FILE has no effect beside --profile"),
+        (["--timeout", "0"], 2, "all_reduce_seconds=0.0 must be over 0 (from --timeout)"),
+    ],
+    ids=str,
+)
+def test_refusals(args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out, err = run(*args, capsys=capsys)
+    assert (found, out) == (code, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("profile", ["local", "cloud", "cluster"])
+@pytest.mark.parametrize("form", ['eval "$({})"', "eval $({})"])
+def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("--profile", profile, "--json", capsys=capsys)
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["schema"] == "osora.env-profile/1"
+    assert all(item["why"] for item in document["variables"])
+    command = f"cat {shlex.quote(str(Path('lines.sh').absolute()))}"
+    code, out, _ = run("--profile", profile, "--export", capsys=capsys)
+    Path("lines.sh").write_text(out, encoding="utf-8")
+    script = f"set -eu; {form.format(command)}; env"
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True
+    )
+    variables = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert {item["name"]: item["value"] for item in document["variables"]}.items() <= variables.items()
+
+
+def test_profiles_say_what_is_set(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _, out, _ = run("--profile", "local", capsys=capsys)
+    assert "  PYTORCH_ALLOC_CONF=expandable_segments:True (is set)" in out.splitlines()
+    assert "  CUDA_DEVICE_ORDER=PCI_BUS_ID" in out.splitlines()
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["lines", "json"])
+def test_a_bug_report_hides_secrets(
+    form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", "/home/lovelace")
+    monkeypatch.setenv("LOGNAME", "lovelace")
+    monkeypatch.setattr("socket.gethostname", lambda: "analytical")
+    Path("lovelace.sh").write_text("export NCCL_TIMEOUT=5\n", encoding="utf-8")
+    path = str(Path("lovelace.sh").absolute())
+    code, out, _ = run(path, "--no-all-reduce", "--bug-report", "-q", *form, capsys=capsys)
+    assert code == 0
+    for secret in ("esame", "lovelace", "analytical", str(Path.cwd())):
+        assert secret.lower() not in out.lower()
+    assert "<hidden>" in out
+    assert "NCCL_TIMEOUT is read by nothing" in out
+
+
+def test_nothing_that_breaks_hides_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("NVML: driver/library version mismatch")
+
+    names = [name for name in vars(reading) if name.startswith("read_") and name != "read_torch"]
+    assert len(names) >= 8
+    for name in names:
+        monkeypatch.setattr(reading, name, broken)
+    monkeypatch.setattr(check, "read_presets", broken)
+    code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
+    assert code == 0
+    lines = out.splitlines()
+    unknown = [line for line in lines if "could not be checked: NVML: driver/library version mismatch" in line]
+    assert len(unknown) == 12
+    assert "environment ok       nothing wrong with 0 variables that matter here" in lines
+    assert lines[-1] == "12 not checked"
+
+
+def test_a_cpu_build_beside_a_card(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr(reading, "_nvml", lambda: None)
+    smi = Path("nvidia-smi")
+    smi.write_text(f"#!{sys.executable}\nprint('580.95.05, NVIDIA H100 80GB HBM3')\n", encoding="utf-8")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(Path.cwd()), prepend=os.pathsep)
+    assert reading.read_driver() == DriverFacts(version="580.95.05", cards=("NVIDIA H100 80GB HBM3",))
+    code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
+    assert code == 4
+    assert "is a build for the CPU, and here is NVIDIA H100 80GB HBM3" in out
+    smi.write_text(f"#!{sys.executable}\nraise SystemExit('Driver/library version mismatch')\n", encoding="utf-8")
+    assert reading.read_driver() == DriverFacts(failure="Driver/library version mismatch")
+    smi.write_text(f"#!{sys.executable}\nraise SystemExit('No devices were found')\n", encoding="utf-8")
+    assert reading.read_driver() == DriverFacts()
+
+
+def test_a_library_that_shadows(tmp_path: Path) -> None:
+    (tmp_path / "libcudnn.so.8").touch()
+    (tmp_path / "libz.so").touch()
+    paths = f"{tmp_path}::{tmp_path / 'gone'}"
+    assert reading.read_shadowing({"LD_LIBRARY_PATH": paths}) == (str(tmp_path / "libcudnn.so.8"),)

@@ -1,0 +1,147 @@
+"""Activation checkpointing and offload on a CUDA device: pinned memory, copies on streams, and equal gradients."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, loss_of, transformer
+from torch import Tensor, nn
+
+from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.dynamic_activations import DynamicActivationManager, used_and_total
+from opensora_cli.models import attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give the same bits each time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_cuda(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cuda() for name, value in arguments.items()}
+
+
+def model_and_inputs(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Of some hundred microseconds for each kernel, so that copies and computation do overlap."""
+    model = transformer(depth=3, single=5, hidden=512, attention=attention.math).to("cuda", dtype)
+    return model, on_cuda(inputs(model, tokens=1500, text=100))
+
+
+def manager(dtype: torch.dtype, made: ActivationManager | None = None) -> ActivationManager:
+    made = made or ActivationManager()
+    made.setup_buffer(2 * 10**7, dtype)
+    return made
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_plain_training(dtype: torch.dtype, autocast: bool) -> None:
+    model, arguments = model_and_inputs(dtype)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        expected = gradients(model, arguments)
+        assert_same(gradients(model, arguments), expected)
+        held = manager(dtype)
+        assert held._stack is not None
+        assert held._stack.elements.is_pinned()
+        with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=held):
+            # Again and again, with the memory of the device handed from hand to hand.
+            for _ in range(5):
+                assert_same(gradients(model, arguments), expected)
+                scribble = torch.full((10**7,), float("nan"), device="cuda")
+                del scribble
+    assert held.copied_to_device == held.copied_to_host > 0
+    assert (held.used_bytes, held.outside_bytes) == (0, 0)
+
+
+def test_dropout_is_repeated() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.5), nn.GELU()) for _ in range(4)).cuda()
+    x = torch.randn(512, 256, device="cuda")
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(3)
+        y = x
+        for block in blocks:
+            y = block(y)
+        return list(torch.autograd.grad(y.square().sum(), list(blocks.parameters())))
+
+    expected = step()
+    with set_grad_checkpoint(blocks, activations=manager(torch.float32)):
+        assert all(torch.equal(*pair) for pair in zip(step(), expected, strict=True))
+
+
+def test_on_a_stream_of_its_own() -> None:
+    model, arguments = model_and_inputs(torch.float32)
+    expected = gradients(model, arguments)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with (
+        torch.cuda.stream(stream),
+        set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=manager(torch.float32)),
+    ):
+        found = gradients(model, arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_same(found, expected)
+
+
+def test_bytes_held_on_the_device() -> None:
+    model, arguments = model_and_inputs(torch.float32)
+
+    def held_bytes() -> int:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        loss = loss_of(model, arguments)
+        torch.cuda.synchronize()
+        # What was freed while a copy ran is given back at the next allocation.
+        torch.empty(1, device="cuda")
+        held = torch.cuda.memory_allocated() - before
+        del loss
+        return held
+
+    held_bytes()  # libraries take their workspaces
+    plain = held_bytes()
+    with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS):
+        checkpointed = held_bytes()
+    held = manager(torch.float32)
+    with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=held):
+        outside = held_bytes()
+    assert checkpointed <= 0.3 * plain
+    assert held.peak_bytes >= 0.95 * (held.peak_bytes + outside)
+
+
+def test_an_error_on_the_way_leaves_the_buffer_sound() -> None:
+    model, arguments = model_and_inputs(torch.float32)
+    expected = gradients(model, arguments)
+    held = manager(torch.float32)
+    with set_grad_checkpoint(model, activations=held):
+        handle = model.single_blocks[2].q_proj.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gradients(model, arguments)
+        handle.remove()
+        held.reset()
+        assert held.used_bytes == 0
+        assert_same(gradients(model, arguments), expected)
+
+
+def test_dynamic() -> None:
+    model, arguments = model_and_inputs(torch.float32)
+    expected = gradients(model, arguments)
+    used, total = used_and_total(torch.device("cuda"))
+    assert torch.cuda.memory_allocated() <= used < total
+    for threshold, moved in ((0.0, True), (1.0, False)):
+        held = DynamicActivationManager(threshold)
+        manager(torch.float32, held)
+        with set_grad_checkpoint(model, activations=held):
+            assert_same(gradients(model, arguments), expected)
+        assert (held.copied_to_host > 0) is moved
+        assert held.memory_profiling().total_bytes == total

@@ -1,0 +1,47 @@
+"""`osora env-check` on a machine with a card."""
+
+import os
+
+import pytest
+import torch
+
+from opensora_cli.engine.env_check import reading
+from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
+from opensora_cli.engine.env_check.check import env_check
+from opensora_cli.engine.env_check.findings import Severity
+from opensora_cli.settings.env_check import EnvCheckSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_facts_of_the_cards():
+    cards = reading.read_cards()
+    assert len(cards) == torch.cuda.device_count()
+    assert all(0 < card.free_bytes <= card.total_bytes for card in cards)
+    assert len(reading.read_links(cards)) == len(cards) * (len(cards) - 1) // 2
+    facts = reading.read_torch()
+    assert facts.cuda_available
+    assert facts.architectures
+    assert facts.cudnn
+
+
+def test_the_driver_is_found():
+    driver = reading.read_driver()
+    assert driver.failure is None
+    assert driver.major is None or driver.major >= 450
+
+
+def test_nccl_over_all_cards():
+    result = run_all_reduce(num_cards=torch.cuda.device_count(), seconds=120, environment=os.environ)
+    assert (result.outcome, result.backend) == (Outcome.DONE, "nccl"), result
+    assert result.num_bytes == 64 * 2**20
+
+
+def test_nothing_stops_a_run_here():
+    report = env_check(EnvCheckSettings(all_reduce=False), environment={})
+    assert [finding.message for finding in report.findings if finding.severity is Severity.PROBLEM] == []
+    assert [finding.message for finding in report.findings if finding.severity is Severity.UNKNOWN] == []
+    assert {preset.device for preset in report.presets} == {"cuda:0"}

@@ -1,0 +1,153 @@
+"""Each rule for environment variables, on a machine that has nothing wrong but the variable."""
+
+from dataclasses import replace
+
+import pytest
+
+from opensora_cli.engine.env_check.environment import Surroundings, is_relevant, lint_variables, matching_interfaces
+from opensora_cli.engine.env_check.findings import Severity
+from opensora_cli.engine.env_check.profiles import PROFILES
+
+SERVER = Surroundings(
+    uses_cuda=True,
+    num_cards=8,
+    cores=64,
+    has_nvlink=True,
+    interfaces=("lo", "eth0", "eth1", "docker0"),
+    infiniband=("mlx5_0", "mlx5_1"),
+)
+DESKTOP = replace(SERVER, num_cards=1, cores=8, has_nvlink=False, infiniband=())
+LAPTOP = replace(DESKTOP, uses_cuda=False, num_cards=0)
+WARNING, PROBLEM, NOTE = Severity.WARNING, Severity.PROBLEM, Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    ("variables", "variable", "severity"),
+    [
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+            "PYTORCH_CUDA_ALLOC_CONF",
+            WARNING,
+        ),
+        ({"PYTORCH_ALLOC_CONF": "backend=native"}, "PYTORCH_ALLOC_CONF", PROBLEM),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segment:True"}, "PYTORCH_CUDA_ALLOC_CONF", PROBLEM),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync,max_split_size_mb:64"}, "PYTORCH_ALLOC_CONF", WARNING),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "PYTORCH_NO_CUDA_MEMORY_CACHING", WARNING),
+        ({"CUDA_MEMORY_FRACTION": "0.9"}, "CUDA_MEMORY_FRACTION", WARNING),
+        ({"NCCL_TREE_THRESHOLD": "0"}, "NCCL_TREE_THRESHOLD", WARNING),
+        ({"NCCL_TIMEOUT": "3600"}, "NCCL_TIMEOUT", WARNING),
+        ({"TRANSFORMERS_CACHE": "/cache"}, "TRANSFORMERS_CACHE", WARNING),
+        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", WARNING),
+        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE", WARNING),
+        ({"NCCL_BLOCKING_WAIT": "1"}, "NCCL_BLOCKING_WAIT", WARNING),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT", WARNING),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "NCCL_ASYNC_ERROR_HANDLING", WARNING),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", WARNING),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "TORCH_DISTRIBUTED_DEBUG", WARNING),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME", PROBLEM),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, "NCCL_SOCKET_IFNAME", PROBLEM),
+        ({"NCCL_SOCKET_IFNAME": "^lo,eth,docker"}, "NCCL_SOCKET_IFNAME", PROBLEM),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, "GLOO_SOCKET_IFNAME", PROBLEM),
+        ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS", WARNING),
+        ({"OMP_NUM_THREADS": "auto"}, "OMP_NUM_THREADS", WARNING),
+        ({"OMP_NUM_THREADS": "65"}, "OMP_NUM_THREADS", WARNING),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES", WARNING),
+        ({"CUDA_VISIBLE_DEVICES": "cuda:0"}, "CUDA_VISIBLE_DEVICES", WARNING),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, "CUDA_VISIBLE_DEVICES", WARNING),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,0"}, "CUDA_VISIBLE_DEVICES", WARNING),
+        ({"CUDA_VISIBLE_DEVICES": "0,GPU-12ab"}, "CUDA_VISIBLE_DEVICES", WARNING),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE", NOTE),
+        ({"NVIDIA_TF32_OVERRIDE": "0"}, "NVIDIA_TF32_OVERRIDE", NOTE),
+        ({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", NOTE),
+        ({"OSORA_SAMPLING__SEDE": "1"}, "OSORA_SAMPLING__SEDE", PROBLEM),
+        ({"OSORA_LOOP__STEPS": "10"}, "OSORA_LOOP__STEPS", WARNING),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_finding_with_its_reason(variables, variable, severity):
+    (finding,) = lint_variables(variables, SERVER)
+    assert (finding.variable, finding.severity) == (variable, severity)
+    assert finding.why
+    assert finding.mend or severity is NOTE
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"},
+        {"NCCL_SOCKET_IFNAME": "eth"},
+        {"NCCL_SOCKET_IFNAME": "=eth0,eth1"},
+        {"NCCL_SOCKET_IFNAME": "^docker,lo"},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"OMP_NUM_THREADS": "64"},
+        {"OMP_NUM_THREADS": "8,2"},
+        {"CUDA_VISIBLE_DEVICES": "3,1"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-1234,GPU-5678"},
+        {"OSORA_WEIGHTS": "/weights", "OSORA_SAMPLING__SEED": "1"},
+        {"PATH": "/bin", "HOME": "/home/ada"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_right_is_not_spoken_of(variables):
+    findings = lint_variables(variables, SERVER)
+    # OSORA_SAMPLING is of generate alone.
+    assert [finding for finding in findings if finding.variable != "OSORA_SAMPLING__SEED"] == []
+
+
+def test_switching_off_what_is_not_there_is_right():
+    variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    assert lint_variables(variables, DESKTOP) == []
+    assert {finding.variable for finding in lint_variables(variables, None)} == set(variables)
+
+
+def test_a_build_for_the_cpu_reads_no_allocator_options():
+    (finding,) = lint_variables({"PYTORCH_ALLOC_CONF": "backend=native"}, LAPTOP)
+    assert finding.severity is WARNING
+
+
+def test_one_card_needs_no_interface():
+    (finding,) = lint_variables({"NCCL_SOCKET_IFNAME": "ib0"}, DESKTOP)
+    assert finding.severity is WARNING
+    assert "lo, eth0, eth1, docker0" in finding.mend
+
+
+def test_the_nearest_setting_is_named():
+    (finding,) = lint_variables({"OSORA_SAMPLING__SEDE": "1"}, SERVER)
+    assert "OSORA_SAMPLING__SEED" in finding.mend
+
+
+def test_shadowing_libraries():
+    machine = replace(SERVER, shadowing=("/opt/cuda/lib64/libcudnn.so.8",))
+    (finding,) = lint_variables({"LD_LIBRARY_PATH": "/opt/cuda/lib64"}, machine)
+    assert "/opt/cuda/lib64/libcudnn.so.8" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("value", "fitting"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth0", ["eth0"]),
+        ("=eth", []),
+        ("^eth", ["lo", "docker0"]),
+        ("^=eth0,lo", ["eth1", "docker0"]),
+        ("eth1,docker", ["eth1", "docker0"]),
+    ],
+)
+def test_interfaces(value, fitting):
+    assert matching_interfaces(value, SERVER.interfaces) == fitting
+
+
+def test_relevant_names():
+    assert is_relevant("NCCL_DEBUG")
+    assert is_relevant("LD_LIBRARY_PATH")
+    assert not is_relevant("PATH")
+    assert not is_relevant("MY_NCCL_DEBUG")
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
+def test_what_is_recommended_has_no_faults(profile):
+    variables = {item.name: item.value for item in profile.variables}
+    assert variables
+    assert lint_variables(variables, SERVER) == []
+    assert all(map(is_relevant, variables))

@@ -1,0 +1,209 @@
+"""Dockerfiles and shell files: what they set, in which lines, and what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.engine.env_check.files import (
+    is_dockerfile,
+    lint_assignments,
+    lint_file,
+    read_dockerfile,
+    read_shell,
+)
+from opensora_cli.engine.env_check.findings import Severity
+
+
+def found(assignments):
+    return [(item.line, item.name, item.value) for item in assignments]
+
+
+def test_dockerfile():
+    text = """\
+# syntax=docker/dockerfile:1
+FROM python:3.12 AS base
+ENV A=1 B="two words" \\
+    # in between
+
+    C='$literal' D=$A
+ENV E the rest of it
+ARG F=1
+ARG G
+RUN export H=1 && \\
+    I=2 make
+ENV J="a\\"b" K=a\\ b
+CMD ["bash", "-c", "L=1"]
+"""
+    assert found(read_dockerfile(text)) == [
+        (3, "A", "1"),
+        (3, "B", "two words"),
+        (6, "C", "$literal"),
+        (6, "D", None),
+        (7, "E", "the rest of it"),
+        (8, "F", "1"),
+        (10, "H", "1"),
+        (12, "J", 'a"b'),
+        (12, "K", "a b"),
+    ]
+
+
+def test_shell():
+    text = """\
+#!/bin/bash
+export A=1 B='two # words' # C=3
+D=4; E="x$A" && export F=`date`
+G=5 python train.py --set H=6
+cat <<EOF
+export I=7
+EOF
+cat <<-'END' > file
+\tJ=8
+\tEND
+export K="over
+lines" L=9
+declare -x M=10
+export N \\
+  O=11
+export P=${P:-12} Q=$(echo a b; R=1) S=a#b
+"""
+    assert found(read_shell(text)) == [
+        (2, "A", "1"),
+        (2, "B", "two # words"),
+        (3, "D", "4"),
+        (3, "E", None),
+        (3, "F", None),
+        (4, "G", "5"),
+        (11, "K", "over\nlines"),
+        (12, "L", "9"),
+        (13, "M", "10"),
+        (15, "O", "11"),
+        (16, "P", None),
+        (16, "Q", None),
+        (16, "S", "a#b"),
+    ]
+
+
+def test_branches_and_commands_of_their_own_are_not_certain():
+    text = """\
+if true; then export A=1; else export A=2; fi
+case $x in
+  a) B=1 ;;
+  b) B=2 ;;
+esac
+f() { C=1; }
+(D=1)
+for i in 1 2; do E=1; done
+F=1 make
+G={a,b}
+H=1
+"""
+    assert [item.name for item in read_shell(text) if item.is_certain] == ["G", "H"]
+    assert [item.name for item in read_shell(text)] == ["A", "A", "B", "B", "C", "D", "E", "F", "G", "H"]
+
+
+def test_set_twice():
+    text = """\
+export OMP_NUM_THREADS=4
+export LD_LIBRARY_PATH=/a
+export LD_LIBRARY_PATH=/b:$LD_LIBRARY_PATH
+NCCL_DEBUG=INFO make
+if x; then export NCCL_DEBUG=INFO; fi
+export NCCL_DEBUG=WARN
+export UNRELATED=1 UNRELATED=2
+export OMP_NUM_THREADS=8
+"""
+    (finding,) = lint_assignments(list(read_shell(text)))
+    assert (finding.line, finding.variable) == (8, "OMP_NUM_THREADS")
+    assert "first in line 1" in finding.message
+    assert "the second value wins" in finding.message
+
+
+def test_stages_are_worlds_of_their_own():
+    once = "FROM a AS one\nENV NCCL_DEBUG=INFO\nFROM b\nENV NCCL_DEBUG=WARN\n"
+    assert lint_assignments(list(read_dockerfile(once))) == []
+    twice = "FROM a\nARG NCCL_DEBUG=INFO\nENV NCCL_DEBUG=INFO\n"
+    (finding,) = lint_assignments(list(read_dockerfile(twice)))
+    assert (finding.line, finding.mend) == (3, "drop line 2")
+
+
+def test_a_file_with_known_faults(tmp_path):
+    path = tmp_path / "Dockerfile.gpu"
+    path.write_text(
+        "FROM nvidia/cuda\n"
+        "ENV PYTORCH_CUDA_ALLOC_CONF=backend=native\n"
+        "ENV PYTORCH_ALLOC_CONF expandable_segments:True\n"
+        "ENV NCCL_TREE_THRESHOLD=0 CUDA_MEMORY_FRACTION=$SHARE\n"
+        "RUN export NCCL_DEBUG=INFO && pip install .\n"
+        "ENV OSORA_VIDEO__RESOLUTON=$SIZE CUDA_VISIBLE_DEVICES=$CARDS\n",
+        encoding="utf-8",
+    )
+    findings = lint_file(path)
+    assert [(finding.line, finding.variable, finding.severity) for finding in findings] == [
+        (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.WARNING),
+        (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.PROBLEM),
+        (4, "NCCL_TREE_THRESHOLD", Severity.WARNING),
+        (4, "CUDA_MEMORY_FRACTION", Severity.WARNING),
+        (5, "NCCL_DEBUG", Severity.WARNING),
+        (6, "OSORA_VIDEO__RESOLUTON", Severity.PROBLEM),
+    ]
+    assert {finding.file for finding in findings} == {str(path)}
+    assert findings[0].lines()[0].startswith(f"file        warning  {path}:2: ")
+
+
+def test_nothing_wrong(tmp_path):
+    path = tmp_path / "env.sh"
+    path.write_text("export NCCL_DEBUG=WARN PATH=/bin\n", encoding="utf-8")
+    (finding,) = lint_file(path)
+    assert finding.severity is Severity.OK
+    assert "1 variables" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_docker"),
+    [
+        ("Dockerfile", "", True),
+        ("train.dockerfile", "", True),
+        ("Containerfile", "", True),
+        ("build", "# comment\n\nFROM python\n", True),
+        ("build", "arg VERSION=1\nFROM x:$VERSION", True),
+        ("run.sh", "export A=1", False),
+        ("setup", "#!/bin/sh\nfrom=1", False),
+    ],
+)
+def test_kinds_of_files(name, text, is_docker):
+    assert is_dockerfile(name, text) is is_docker
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(2**21)
+    for path, message in (
+        (tmp_path / "gone", "does not exist"),
+        (tmp_path, "cannot be read"),
+        (binary, "not text"),
+        (large, "too large"),
+    ):
+        with pytest.raises(FileProblem, match=message):
+            lint_file(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["export A='never ends", 'A="', "A=$(", "A=${", "\\", "A=\\", "cat <<EOF\nA=1", "{", "}", ")", "((", "<<", "A=`"],
+)
+def test_torn_texts_end(text):
+    for tail in ("", "\n", "\nB=1\n"):
+        list(read_shell(text + tail))
+        list(read_dockerfile(f"FROM x\nENV {text}{tail}"))
+        list(read_dockerfile(f"RUN {text}{tail}"))
+
+
+def test_own_scripts_of_a_path(tmp_path: Path):
+    script = tmp_path / "x.env"
+    script.write_text("NCCL_P2P_DISABLE=1\n", encoding="utf-8")
+    (finding,) = lint_file(script)
+    assert (finding.line, finding.variable) == (1, "NCCL_P2P_DISABLE")

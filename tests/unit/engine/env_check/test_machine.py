@@ -1,0 +1,276 @@
+"""Findings about made-up machines."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from opensora_cli.engine.env_check.facts import (
+    BackendFacts,
+    CardFacts,
+    DriverFacts,
+    EncoderFacts,
+    HostFacts,
+    LinkFacts,
+    LinkKind,
+    PythonFacts,
+    TorchFacts,
+    WeightFacts,
+)
+from opensora_cli.engine.env_check.findings import Severity, isolated
+from opensora_cli.engine.env_check.host import check_attention, check_disk, check_encoder, check_limits, check_memory
+from opensora_cli.engine.env_check.machine import (
+    check_cards,
+    check_libraries,
+    check_links,
+    check_precision,
+    check_python,
+    check_torch,
+    is_supported,
+)
+from opensora_cli.engine.env_check.presets import PresetNeeds, check_presets, read_presets, table_lines
+
+GIB = 2**30
+TORCH = TorchFacts(
+    version="2.13.0+cu130",
+    cuda="13.0",
+    architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"),
+    cuda_available=True,
+    nccl="2.28.9",
+    cudnn="9.13.0",
+)
+CPU_TORCH = TorchFacts(version="2.13.0+cpu")
+DRIVER = DriverFacts(version="580.95.05", cards=("NVIDIA GeForce RTX 4090",))
+CARD = CardFacts(index=0, name="NVIDIA GeForce RTX 4090", capability=(8, 9), total_bytes=24 * GIB, free_bytes=23 * GIB)
+SERVER_CARDS = tuple(
+    CardFacts(index=index, name="NVIDIA H100", capability=(9, 0), total_bytes=80 * GIB, free_bytes=79 * GIB)
+    for index in range(8)
+)
+NVLINKS = tuple(LinkFacts(a, b, LinkKind.NVLINK) for a in range(8) for b in range(a + 1, 8))
+HOST = HostFacts(cores=16, total_bytes=64 * GIB, available_bytes=60 * GIB, shared_memory_bytes=32 * GIB)
+WEIGHTS = WeightFacts(
+    missing=("transformer",), missing_bytes=24 * GIB, largest_bytes=24 * GIB, folder="/w", free_disk_bytes=100 * GIB
+)
+OK, NOTE, WARNING, PROBLEM, UNKNOWN = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.PROBLEM, Severity.UNKNOWN
+
+
+def severities(findings):
+    return [finding.severity for finding in findings]
+
+
+def worst(findings):
+    (found,) = [finding for finding in findings if finding.severity not in (OK, NOTE)]
+    assert found.why
+    assert found.mend
+    return found
+
+
+class TestAllWell:
+    def test_a_desktop(self):
+        findings = [
+            *check_python(PythonFacts(version=(3, 12, 1), executable="python")),
+            *check_torch(TORCH, DRIVER),
+            *check_cards(TORCH, [CARD]),
+            *check_links([]),
+            *check_libraries(TORCH, [CARD]),
+            *check_precision(TORCH, [CARD]),
+            *check_memory(HOST, WEIGHTS, has_cards=True),
+            *check_disk(WEIGHTS),
+            *check_limits(HOST),
+            *check_encoder(EncoderFacts(av="18.0", has_x264=True)),
+        ]
+        assert set(severities(findings)) == {OK, NOTE}
+
+    def test_a_server(self):
+        findings = [*check_cards(TORCH, SERVER_CARDS), *check_links(NVLINKS)]
+        assert severities(findings) == [OK] * 9
+        assert findings[-1].message == "NVLink between all 28 pairs"
+        assert set(severities(check_libraries(TORCH, SERVER_CARDS))) == {OK}
+
+    def test_no_card_at_all(self):
+        findings = [
+            *check_torch(CPU_TORCH, DriverFacts()),
+            *check_cards(CPU_TORCH, []),
+            *check_libraries(CPU_TORCH, []),
+            *check_precision(CPU_TORCH, []),
+        ]
+        assert set(severities(findings)) == {OK, NOTE}
+
+
+class TestTorch:
+    def test_a_cpu_build_beside_a_card(self):
+        found = worst(check_torch(CPU_TORCH, DRIVER))
+        assert found.severity is PROBLEM
+        assert "NVIDIA GeForce RTX 4090" in found.message
+        assert "CUDA 13.x" in found.mend
+
+    def test_a_driver_that_is_too_old(self):
+        old = DriverFacts(version="550.54.15", cards=DRIVER.cards)
+        found = worst(check_torch(replace(TORCH, cuda_available=False), old))
+        assert found.severity is PROBLEM
+        assert found.message == "driver 550.54.15 is too old for CUDA 13.0"
+        assert "CUDA 12.x" in found.mend
+        assert set(severities(check_torch(replace(TORCH, cuda="12.8"), old))) == {OK}
+
+    def test_hidden_cards(self):
+        found = worst(check_torch(replace(TORCH, cuda_available=False), DRIVER))
+        assert found.severity is PROBLEM
+        assert "CUDA_VISIBLE_DEVICES" in found.mend
+
+    def test_a_cuda_build_without_a_driver(self):
+        assert worst(check_torch(replace(TORCH, cuda_available=False), DriverFacts())).severity is WARNING
+
+    def test_a_driver_that_does_not_answer(self):
+        broken = DriverFacts(failure="Failed to initialize NVML: Driver/library version mismatch")
+        found = worst(check_torch(replace(TORCH, cuda_available=False), broken))
+        assert found.severity is PROBLEM
+        assert "version mismatch" in found.message
+        assert worst(check_torch(CPU_TORCH, broken)) == found
+
+    def test_python(self):
+        assert worst(check_python(PythonFacts(version=(3, 10, 9), executable="x"))).severity is PROBLEM
+        assert worst(check_python(PythonFacts(version=(3, 14, 0), executable="x"))).severity is WARNING
+        unmet = PythonFacts(version=(3, 11, 0), executable="x", unmet=("av 17.0 does not fit >=18",))
+        assert worst(check_python(unmet)).message == "av 17.0 does not fit >=18"
+
+
+class TestCards:
+    @pytest.mark.parametrize(
+        ("capability", "architectures", "supported"),
+        [
+            ((8, 9), ("sm_80",), True),
+            ((8, 0), ("sm_86",), False),
+            ((9, 0), ("sm_80",), False),
+            ((9, 0), ("sm_80", "compute_80"), True),
+            ((9, 0), ("sm_90a",), True),
+            ((10, 3), ("sm_100a",), False),
+            ((10, 3), ("sm_100f",), True),
+            ((12, 0), ("sm_90", "compute_90a"), False),
+            ((6, 1), ("sm_75", "compute_75"), False),
+            ((9, 0), (), True),
+        ],
+    )
+    def test_architectures(self, capability, architectures, supported):
+        assert is_supported(capability, architectures) is supported
+
+    def test_a_card_without_kernels(self):
+        old = replace(CARD, name="Tesla P100", capability=(6, 0))
+        found = worst(check_cards(TORCH, [old]))
+        assert found.severity is PROBLEM
+        assert "sm_60" in found.message
+
+    def test_a_mig_slice(self):
+        found = worst(check_cards(TORCH, [replace(SERVER_CARDS[0], is_mig=True)]))
+        assert found.severity is WARNING
+        assert "MIG" in found.message
+
+    def test_a_card_that_others_use(self):
+        assert "more than half full" in worst(check_cards(TORCH, [replace(CARD, free_bytes=11 * GIB)])).message
+
+    def test_links_of_several_kinds(self):
+        links = [
+            LinkFacts(0, 1, LinkKind.NVLINK),
+            LinkFacts(0, 2, LinkKind.PEER),
+            LinkFacts(1, 2, LinkKind.HOST),
+        ]
+        findings = list(check_links(links))
+        assert [finding.message for finding in findings] == [
+            "NVLink between 0-1",
+            "PCI, card to card between 0-2",
+            "no direct way between cards 1-2",
+        ]
+        assert findings[-1].severity is WARNING
+
+    def test_several_cards_without_nccl(self):
+        assert worst(check_libraries(replace(TORCH, nccl=None), SERVER_CARDS)).severity is PROBLEM
+        assert NOTE in severities(check_libraries(replace(TORCH, nccl=None), [CARD]))
+
+    def test_cards_without_bfloat16(self):
+        found = worst(check_precision(TORCH, [replace(CARD, capability=(7, 5))]))
+        assert found.mend == "--dtype float16"
+
+
+class TestHost:
+    def test_memory(self):
+        small = replace(HOST, available_bytes=16 * GIB)
+        assert worst(check_memory(small, WEIGHTS, has_cards=True)).severity is WARNING
+        assert severities(check_memory(small, WEIGHTS, has_cards=False)) == [OK]
+        container = replace(HOST, container_limit_bytes=8 * GIB)
+        findings = list(check_memory(container, WEIGHTS, has_cards=True))
+        assert severities(findings) == [NOTE, WARNING]
+        assert "8.0 of 64.0 GiB" in findings[1].message.replace(" GiB of", " of")
+
+    def test_disk(self):
+        assert worst(check_disk(replace(WEIGHTS, free_disk_bytes=GIB))).severity is WARNING
+        assert severities(check_disk(replace(WEIGHTS, missing=(), missing_bytes=0, free_disk_bytes=0))) == [OK]
+
+    def test_limits(self):
+        docker = replace(HOST, shared_memory_bytes=64 * 2**20)
+        assert "--shm-size" in worst(check_limits(docker)).mend
+        locked = replace(HOST, locked_memory_bytes=8 * 2**20)
+        assert severities(check_limits(locked)) == [OK, OK]
+        assert "memlock" in worst(check_limits(replace(locked, infiniband=("mlx5_0",)))).mend
+
+    def test_encoder(self):
+        assert worst(check_encoder(EncoderFacts(av="18.0", has_x264=False))).severity is PROBLEM
+
+    def test_attention(self):
+        backends = [
+            BackendFacts(name="sdpa", package="", in_registry=True),
+            BackendFacts(name="flash2", package=None, in_registry=True),
+            BackendFacts(name="flash3", package=None, in_registry=True),
+            BackendFacts(name="xformers", package="0.0.35", in_registry=False),
+        ]
+        findings = list(check_attention(backends, [CARD]))
+        assert severities(findings) == [OK, NOTE, NOTE, OK]
+        assert "is used with its flash kernels" in findings[0].message
+        assert (findings[1].message, findings[1].mend) == (
+            "flash2 is not installed",
+            "pip install flash-attn --no-build-isolation",
+        )
+        assert findings[2].message == "flash3 is not installed; no card here could run it"
+        assert findings[3].message == "xformers 0.0.35 is installed; this version of osora does not use it"
+
+
+class TestPresets:
+    NEEDS = PresetNeeds(
+        name="256px",
+        video="336x192, 129 frames",
+        device="cuda:0",
+        dtype="bfloat16",
+        stage="denoise",
+        needed_bytes=11 * GIB + 1,
+        free_bytes=23 * GIB,
+        offload="blocks",
+        has_weights=False,
+    )
+
+    def test_the_table(self):
+        head, row = table_lines([self.NEEDS])
+        assert head.split() == ["preset", "video", "device", "needs", "free", "fits", "offload", "weights"]
+        assert re.split(r" {2,}", row) == [
+            *("256px", "336x192, 129 frames", "cuda:0 bfloat16", "11.01 GiB (denoise)", "23.0 GiB", "yes", "blocks"),
+            "missing",
+        ]
+        assert table_lines([]) == []
+
+    def test_nothing_fits(self):
+        assert severities(check_presets([self.NEEDS])) == [OK]
+        assert worst(check_presets([replace(self.NEEDS, free_bytes=GIB)])).severity is PROBLEM
+
+    def test_the_demo_here(self, monkeypatch):
+        monkeypatch.setattr("opensora_cli.engine.env_check.presets.list_presets", lambda kind: ["demo"])
+        (demo,) = read_presets({})
+        assert demo.has_weights
+        assert demo.fits
+        assert demo.needed_bytes > 10 * 2**20
+
+
+def test_a_check_that_raises_is_a_finding():
+    def check():
+        raise RuntimeError("NVML\nis broken " + "x" * 1000)
+
+    (finding,) = isolated("cards", check)
+    assert (finding.check, finding.severity) == ("cards", UNKNOWN)
+    assert finding.message.startswith("could not be checked: NVML is broken")
+    assert len(finding.message) < 400

@@ -1,0 +1,56 @@
+"""What a bug report must not give away."""
+
+import pytest
+
+from opensora_cli.engine.env_check.redaction import Redactor, shown_value
+
+REDACTOR = Redactor(
+    {"ada": "<user>", "analytical": "<host>", "analytical.example.org": "<host>"},
+    folders=["/home/ada", "/mnt/the engine"],
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("70 GiB free for /home/ada/ckpts", "70 GiB free for <path>"),
+        ("user ada on analytical.example.org", "user <user> on <host>"),
+        ("adage is no name", "adage is no name"),
+        ("analytical:29500", "<host>:29500"),
+        ("HF_TOKEN=hf_abcdefghijklmnop", "HF_TOKEN=<hidden>"),
+        ("token hf_abcdefghijklmnop is no good", "token <hidden> is no good"),
+        ("MY_API_KEY=1", "MY_API_KEY=<hidden>"),
+        ("MASTER_ADDR=10.0.0.7", "MASTER_ADDR=<hidden>"),
+        ("http://ada:secret@proxy:80/x", "http://<hidden>@proxy:80/x"),
+        ("/data/secret-project/weights missing", "<path> missing"),
+        ("LD_LIBRARY_PATH=/usr/local/cuda/lib64:/opt/acme/lib", "LD_LIBRARY_PATH=/usr/local/cuda/lib64:<path>"),
+        ("at /mnt/the engine", "at <path>"),
+        ("at /mnt/the engine/x/y.pt:3 and ada", "at <path>:3 and <user>"),
+        ("'/data/two words/x'", "'<path>'"),
+        ("/home/adage", "<path>"),
+        ("see https://example.org/a/b", "see https://example.org/a/b"),
+        ("/dev/shm has 64 MiB", "/dev/shm has 64 MiB"),
+        ("13.1 GB/s on the bus", "13.1 GB/s on the bus"),
+        ("sk-abcdefgh12345678 ghp_0123456789abcdef", "<hidden> <hidden>"),
+        ("PYTORCH_ALLOC_CONF=expandable_segments:True", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_text(text, shown):
+    assert REDACTOR.text(text) == shown
+
+
+def test_documents():
+    document = {
+        "environment": {"HF_TOKEN": "opensesame", "MASTER_ADDR": "node7", "NCCL_DEBUG": "INFO"},
+        "findings": [{"message": "/home/ada/x", "line": 3, "why": None}],
+    }
+    assert REDACTOR.document(document) == {
+        "environment": {"HF_TOKEN": "<hidden>", "MASTER_ADDR": "<hidden>", "NCCL_DEBUG": "INFO"},
+        "findings": [{"message": "<path>", "line": 3, "why": None}],
+    }
+
+
+def test_values_that_are_always_hidden():
+    assert shown_value("HF_TOKEN", "x") == "<hidden>"
+    assert shown_value("HF_ENDPOINT", "https://me:pw@hub.example") == "https://<hidden>@hub.example"
+    assert shown_value("NCCL_DEBUG", "INFO") == "INFO"

@@ -1,0 +1,94 @@
+"""The plan of what is held between forward and backward."""
+
+import pytest
+import tiny_training
+import torch
+
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.engine.configs import mmdit_config
+from opensora_cli.engine.train.activations import plan_activations, saved_activations
+from opensora_cli.memory.dynamic_activations import DynamicActivationManager
+from opensora_cli.models.mmdit import MMDiT
+
+
+def settings(**memory):
+    tiny = tiny_training.mmdit_settings("unused").replace({"model.depth": 2, "model.depth_single_blocks": 3})
+    return tiny.replace({f"memory.{key}": value for key, value in memory.items()})
+
+
+def test_nothing_is_planned_unless_asked():
+    assert plan_activations(settings()) is None
+    assert plan_activations(tiny_training.vae_settings("unused").replace({"memory.checkpointing": True})) is None
+    with saved_activations(torch.nn.Linear(1, 1), None) as manager:
+        assert manager is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "blocks"),
+    [
+        ({}, {"double_blocks": 2, "single_blocks": 3}),
+        ({"checkpoint_double_blocks": 1}, {"double_blocks": 1, "single_blocks": 3}),
+        ({"checkpoint_single_blocks": 0}, {"double_blocks": 2, "single_blocks": 0}),
+    ],
+)
+def test_blocks(memory, blocks):
+    plan = plan_activations(settings(checkpointing=True, **memory))
+    assert plan.blocks == blocks
+    model = MMDiT(mmdit_config(settings().model))
+    with saved_activations(model, plan):
+        wrapped = [path for path, part in model.named_modules() if "forward" in vars(part)]
+    expected = [f"{stack}.{index}" for stack, count in blocks.items() for index in range(count)]
+    assert wrapped == [*expected, "final_layer"]
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_the_buffer_holds_a_step():
+    # Two clips of 4 latent frames, of 4 x 4 tokens each, with 12 text tokens; 2 + 3 blocks and the last layer.
+    plan = plan_activations(settings(checkpointing=True, activation_offload="all"))
+    latents, joint, width, angles = 64, 76, 32, 8
+    streams = (2 * joint + 3 * joint + latents) * width
+    shared = joint * 2 * angles + width
+    assert plan.needed_bytes == plan.buffer_bytes == 4 * 2 * (streams + shared)
+    halved = settings(checkpointing=True, activation_offload="all").replace({"loop.batch_size": 1})
+    assert plan_activations(halved).needed_bytes == plan.needed_bytes // 2
+    larger = settings(checkpointing=True, activation_offload="all", activation_buffer=10**6)
+    assert plan_activations(larger).buffer_bytes == 10**6
+    assert plan_activations(settings(checkpointing=True)).buffer_bytes == 0
+
+
+def test_a_buffer_that_is_too_small():
+    needed = plan_activations(settings(checkpointing=True, activation_offload="all")).needed_bytes
+    with pytest.raises(
+        RequestError, match=rf"activation_buffer={needed - 4} is too small .*batch_size=2: use at least {needed}"
+    ):
+        plan_activations(settings(checkpointing=True, activation_offload="all", activation_buffer=needed - 4))
+
+
+def test_a_buffer_that_the_host_has_no_memory_for():
+    huge = plan_activations(settings(checkpointing=True, activation_offload="all", activation_buffer=2**60))
+    with pytest.raises(HardwareError, match="no host memory for a buffer of"), saved_activations(None, huge):
+        pass
+
+
+def test_dynamic():
+    plan = plan_activations(settings(checkpointing=True, activation_offload="dynamic", offload_above=0.5))
+    with saved_activations(MMDiT(mmdit_config(settings().model)), plan) as manager:
+        assert isinstance(manager, DynamicActivationManager)
+        assert manager.threshold == 0.5
+        assert manager.buffer_bytes == plan.needed_bytes
+
+
+def test_words():
+    plan = plan_activations(settings(checkpointing=True, checkpoint_double_blocks=1))
+    assert plan.line() == "checkpoints in 1 double_blocks and 3 single_blocks"
+    plan = plan_activations(settings(checkpointing=True, activation_offload="all", activation_buffer=2 * 10**6))
+    assert plan.line().endswith("3 single_blocks, their inputs on the host, buffer 2.0 MB")
+    plan = plan_activations(settings(checkpointing=True, activation_offload="dynamic"))
+    assert "their inputs on the host above 80% of the memory, buffer" in plan.line()
+    assert plan.to_json() == {
+        "checkpointed_blocks": {"double_blocks": 2, "single_blocks": 3},
+        "activation_offload": "dynamic",
+        "offload_above": 0.8,
+        "needed_bytes": plan.needed_bytes,
+        "buffer_bytes": plan.needed_bytes,
+    }

@@ -1,0 +1,139 @@
+"""Weights in 8 bits: half the bytes, bounded errors, and the same numbers streamed or not."""
+
+import pytest
+import torch
+from tiny_transformer import inputs, transformer
+from torch import nn
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.memory.block_weights import slot_bytes
+from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.streaming import stream_blocks
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def stored(weight, dtype=torch.float32):
+    """Return a layer of this weight whose 8 bits are known."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
+    layer.weight.copy_(weight)
+    wrapped = nn.Sequential(layer)
+    store_in_fp8(wrapped)
+    return wrapped[0]
+
+
+def draw(*shape, scale=0.02):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * scale
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_error(self, dtype):
+        # Rows of very different magnitudes: a scale for all of them would cost the small ones their digits.
+        weight = (draw(256, 512) * torch.logspace(-6, 1, 256)[:, None]).to(dtype).float()
+        layer = stored(weight, dtype)
+        assert layer.weight.dtype == dtype
+        error = (layer.weight.float() - weight).abs()
+        # Half of the last of three bits; below 2^-14 of a row's largest number the steps have one size.
+        smallest = weight.abs().amax(dim=1, keepdim=True) * 2**-14
+        assert (error <= torch.maximum(weight.abs(), smallest) / 16).all()
+        relative = error.norm(dim=1) / weight.norm(dim=1)
+        assert relative.min() > 0.02
+        assert relative.max() < 0.03
+
+    def test_what_8_bits_can_say_is_kept(self):
+        values = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn).float()
+        values[:, 0] = 1.75 * 2**8
+        for scale in (2.0**-20, 1.0, 2.0**20):
+            assert torch.equal(stored(values * scale, torch.bfloat16).weight.float(), values * scale)
+
+    def test_extreme_rows(self):
+        weight = torch.zeros(4, 16)
+        weight[1] = 3e38
+        weight[2] = 1e-38
+        weight[3, 0] = 448
+        kept = stored(weight).weight
+        assert torch.equal(kept[0], weight[0])
+        assert torch.equal(kept[3], weight[3])
+        assert torch.allclose(kept[1:3], weight[1:3], rtol=1 / 16, atol=0)
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+    def test_what_is_not_finite_is_refused(self, number):
+        weight = draw(8, 8)
+        weight[3, 4] = number
+        with pytest.raises(CheckpointError, match="not finite"):
+            stored(weight)
+
+    def test_a_layer_computes_with_its_product(self):
+        layer = nn.Linear(48, 32)
+        wrapped = nn.Sequential(layer)
+        store_in_fp8(wrapped)
+        x = draw(5, 48, scale=1)
+        assert torch.equal(wrapped(x), nn.functional.linear(x, wrapped[0].weight, layer.bias))
+
+
+class TestModel:
+    def blocks(self, model):
+        return [*model.double_blocks, *model.single_blocks]
+
+    def test_a_transformer(self):
+        plain = transformer(hidden=64).bfloat16().requires_grad_(False).eval()
+        model = transformer(hidden=64).bfloat16().requires_grad_(False).eval()
+        names = list(model.state_dict())
+        before = sum(slot_bytes(block) for block in self.blocks(model))
+        for block in self.blocks(model):
+            store_in_fp8(block)
+        state = model.state_dict()
+        added = [name for name in state if name not in names]
+        assert [name for name in state if name in names] == names
+        assert {name.removesuffix("_scale") for name in added} < set(names)
+        linears = [name for name in names if "blocks" in name and name.endswith(".weight")]
+        assert [name + "_scale" for name in linears] == added
+        assert all(state[name].dtype == torch.float8_e4m3fn for name in linears)
+        # Scales and alignment: 4 bytes a row of 64 or 256 weights.
+        after = sum(slot_bytes(block) for block in self.blocks(model))
+        assert 0.5 * before < after < 0.56 * before
+        exact, near = plain(**inputs(plain)), model(**inputs(model))
+        error = (near - exact).norm() / exact.norm()
+        assert 0 < error < 0.1
+
+        other = transformer(hidden=64).bfloat16()
+        for block in self.blocks(other):
+            store_in_fp8(block)
+        other.load_state_dict(state)
+        assert torch.equal(other(**inputs(other)), near)
+
+    @pytest.mark.parametrize("source", ["pinned", "mapped"])
+    @pytest.mark.parametrize("resident", [1, 2, 3, 9])
+    def test_streamed(self, resident, source):
+        model = transformer().requires_grad_(False).eval()
+        for block in self.blocks(model):
+            store_in_fp8(block)
+        expected = [model(**inputs(model, seed=seed)) for seed in range(3)]
+        stacks = [model.double_blocks, model.single_blocks]
+        with stream_blocks(stacks, device="cpu", resident=resident, source=source) as figures:
+            for seed in range(3):
+                assert torch.equal(model(**inputs(model, seed=seed)), expected[seed])
+        assert torch.equal(model(**inputs(model)), expected[0])
+        assert resident > 2 or figures.device_bytes == resident * max(map(slot_bytes, self.blocks(model)))
+
+    def test_one_weight_is_held_beside_the_result(self):
+        block = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+        with TensorBytes() as counted:
+            counted.add(block)
+            before = counted.live_bytes
+            store_in_fp8(block)
+            assert counted.live_bytes == storage_bytes(block.parameters()) == before // 2 + 8 * 256 * 4
+            assert counted.peak_bytes <= before + 256 * 256 * (4 + 1) + 16 * 256 * 4
+
+    def test_again_changes_nothing(self):
+        block = nn.Sequential(nn.Linear(8, 8))
+        store_in_fp8(block)
+        before = block[0]
+        store_in_fp8(block)
+        assert block[0] is before

@@ -1,0 +1,85 @@
+"""T5 layer by layer: the states of the whole encoder, from a few layers' memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from mapped_files import are_mapped, needs_maps
+from tiny_world import save_t5
+
+import opensora_cli
+from opensora_cli.memory.block_weights import slot_bytes
+from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
+from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text.encoders import T5Encoder
+
+DEMO = Path(opensora_cli.__file__).parent / "assets" / "demo" / "t5"
+TEXTS = ["a boat on the sea , raining", "the sea at night"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A T5 of five layers."""
+    folder = tmp_path_factory.mktemp("t5") / "tiny"
+    save_t5(folder)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    torch.manual_seed(0)
+    with folders.quiet():
+        transformers.T5EncoderModel(transformers.T5Config(**{**config, "num_layers": 5})).save_pretrained(folder)
+    return folder
+
+
+def load(folder, *, dtype=torch.float32, device="cpu", blocks_on_host=False):
+    return T5Encoder.from_folder(folder, max_length=16, device=device, dtype=dtype, blocks_on_host=blocks_on_host)
+
+
+@pytest.mark.parametrize("source", ["pinned", "mapped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_states_are_equal_bit_for_bit(tiny, dtype, source):
+    for folder, resident in ((DEMO, 1), (tiny, 2), (tiny, 3)):
+        encoder = load(folder, dtype=dtype, blocks_on_host=True)
+        expected = load(folder, dtype=dtype).encode(TEXTS)
+        sizes = [slot_bytes(layer) for layer in encoder.blocks]
+        with stream_blocks([encoder.blocks], device="cpu", resident=resident, source=source) as figures:
+            for _ in range(2):
+                assert torch.equal(encoder.encode(TEXTS), expected)
+        assert figures.device_bytes == streaming_bytes(sizes, resident=resident) < sum(sizes)
+    # The first layer alone has the table of relative positions.
+    assert len(sizes) == 5
+    assert sizes[0] > sizes[1] == sizes[4]
+
+
+@needs_maps
+def test_only_the_layers_stay_on_the_host(tiny):
+    encoder = load(tiny, device="meta", blocks_on_host=True)
+    on_host = {name for name, weight in encoder.model.named_parameters() if not weight.is_meta}
+    assert on_host == {f"encoder.block.{name}" for name, _ in encoder.blocks.named_parameters()}
+    assert len(on_host) == 5 * 9 + 1
+    assert encoder.model.encoder.embed_tokens.weight.is_meta
+    file = tiny / "model.safetensors"
+    assert are_mapped(encoder.blocks.parameters(), file)
+    with stream_blocks([encoder.blocks], device="cpu", resident=3, source="mapped"):
+        assert are_mapped(encoder.blocks.parameters(), file)
+    # Another dtype is a copy.
+    assert not are_mapped(load(tiny, dtype=torch.bfloat16, blocks_on_host=True).blocks.parameters(), file)
+    assert all(weight.is_meta for weight in load(tiny, device="meta").model.parameters())
+
+
+def test_the_largest_t5_runs_in_two_gigabytes():
+    config = transformers.T5Config(
+        vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
+    )
+    with torch.device("meta"):
+        model = transformers.T5EncoderModel(config).bfloat16()
+    sizes = [slot_bytes(layer) for layer in model.encoder.block]
+    everything = sum(weight.nbytes for weight in model.parameters())
+    assert everything > 9.5e9
+    outside = everything - sum(weight.nbytes for weight in model.encoder.block.parameters())
+    assert outside == 2 * (32128 * 4096 + 4096)
+    # Of 512 tokens: states, their projections or the gated MLP, and scores of 64 heads, twice in fp32.
+    activations = 2 * 512 * (8 * 4096 + 3 * 10240) + 64 * 512 * 512 * (2 + 2 * 4)
+    assert outside + streaming_bytes(sizes, resident=2) < 1.05e9
+    assert outside + streaming_bytes(sizes, resident=2) + activations < 1.5e9

@@ -1,0 +1,541 @@
+"""Block streaming: the numbers of a whole model, from a few blocks' memory, whatever happens on the way."""
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from mapped_files import are_mapped, needs_maps
+from safetensors.torch import save_file
+from tiny_transformer import inputs, transformer
+from torch import nn
+
+from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.memory import host_weights, streaming
+from opensora_cli.memory.block_weights import slot_bytes
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_bytes
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+
+DOUBLE, SINGLE = 3, 4
+BLOCKS = DOUBLE + SINGLE
+SOURCES = ["pinned", "mapped"]
+
+
+def frozen_model():
+    return transformer(depth=DOUBLE, single=SINGLE).requires_grad_(False).eval()
+
+
+def empty_model():
+    config = frozen_model().config
+    with torch.device("meta"):
+        return MMDiT(config).requires_grad_(False).eval()
+
+
+def stacks(model):
+    return [model.get_submodule(stack.module_path) for stack in repeated_blocks(model.config)]
+
+
+def blocks_of(model):
+    return [block for stack in stacks(model) for block in stack]
+
+
+def velocity(model, seed=0):
+    return model(**inputs(model, seed=seed))
+
+
+@pytest.fixture
+def model():
+    return frozen_model()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Of seeds 0 to 3."""
+    model = frozen_model()
+    with torch.no_grad():
+        return [velocity(model, seed) for seed in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def check_as_before(model):
+    """All weights are there, on the CPU, under their names and with their values; nothing follows calls any more."""
+    state, original = model.state_dict(), frozen_model().state_dict()
+    assert list(state) == list(original)
+    assert all(torch.equal(state[key], original[key]) for key in state)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks_of(model))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+class TestNumbersAndBytes:
+    @pytest.mark.parametrize("source", SOURCES)
+    @pytest.mark.parametrize("resident", [1, 2, 3, 4, BLOCKS - 1, BLOCKS, BLOCKS + 3])
+    def test_several_passes(self, model, expected, resident, source):
+        sizes = [slot_bytes(block) for block in blocks_of(model)]
+        # Which blocks stay is seen from outside: it is those that are not copied again.
+        with stream_blocks(stacks(model), device="cpu", resident=resident, source=source) as figures:
+            copied = []
+            for seed in range(4):
+                before = figures.copied_bytes
+                assert torch.equal(velocity(model, seed), expected[seed])
+                copied.append(figures.copied_bytes - before)
+        assert figures.device_bytes == streaming_bytes(sizes, resident=resident)
+        if resident >= BLOCKS:
+            assert figures.device_bytes == figures.copied_bytes == sum(sizes)
+            assert copied == [0, 0, 0, 0]
+            assert figures.host_bytes <= 2 * 4096
+        else:
+            slots = min(resident, 2)
+            kept_bytes = figures.device_bytes - slots * max(sizes)
+            assert set(copied) == {sum(sizes) - kept_bytes}
+            if source == "pinned":
+                streamed = BLOCKS - (resident - slots)
+                assert sum(copied[:1]) <= figures.host_bytes < sum(copied[:1]) + streamed * 4096
+        check_as_before(model)
+
+    @pytest.mark.parametrize(("resident", "runs"), [(1, 1), (2, 2), (4, 4), (BLOCKS, BLOCKS)])
+    def test_blocks_compute_in_that_many_runs_of_memory(self, model, expected, resident, runs):
+        seen = []
+
+        def watch(block, _inputs, _result):
+            assert not any(weight.is_meta for weight in block.parameters())
+            seen.append({weight.untyped_storage().data_ptr() for weight in block.parameters()})
+
+        originals = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        # Registered first, so that they see a block before its weights are taken back.
+        hooks = [block.register_forward_hook(watch) for block in blocks_of(model)]
+        with stream_blocks(stacks(model), device="cpu", resident=resident, source="mapped"):
+            velocity(model)
+            velocity(model)
+        assert all(len(places) == 1 for places in seen)
+        assert len(seen) == 2 * BLOCKS
+        assert len(set.union(*seen)) == runs
+        assert not set.union(*seen) & originals
+        for hook in hooks:
+            hook.remove()
+        check_as_before(model)
+
+    def test_a_block_has_its_parameters_on_the_cpu_while_others_compute(self, model):
+        wanted = [weight.data_ptr() for weight in model.double_blocks[0].parameters()]
+        seen = []
+
+        def watch(_block, _inputs):
+            seen.append([weight.data_ptr() for weight in model.double_blocks[0].parameters()])
+
+        hook = model.double_blocks[1].register_forward_pre_hook(watch)
+        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
+            velocity(model)
+        hook.remove()
+        assert seen == [wanted]
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_nothing_is_left_behind(self, model, source):
+        with TensorBytes() as counted:
+            with stream_blocks(stacks(model), device="cpu", resident=4, source=source) as figures:
+                velocity(model)
+                assert counted.live_bytes >= figures.device_bytes
+            gc.collect()
+            left = counted.live_bytes
+        # The pinned copy is where the weights are now.
+        pages = (BLOCKS - 2) * 4096
+        assert left == 0 if source == "mapped" else figures.host_bytes <= left <= figures.host_bytes + pages
+
+    def test_the_bytes_of_released_sizes(self):
+        double, single = 680, 283
+        sizes = [double] * 19 + [single] * 38
+        assert streaming_bytes(sizes, resident=1) == double
+        assert streaming_bytes(sizes, resident=2) == 2 * double
+        # Blocks 14 and 42 stay.
+        assert streaming_bytes(sizes, resident=4) == 2 * double + double + single
+        assert streaming_bytes(sizes, resident=57) == sum(sizes)
+        assert streaming_bytes(sizes, resident=100) == sum(sizes)
+        assert streaming_bytes([], resident=2) == 0
+
+    @pytest.mark.parametrize("kept", [1, 5, 18, 54])
+    def test_those_that_stay_are_spread_evenly(self, kept):
+        positions = kept_blocks(57, resident=kept + 2)
+        assert len(positions) == kept
+        # Over the end of a pass the first follows the last.
+        gaps = [second - first for first, second in pairwise([*positions, positions[0] + 57])]
+        assert sum(gaps) == 57
+        assert max(gaps) - min(gaps) <= 1
+
+
+class TestOrder:
+    @pytest.mark.parametrize("resident", [1, 2, 3, 4])
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_any_order(self, model, resident, source):
+        blocks, plain = (transformer(single=8).requires_grad_(False).single_blocks for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        tokens, vector = torch.randn(1, 5, 32, generator=generator), torch.randn(1, 32, generator=generator)
+        rotary = model._rotary(torch.arange(15).view(1, 5, 3), text_length=0)
+        orders = [range(8), reversed(range(8)), [0, 0, 1, 1], [0, 2, 4, 6], [7, 3, 3, 0, 5, 1], [0, 1, 7], range(8)]
+        with stream_blocks([blocks], device="cpu", resident=resident, source=source):
+            for order in orders:
+                for index in order:
+                    streamed = blocks[index](tokens, vector, rotary)
+                    assert torch.equal(streamed, plain[index](tokens, vector, rotary)), index
+
+    def test_left_out_blocks_cost_no_more_copies(self):
+        layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)).requires_grad_(False)
+        size = slot_bytes(layers[0])
+        with stream_blocks([layers], device="cpu", resident=2) as figures:
+            assert figures.copied_bytes == 2 * size
+            copies = []
+            for index in (0, 2, 3, 5, 0, 1):
+                layers[index](torch.ones(1, 16))
+                copies.append(figures.copied_bytes / size)
+        # After each call two wait. In the end all six of the first pass were copied, two of the second, and these.
+        assert copies == [3, 5, 6, 8, 9, 10]
+
+    def test_a_block_that_is_used_twice_in_a_pass(self):
+        layer = nn.Linear(4, 4)
+        others = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        stack = nn.ModuleList([layer, others[0], layer, others[1]])
+        x = torch.ones(1, 4)
+        expected = nn.Sequential(*stack)(x)
+        with stream_blocks([stack], device="cpu", resident=2) as figures:
+            assert torch.equal(nn.Sequential(*stack)(x), expected)
+        assert figures.device_bytes == 2 * slot_bytes(layer)
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a weight of other dtypes, an empty and a scalar one, and buffers that change."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.shared = shared
+        self.short = nn.Parameter(torch.randn(6).bfloat16())
+        self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(5, 6).t())
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.norm(self.second(self.first(x))) + self.shared * self.short + self.scalar.float()
+        return x + self.transposed[:, 1] + self.empty.sum()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("resident", [1, 2, 3, 4])
+def test_tied_weights_and_buffers(source, resident):
+    def build():
+        torch.manual_seed(3)
+        shared = nn.Parameter(torch.randn(6))
+        return nn.ModuleList(Tied(shared) for _ in range(4))
+
+    plain, streamed = build(), build()
+    x = torch.randn(7, 6)
+    with stream_blocks([streamed], device="cpu", resident=resident, source=source):
+        for _ in range(3):
+            assert torch.equal(nn.Sequential(*streamed)(x), nn.Sequential(*plain)(x))
+    for block, same in zip(streamed, plain, strict=True):
+        assert block.second.weight is block.first.weight
+        assert block.calls == 3
+        assert torch.equal(block.norm.running_mean, same.norm.running_mean)
+    if resident in (1, 2):
+        assert len({id(block.shared) for block in streamed}) == 1
+
+
+class TestInterruptions:
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
+    @pytest.mark.parametrize("source", SOURCES)
+    @pytest.mark.parametrize("where", ["double_blocks.0", "double_blocks.2", "single_blocks.1", "single_blocks.3"])
+    def test_inside_a_pass(self, model, expected, error, source, where):
+        def fail(_module, _inputs):
+            raise error("now")
+
+        def weights():
+            return [id(weight) for weight in model.parameters()]
+
+        inner = next(iter(model.get_submodule(where).children()))
+        with stream_blocks(stacks(model), device="cpu", resident=3, source=source):
+            before = weights()
+            hook = inner.register_forward_pre_hook(fail)
+            with pytest.raises(error, match="now"):
+                velocity(model)
+            hook.remove()
+            # Hooks cannot follow what is no Exception: then the next block that is called puts the weights back.
+            assert weights() == before or error is KeyboardInterrupt
+            assert torch.equal(velocity(model, 1), expected[1])
+            assert weights() == before
+            assert torch.equal(velocity(model, 2), expected[2])
+        check_as_before(model)
+        assert weights() == before
+
+        hook = inner.register_forward_pre_hook(fail)
+        before = weights()
+        with (
+            pytest.raises(error, match="now"),
+            stream_blocks(stacks(model), device="cpu", resident=3, source="mapped"),
+        ):
+            velocity(model)
+        hook.remove()
+        check_as_before(model)
+        assert weights() == before
+
+    def test_an_interrupted_block_has_its_weights_back_when_another_computes(self, model):
+        def interrupt(_module, _inputs):
+            raise KeyboardInterrupt
+
+        first, second = model.double_blocks[:2]
+        seen = []
+        with stream_blocks(stacks(model), device="cpu", resident=3):
+            before = [id(weight) for weight in second.parameters()]
+            hook = second.img_mod.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                velocity(model)
+            hook.remove()
+            assert [id(weight) for weight in second.parameters()] != before
+            first.img_mod.register_forward_pre_hook(lambda *_: seen.append([id(w) for w in second.parameters()]))
+            velocity(model)
+        assert seen == [before]
+
+    def test_an_error_of_the_reading_thread_comes_out_and_is_got_over(self, model, expected, monkeypatch):
+        copy_piece = host_weights._MappedWeights._copy_piece
+        failing = threading.Event()
+
+        def copy_or_fail(self, *tensors):
+            assert threading.current_thread() is not threading.main_thread()
+            if failing.is_set():
+                raise OSError("the disk is gone")
+            copy_piece(self, *tensors)
+
+        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", copy_or_fail)
+        failing.set()
+        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
+            for seed in (0, 1):
+                with pytest.raises(OSError, match="the disk is gone"):
+                    velocity(model)
+                failing.clear()
+                # First the same block is asked for again, then one after others.
+                assert torch.equal(velocity(model, seed), expected[seed])
+                failing.set()
+        check_as_before(model)
+
+    @pytest.mark.parametrize("at_most", [3, 4])
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_errors_hold_no_memory(self, model, monkeypatch, source, at_most):
+        """Neither at the beginning nor in a pass; as long as they are at hand, so are frames that they came through."""
+        made = []
+
+        def run(nbytes, device):
+            if len(made) == at_most:
+                raise torch.OutOfMemoryError("no more")
+            made.append(weakref.ref(memory := torch.empty(nbytes, dtype=torch.uint8, device=device)))
+            return memory
+
+        monkeypatch.setattr(streaming, "_run", run)
+        model.requires_grad_(True)
+        with (
+            torch.enable_grad(),
+            pytest.raises(RuntimeError) as caught,
+            stream_blocks(stacks(model), device="cpu", resident=4, source=source),
+        ):
+            velocity(model)
+        check_as_before(model)
+        assert ("no more" if at_most == 3 else "no gradients") in str(caught.value)
+        assert [memory() for memory in made] == [None] * at_most
+        assert caught.value.__traceback__ is not None
+
+    def test_a_slow_reader_is_waited_for(self, model, expected, monkeypatch):
+        copy_piece = host_weights._MappedWeights._copy_piece
+
+        delay = 0.0005
+        begun, ended = [], []
+
+        def slowly(self, *tensors):
+            begun.append(1)
+            time.sleep(delay)
+            copy_piece(self, *tensors)
+            ended.append(1)
+
+        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", slowly)
+        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
+            for seed in (0, 1):
+                assert torch.equal(velocity(model, seed), expected[seed])
+            delay = 0.1
+        # No more is begun when it ends, and what has begun comes to its end.
+        assert len(begun) == len(ended)
+        check_as_before(model)
+
+
+class LateStream:
+    """A stream on which nothing is done before somebody waits for it, and which spoils what is not there yet."""
+
+    def __init__(self, _device):
+        self.told = []
+        self.done = 0
+
+    def mark(self):
+        return len(self.told)
+
+    def wait(self, mark):
+        for copy in self.told[self.done : mark]:
+            copy()
+        self.done = max(self.done, mark)
+
+    @contextmanager
+    def after(self, _mark):
+        yield
+
+    def synchronise(self):
+        self.wait(len(self.told))
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3, 5])
+def test_each_copy_is_waited_for_before_its_block_computes(model, expected, monkeypatch, resident):
+    made = []
+
+    def late_stream(device):
+        made.append(LateStream(device))
+        return made[0]
+
+    copy_to = host_weights._PinnedWeights.copy_to
+
+    def later(self, index, slot):
+        slot.fill_(255)  # NaN in any dtype
+        made[0].told.append(lambda: copy_to(self, index, slot))
+
+    monkeypatch.setattr(streaming, "SideStream", late_stream)
+    monkeypatch.setattr(host_weights._PinnedWeights, "copy_to", later)
+    with stream_blocks(stacks(model), device="cpu", resident=resident):
+        for seed in range(4):
+            assert torch.equal(velocity(model, seed), expected[seed])
+        # The next pass is on its way.
+        assert len(made[0].told) - made[0].done == min(resident, 2)
+    assert made[0].done == len(made[0].told)
+    check_as_before(model)
+
+
+class TestModes:
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_all_inside_inference_mode(self, expected, source):
+        with torch.inference_mode():
+            model = frozen_model()
+            assert model.img_in.weight.is_inference()
+            with stream_blocks(stacks(model), device="cpu", resident=3, source=source):
+                for seed in range(3):
+                    assert torch.equal(velocity(model, seed), expected[seed])
+            assert torch.equal(velocity(model, 3), expected[3])
+            check_as_before(model)
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_modes_may_change_between_passes(self, model, expected, source):
+        with stream_blocks(stacks(model), device="cpu", resident=3, source=source):
+            with torch.inference_mode():
+                assert torch.equal(velocity(model, 0), expected[0])
+            assert torch.equal(velocity(model, 1), expected[1])
+            with torch.enable_grad():
+                assert torch.equal(velocity(model, 2), expected[2])
+            with torch.inference_mode():
+                assert torch.equal(velocity(model, 3), expected[3])
+
+    def test_weights_that_want_gradients_are_refused_where_these_are_recorded(self, model, expected):
+        model.requires_grad_(True)
+        with stream_blocks(stacks(model), device="cpu", resident=3):
+            with torch.enable_grad(), pytest.raises(RuntimeError, match="weights that are streamed get no gradients"):
+                velocity(model)
+            assert torch.equal(velocity(model), expected[0])
+        assert all(weight.requires_grad for weight in model.parameters())
+
+    def test_a_backward_through_streamed_blocks_is_never_wrong_in_silence(self):
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).requires_grad_(False)
+        x = torch.ones(1, 4, requires_grad=True)
+        with stream_blocks([layers], device="cpu", resident=2), torch.enable_grad():
+            result = nn.Sequential(*layers)(x).sum()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.backward()
+
+    @pytest.mark.parametrize("resident", [0, -1])
+    def test_no_resident_block(self, model, resident):
+        with (
+            pytest.raises(ValueError, match=f"resident={resident} is not positive"),
+            stream_blocks(stacks(model), device="cpu", resident=resident),
+        ):
+            pytest.fail("not reached")
+        check_as_before(model)
+
+    def test_blocks_without_weights(self):
+        empty = empty_model()
+        with (
+            pytest.raises(ValueError, match="meta device"),
+            stream_blocks(stacks(empty), device="cpu", resident=2),
+        ):
+            pytest.fail("not reached")
+
+    def test_sizes_are_known_without_weights(self, model):
+        empty = empty_model()
+        sizes = [slot_bytes(block) for block in blocks_of(empty)]
+        assert sizes == [slot_bytes(block) for block in blocks_of(model)]
+        bare = [sum(weight.nbytes for weight in block.parameters()) for block in blocks_of(model)]
+        counts = [len(list(block.parameters())) for block in blocks_of(model)]
+        assert all(b <= size < b + 512 * n for size, b, n in zip(sizes, bare, counts, strict=True))
+
+
+class TestHostMemory:
+    def test_the_pinned_copy_is_the_only_one(self, model):
+        originals = [weakref.ref(weight) for block in blocks_of(model) for weight in block.parameters()]
+        streamed_bytes = sum(slot_bytes(block) for block in blocks_of(model))
+        bare_bytes = sum(weight.nbytes for block in blocks_of(model) for weight in block.parameters())
+        with TensorBytes() as counted:
+            counted.add(model)
+            before = counted.live_bytes
+            with stream_blocks(stacks(model), device="cpu", resident=1, source="pinned") as figures:
+                gc.collect()
+                assert not [weight for weight in originals if weight() is not None]
+                held = counted.live_bytes - figures.device_bytes
+                # Weights begin at multiples of 512 bytes, blocks with a page.
+                spare = streamed_bytes - bare_bytes + BLOCKS * 2 * 4096
+                assert before <= held <= before + spare
+                # Made block by block: two copies of one at a time.
+                assert counted.peak_bytes <= before + spare + max(slot_bytes(block) for block in blocks_of(model))
+                assert streamed_bytes <= figures.host_bytes <= streamed_bytes + BLOCKS * 4096
+
+    @needs_maps
+    def test_mapped_weights_stay_in_their_file(self, tmp_path, expected):
+        path = tmp_path / "weights.safetensors"
+        save_file(frozen_model().state_dict(), path)
+        model = empty_model()
+        load_into_module(model, path, device="cpu", dtype=torch.float32)
+
+        weights = [weight for block in blocks_of(model) for weight in block.parameters()]
+        assert are_mapped(weights, path)
+        with stream_blocks(stacks(model), device="cpu", resident=3, source="mapped") as figures:
+            assert torch.equal(velocity(model), expected[0])
+        after = [weight for block in blocks_of(model) for weight in block.parameters()]
+        assert all(weight is same for weight, same in zip(after, weights, strict=True))
+        largest = max(weight.nbytes for weight in weights)
+        assert figures.host_bytes == 2 * (-(-largest // 4096) * 4096)
+        check_as_before(model)
+
+    def test_mapped_weights_go_through_small_buffers_in_pieces(self, model, expected, monkeypatch):
+        monkeypatch.setattr(host_weights, "STAGING_BYTES", 1000)
+        pieces = []
+        copy_piece = host_weights._MappedWeights._copy_piece
+
+        def count(self, piece, target):
+            pieces.append(piece.nbytes)
+            copy_piece(self, piece, target)
+
+        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", count)
+        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped") as figures:
+            assert torch.equal(velocity(model), expected[0])
+        assert figures.host_bytes == 2 * 4096
+        assert max(pieces) <= 1000
+        assert len(pieces) > 500

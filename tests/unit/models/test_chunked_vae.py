@@ -1,0 +1,192 @@
+"""Decoding some frames at a time: the same pixels, in memory that does not grow with the clip."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.vae.chunked import StoredClip, decode_in_chunks
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+
+TILES = HunyuanVAEConfig(
+    latent_channels=4,
+    block_out_channels=(8, 8, 16),
+    layers_per_block=1,
+    norm_num_groups=4,
+    sample_size=16,
+    sample_tsize=16,
+    time_compression_ratio=4,
+    spatial_compression_ratio=4,
+)
+"""Tiles of 4 x 4 latents and 4 + 1 latent frames."""
+
+CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
+
+
+def small_vae(config=TILES, *, dtype=torch.float32):
+    """A decoder whose every weight matters: fresh norms are all alike."""
+    torch.manual_seed(0)
+    vae = HunyuanVAE(config).to(dtype).requires_grad_(False)
+    for module in vae.modules():
+        if isinstance(module, nn.GroupNorm):
+            nn.init.normal_(module.weight, 1.0, 0.3)
+            nn.init.normal_(module.bias, 0.0, 0.3)
+    return vae
+
+
+def latents_of(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def config_of(widths, time, space):
+    return HunyuanVAEConfig(
+        latent_channels=2,
+        block_out_channels=widths,
+        layers_per_block=1,
+        norm_num_groups=2,
+        time_compression_ratio=time,
+        spatial_compression_ratio=space,
+    )
+
+
+@pytest.mark.parametrize("tiling", [NO_TILING, Tiling(spatial=True)])
+@pytest.mark.parametrize("num_latent_frames", [1, 2, 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_every_chunk_length_gives_the_same_pixels(dtype, tolerance, num_latent_frames, tiling):
+    vae, latents = small_vae(dtype=dtype), latents_of(2, 4, num_latent_frames, 3, 6, dtype=dtype)
+    whole = vae.decode(latents, tiling=tiling)
+    # The highest resolution has 1 + 4 (T-1) frames.
+    for chunk_frames in (*range(1, num_latent_frames + 1), 7, 99):
+        chunked = vae.decode(latents, tiling=tiling, chunk_frames=chunk_frames)
+        assert chunked.shape == whole.shape
+        assert (chunked - whole).abs().max() <= tolerance * whole.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("widths", "time", "space"),
+    [((8, 8, 8, 8), 4, 8), ((8, 8, 8), 4, 4), ((8, 8, 8), 2, 8), ((8, 8, 8), 4, 2), ((4, 8), 1, 4), ((8,), 1, 1)],
+)
+def test_every_choice_of_ratios(widths, time, space):
+    vae = small_vae(config_of(widths, time, space), dtype=torch.float64)
+    latents = latents_of(1, 2, 4, 2, 3, dtype=torch.float64)
+    whole = vae.decode(latents)
+    for chunk_frames in (1, 2, 3):
+        torch.testing.assert_close(vae.decode(latents, chunk_frames=chunk_frames), whole, rtol=0, atol=1e-12)
+
+
+def test_bf16_loses_no_more_in_chunks():
+    latents = latents_of(1, 4, 5, 4, 4)
+    exact = small_vae().decode(latents)
+    vae = small_vae(dtype=torch.bfloat16)
+    whole, chunked = (vae.decode(latents.bfloat16(), chunk_frames=frames).float() for frames in (None, 2))
+    assert chunked.isfinite().all()
+    assert 0 < (chunked - exact).square().mean() < 1.2 * (whole - exact).square().mean()
+
+
+def test_a_norm_of_chunks_is_that_of_the_clip():
+    clip = latents_of(2, 6, 7, 3, 4) * 3 + 100
+    norm = nn.GroupNorm(3, 6, eps=1e-6)
+    nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
+    stored = StoredClip(clip.split([1, 4, 2], dim=2), store=CPU)
+    assert stored.num_frames == 7
+    normalise = stored.group_norm(norm)
+    with torch.no_grad():
+        normed = torch.cat([normalise(chunk) for chunk in stored.chunks()], dim=2)
+        # A mean of 33 standard deviations costs fp32 some digits, here as there.
+        torch.testing.assert_close(normed.double(), norm.double()(clip.double()), rtol=0, atol=1e-4)
+    assert torch.equal(torch.cat(list(stored.drain()), dim=2), clip)
+    assert not list(stored.drain())
+
+
+def test_the_decoder_is_called_once_for_each_tile():
+    vae, latents = small_vae(), latents_of(1, 4, 6, 6, 4)
+    calls = []
+    vae.decoder.register_forward_hook(lambda *_: calls.append(1))
+    vae.decode(latents, tiling=Tiling(spatial=True, temporal=True), chunk_frames=2)
+    assert len(calls) == 2 * 2 * 2
+
+
+def test_no_gradient_is_recorded_in_chunks():
+    vae = small_vae().requires_grad_(True)
+    assert vae.decode(latents_of(1, 4, 2, 2, 2)).requires_grad
+    assert not vae.decode(latents_of(1, 4, 2, 2, 2), chunk_frames=1).requires_grad
+
+
+def test_a_chunk_has_a_frame():
+    with pytest.raises(RequestError, match="chunk_frames=0 must be at least 1"):
+        small_vae().decode_pieces(latents_of(1, 4, 2, 2, 2), chunk_frames=0)
+
+
+def test_a_layer_that_has_no_chunked_form_is_refused():
+    decoder = small_vae().decoder
+    with pytest.raises(TypeError, match="Conv3d is no layer of the decoder"):
+        decode_in_chunks(
+            latents_of(1, 4, 2, 2, 2),
+            conv_in=decoder.conv_in,
+            layers=[nn.Conv3d(16, 16, 1)],
+            norm_out=decoder.conv_norm_out,
+            conv_out=decoder.conv_out,
+            chunk_frames=1,
+            store=CPU,
+            canvas=CPU,
+        )
+
+
+# --- pieces and canvas -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_frames", [None, 2])
+@pytest.mark.parametrize(("tiling", "lengths"), [(NO_TILING, [41]), (Tiling(temporal=True), [13, 12, 12, 4])])
+def test_pieces_are_the_clip_in_order(tiling, lengths, chunk_frames):
+    vae, latents = small_vae(), latents_of(1, 4, 11, 2, 2)
+    arguments = {"tiling": tiling, "chunk_frames": chunk_frames, "canvas": CPU}
+    pieces = list(vae.decode_pieces(latents, **arguments))
+    assert [piece.shape[2] for piece in pieces] == lengths
+    assert torch.equal(torch.cat(pieces, dim=2), vae.decode(latents, **arguments))
+
+
+def test_a_piece_comes_before_the_next_is_computed():
+    vae, latents = small_vae(), latents_of(1, 4, 11, 2, 2)
+    calls = []
+    vae.decoder.register_forward_hook(lambda *_: calls.append(1))
+    pieces = vae.decode_pieces(latents, tiling=Tiling(temporal=True))
+    assert not calls
+    next(pieces)
+    assert len(calls) == 1
+
+
+def peak_bytes(shape, **arguments):
+    """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
+    # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.
+    with FakeTensorMode(), torch.no_grad():
+        vae = HunyuanVAE(TILES)
+        latents = torch.empty(1, TILES.latent_channels, *shape)
+        with TensorBytes(device_type="cpu") as counter:
+            pixels = vae.decode(latents, **arguments)
+    assert pixels.device == arguments.get("canvas", CPU)
+    return counter.peak_bytes
+
+
+def test_with_a_store_only_some_frames_are_on_the_device():
+    arguments = {"chunk_frames": 2, "store": ELSEWHERE, "canvas": ELSEWHERE}
+    short, long = (peak_bytes((frames, 8, 8), **arguments) for frames in (3, 6))
+    # Latents, keys and values, at the lowest resolution, are all that a longer clip adds.
+    assert long < 1.2 * short
+    assert long < peak_bytes((6, 8, 8)) / 5
+
+
+def test_chunks_that_wait_on_the_device_save_most_of_the_way():
+    # What is left are two clips between layers.
+    assert peak_bytes((6, 8, 8), chunk_frames=2) < 0.5 * peak_bytes((6, 8, 8))
+
+
+def test_with_a_canvas_one_tile_is_on_the_device():
+    one_tile = peak_bytes((2, 4, 4), canvas=ELSEWHERE)
+    # Of nine tiles, the scaled latents alone come on top.
+    nine_tiles = peak_bytes((2, 9, 9), tiling=Tiling(spatial=True), canvas=ELSEWHERE)
+    assert nine_tiles <= one_tile + 4 * 2 * 9 * 9 * 4
+    assert peak_bytes((2, 9, 9), tiling=Tiling(spatial=True)) > 1.2 * nine_tiles
