@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,15 @@ def plan_for(case: Case, *, device: str, tiny: bool) -> ExecutionPlan:
         **case.changes,
     }
     if tiny:
-        changes |= TINY | {"memory.limit": None}
+        # No tiny model fills a limit.
+        changes |= TINY | {"memory.limit": None, "memory.resident_blocks": 2 if case.beside else None}
     settings: GenerateSettings = load_preset(case.preset, prompt="raining, sea").replace(changes)
     return make_plan(settings)
 
 
 @contextmanager
-def measured(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Count inside the block; yields what returns the peak in bytes."""
+def measured(device: torch.device, *weights: nn.Module) -> Iterator[Callable[[], int]]:
+    """Count inside the block, on a CPU with the weights that are there; yields what returns the peak in bytes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -108,6 +109,8 @@ def measured(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: torch.cuda.max_memory_allocated(device)
     else:
         with TensorBytes() as counter:
+            for module in weights:
+                counter.add(module)
             yield lambda: counter.peak_bytes
 
 
@@ -142,11 +145,11 @@ def make_embeds(plan: ExecutionPlan) -> PromptEmbeds:
 def denoise(plan: ExecutionPlan, transformer: nn.Module) -> tuple[list[float], int]:
     """Return the seconds of each evaluation, and the peak in bytes."""
     device, times = plan.hardware.device, []
-    with measured(device) as peak, ExitStack() as stack:
-        stacks = [transformer.get_submodule(each.module_path) for each in repeated_blocks(transformer.config)]
-        for child in transformer.children():
-            if child not in stacks or plan.offload.resident_blocks is None:
-                child.to(device)
+    stacks = [transformer.get_submodule(each.module_path) for each in repeated_blocks(transformer.config)]
+    on_device = [each for each in transformer.children() if each not in stacks or plan.offload.resident_blocks is None]
+    with measured(device, *on_device) as peak, ExitStack() as stack:
+        for child in on_device:
+            child.to(device)
         transformer.set_sequence_chunk(plan.offload.chunk_tokens)
         if plan.offload.resident_blocks is not None:
             stack.enter_context(build.streamed_blocks(plan, transformer))
@@ -211,7 +214,7 @@ def measure_decode(plan: ExecutionPlan, *, name: str) -> dict[str, Any]:
     vae = vae_on_meta(plan.settings.vae)
     device = plan.hardware.device
     fill(vae, device=device, place=torch.device("cpu"), dtype=plan.hardware.dtype)
-    with measured(device) as peak:
+    with measured(device, vae) as peak:
         vae.to(device)
         latents = torch.randn(plan.latent_shape)
         start = synchronized(device)
@@ -228,13 +231,12 @@ def measure_text(device: torch.device, *, tiny: bool, streamed: bool) -> dict[st
     fill(model, device=device, place=torch.device("cpu"), dtype=torch.bfloat16)
     model.encoder.embed_tokens = model.shared
     blocks = model.encoder.block
-    with measured(device) as peak, ExitStack() as stack:
+    on_device = [model.shared, model.encoder.final_layer_norm] if streamed else [model]
+    with measured(device, *on_device) as peak, ExitStack() as stack:
+        for part in on_device:
+            part.to(device)
         if streamed:
-            for part in (model.shared, model.encoder.final_layer_norm, model.encoder.dropout):
-                part.to(device)
             stack.enter_context(stream_blocks([blocks], device=device, resident=STREAMED_LAYERS, source="mapped"))
-        else:
-            model.to(device)
         start = synchronized(device)
         model(input_ids=torch.zeros(2, 512, dtype=torch.long, device=device))
         seconds = synchronized(device) - start
@@ -276,7 +278,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="write a trace of the case '768px in 16 GiB' here, as .json.gz")
     arguments = parser.parse_args()
     reports: list[dict[str, Any]] = []
-    with torch.inference_mode(), nullcontext():
+    with torch.inference_mode():
         for case in DENOISE_CASES:
             plan = plan_for(case, device=arguments.device, tiny=arguments.tiny)
             trace = arguments.trace if case.name == "768px in 16 GiB" else None

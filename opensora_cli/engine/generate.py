@@ -135,6 +135,8 @@ def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) ->
     plan = make_plan(with_mode(settings, reporter))
     _require_weights(plan, reporter)
     plan.require_fit()
+    if plan.offload.lines():
+        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     files = sample_files(plan)
     references = _read_references(plan, reporter)
     saved = _saved_sample(plan)

@@ -306,7 +306,7 @@ def _budget(settings: GenerateSettings, hardware: Hardware) -> int:
 def _host_weights(hardware: Hardware, transformer_bytes: int) -> HostWeights:
     """Return where offloaded blocks wait best: for a GPU in a page-locked copy, if the machine has room for it."""
     is_cuda, free = hardware.device.type == "cuda", psutil.virtual_memory().available
-    return HostWeights.PINNED if is_cuda and transformer_bytes < free // 2 else HostWeights.MAPPED
+    return HostWeights.PINNED if is_cuda and 1.25 * transformer_bytes < free else HostWeights.MAPPED
 
 
 def _num_blocks(settings: GenerateSettings) -> int:
