@@ -71,7 +71,14 @@ def _terminating_as_interrupting() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.raise_signal(signal.SIGINT)
+        else:  # Ctrl-C is ignored, as in the background of a script: this is not.
+            signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

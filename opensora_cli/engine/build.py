@@ -22,7 +22,7 @@ from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 Advance = Callable[[int], None]
 """Called with the bytes of each tensor as it is loaded."""
@@ -91,13 +91,21 @@ def load_transformer(plan: ExecutionPlan, *, advance: Advance | None = None) -> 
     return transformer
 
 
-def streamed_blocks(plan: ExecutionPlan, transformer: MMDiT) -> AbstractContextManager[StreamingFigures]:
-    """Return the context in which the offloaded blocks of `load_transformer` come to the device and go again."""
+def streamed_blocks(
+    plan: ExecutionPlan, transformer: MMDiT, *, source: HostWeights | None = None
+) -> AbstractContextManager[StreamingFigures]:
+    """Return the context in which the offloaded blocks of `load_transformer` come to the device and go again.
+
+    Args:
+        plan: how many are there at a time.
+        transformer: on the device, but for its blocks.
+        source: where the others wait; None: where the plan says.
+    """
     return stream_blocks(
         _stacks(transformer),
         device=plan.hardware.device,
         resident=plan.offload.resident_blocks or 1,
-        source=plan.offload.host_weights.value,
+        source=(source or plan.offload.host_weights).value,
     )
 
 

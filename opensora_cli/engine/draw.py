@@ -59,7 +59,7 @@ def draw_samples(
         OutputError: latents cannot be written.
         HardwareError: out of memory.
     """
-    embeds = retried(lambda plan: _prompt_embeds(plan, record), plan, TEXT, record)
+    embeds, _ = retried(lambda plan: _prompt_embeds(plan, record), plan, TEXT, record)
     reference_latents = _reference_latents(plan, references, vae, record)
     drawn: list[DrawnSample] = []
 
@@ -181,8 +181,8 @@ def _reference_latents(
 ) -> list[torch.Tensor] | None:
     if not references:
         return None
-    with vae.on_device() as autoencoder, record.stage(ENCODE, total=len(references), unit="references") as progress:
-        tiling = vae_tiling(plan.settings.vae)
+    autoencoder, tiling = vae.on_device(), vae_tiling(plan.settings.vae)
+    with record.stage(ENCODE, total=len(references), unit="references") as progress:
         latents = encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
     build.release_memory(plan.hardware.device)
     return latents

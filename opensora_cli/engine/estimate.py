@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.engine.configs import mmdit_config, vae_config, vae_tiling
+from opensora_cli.engine.empty_decoder import EmptyDecoder
 from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.prompts import PromptEmbeds
 from opensora_cli.engine.references import to_uint8
@@ -111,7 +112,8 @@ def estimate_generation(
     """
     weights = {component: count * dtype.itemsize for component, count in parameters.items()}
     vae, tiling = vae_config(settings.vae), vae_tiling(settings.vae)
-    chunks = offload.chunk_frames, offload.store_on_host
+    # On a CPU the host is the device itself.
+    chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
     shown = settings.video.num_frames, sizes.height, sizes.width
     decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
     decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations)
@@ -205,18 +207,19 @@ def _decoding(
     with without_memory(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
-        vae.decoder = cast(Any, Repeated(vae.decoder))
-        with TensorBytes(device_type=device.type) as counter:
+        counter = TensorBytes(device_type=device.type)
+        store = HOST if store_on_host else device
+        decoder = EmptyDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
+        vae.decoder = cast(Any, decoder)
+        with counter:
             latents_1CTHW = empty(1, *latent_shape)
-            pixels_1CTHW = vae.decode(
-                latents_1CTHW,
-                tiling=tiling,
-                chunk_frames=chunk_frames,
-                store=HOST if store_on_host else device,
-                canvas=HOST,
+            # As `finish.decode_latents` does it.
+            pieces_1CTHW = vae.decode_pieces(
+                latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
             )
-            frames_THWC = to_uint8(pixels_1CTHW[0, :, :num_frames, :height, :width])
-            del pixels_1CTHW
+            pieces = [to_uint8(piece_1CTHW[0, :, :, :height, :width]) for piece_1CTHW in pieces_1CTHW]
+            frames_THWC = torch.cat(pieces)[:num_frames]
+            pieces.clear()
             need = _Need.of(counter)
             del frames_THWC
             return need
@@ -267,13 +270,8 @@ def _text(
 @lru_cache(maxsize=16)
 def _t5(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> tuple[_Need, tuple[int, ...], int]:
     """Return what T5 needs, and of its layers the bytes of each in a slot, and of all together elsewhere."""
-    # Imported here, since transformers takes seconds to load.
-    from transformers import T5Config, T5EncoderModel
-
-    released: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64}
-    config = T5Config(**released, feed_forward_proj="gated-gelu") if folder is None else load_config(T5Config, folder)
     with without_memory(device_type) as device:
-        model = empty_module(lambda: T5EncoderModel(config), device=device, dtype=dtype)
+        model = empty_module(lambda: t5_model(folder), device=device, dtype=dtype)
         need = _encoder_need(lambda ids: model(input_ids=ids).last_hidden_state, length, device)
         layers: Sequence[nn.Module] = list(model.encoder.block)
         slots = tuple(slot_bytes(layer) for layer in layers)
@@ -282,15 +280,36 @@ def _t5(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) 
 
 @lru_cache(maxsize=16)
 def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> _Need:
+    with without_memory(device_type) as device:
+        model = empty_module(lambda: clip_model(folder), device=device, dtype=dtype)
+        # A longer one is refused when the encoder is loaded.
+        length = min(length, model.config.max_position_embeddings)
+        return _encoder_need(lambda ids: model(input_ids=ids).pooler_output, length, device)
+
+
+def t5_model(folder: Path | None) -> Any:
+    """Return a T5 encoder of the sizes that a folder says, the released one's without a folder, with fresh weights.
+
+    Raises:
+        CheckpointError: the folder's configuration is broken.
+    """
+    # Imported here, since transformers takes seconds to load.
+    from transformers import T5Config, T5EncoderModel
+
+    if folder is not None:
+        return T5EncoderModel(load_config(T5Config, folder))
+    sizes: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64}
+    return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
+
+
+def clip_model(folder: Path | None) -> Any:
+    """Return the text tower of a CLIP likewise."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    released: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-    config = CLIPTextConfig(**released) if folder is None else load_config(CLIPTextConfig, folder)
-    # A longer one is refused when the encoder is loaded.
-    length = min(length, config.max_position_embeddings)
-    with without_memory(device_type) as device:
-        model = empty_module(lambda: CLIPTextModel(config), device=device, dtype=dtype)
-        return _encoder_need(lambda ids: model(input_ids=ids).pooler_output, length, device)
+    if folder is not None:
+        return CLIPTextModel(load_config(CLIPTextConfig, folder))
+    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    return CLIPTextModel(CLIPTextConfig(**sizes))
 
 
 def _encoder_need(encode: Callable[[Tensor], Tensor], length: int, device: torch.device) -> _Need:
@@ -316,16 +335,17 @@ def _transformer_bytes(config: MMDiTConfig, whole: int, dtype: torch.dtype, offl
     return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
 
 
-def _blocks(config: MMDiTConfig, dtype: torch.dtype) -> list[tuple[int, nn.Module]]:
+@lru_cache(maxsize=16)
+def _blocks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[int, nn.Module], ...]:
     """Return one block of every stack, without weights, and how many there are."""
     with torch.device("meta"):
         model = MMDiT(
             replace(config, depth=min(config.depth, 1), depth_single_blocks=min(config.depth_single_blocks, 1))
         )
     model.to(dtype)
-    return [
+    return tuple(
         (stack.count, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
-    ]
+    )
 
 
 def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:

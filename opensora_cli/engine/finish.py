@@ -64,7 +64,8 @@ def process_and_save(
     videos = []
     for sample, latents in zip(files, drawn, strict=True):
         start = time.perf_counter()
-        frames_THWC = _decoded(plan, vae, latents.latents_CTHW, record)
+        # With what was enough for one sample, the next ones go on.
+        frames_THWC, plan = _decoded(plan, vae, latents.latents_CTHW, record)
         timings_s = record.timings_s | {"denoise": latents.denoise_s, "decode": time.perf_counter() - start}
         psnr = given_frames_psnr(frames_THWC, references) if references else None
         if psnr is not None:
@@ -76,11 +77,14 @@ def process_and_save(
     return tuple(videos)
 
 
-def _decoded(plan: ExecutionPlan, vae: KeptVAE, latents_CTHW: torch.Tensor, record: RunRecord) -> torch.Tensor:
+def _decoded(
+    plan: ExecutionPlan, vae: KeptVAE, latents_CTHW: torch.Tensor, record: RunRecord
+) -> tuple[torch.Tensor, ExecutionPlan]:
     tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
 
     def decode(plan: ExecutionPlan) -> torch.Tensor:
-        with vae.on_device() as autoencoder, record.stage(DECODE, total=tiles, unit="tiles") as progress:
+        autoencoder = vae.on_device()
+        with record.stage(DECODE, total=tiles, unit="tiles") as progress:
             return decode_latents(plan, autoencoder, latents_CTHW, on_tile=progress.advance)
 
     return retried(decode, plan, DECODE, record)

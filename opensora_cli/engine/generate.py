@@ -10,6 +10,7 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.build import release_memory
 from opensora_cli.engine.draw import DrawnSample, draw_samples
 from opensora_cli.engine.finish import GeneratedVideo, process_and_save
 from opensora_cli.engine.hardware import limited_memory, peak_memory_gib, start_peak_memory
@@ -19,7 +20,7 @@ from opensora_cli.engine.outputs import check_outputs, sample_files
 from opensora_cli.engine.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.references import Reference, read_references, with_mode
 from opensora_cli.engine.run import RunRecord
-from opensora_cli.engine.weights import choose_model, report_decision
+from opensora_cli.engine.weights import Component, choose_model, report_decision
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
@@ -149,6 +150,8 @@ def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) ->
     with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
         drawn = [saved] if saved is not None else draw_samples(plan, files, references, vae, record)
         videos = process_and_save(plan, files, drawn, references, vae, record)
+    del vae
+    release_memory(plan.hardware.device)
     return GenerateResult(
         plan=plan,
         videos=videos,
@@ -165,6 +168,9 @@ def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
         except HardwareError as error:
             reporter.warn(f"with its weights this would not run here either: {error.message}")
     plan.weights.require(plan.components)
+    if borrowed := plan.weights.borrowed():
+        folder = plan.weights.path(Component.TRANSFORMER).parent
+        reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
 
 
 def _read_references(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:

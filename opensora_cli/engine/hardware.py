@@ -44,6 +44,8 @@ def pick_hardware(device: str, dtype: str) -> Hardware:
         dtype = "bfloat16" if is_cuda else "float32"
     if is_cuda:
         free, total = torch.cuda.mem_get_info(chosen)
+        # What the allocator keeps of earlier work is free for what comes.
+        free += torch.cuda.memory_reserved(chosen) - torch.cuda.memory_allocated(chosen)
         name = torch.cuda.get_device_name(chosen)
     else:
         memory = psutil.virtual_memory()
@@ -82,11 +84,12 @@ def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def start_peak_memory(device: torch.device) -> None:

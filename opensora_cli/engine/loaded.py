@@ -5,14 +5,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine import build
 from opensora_cli.engine.plan import ExecutionPlan
-from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.run import OutOfMemoryError, RunRecord
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 
 @contextmanager
@@ -24,13 +25,24 @@ def loaded_transformer(plan: ExecutionPlan, record: RunRecord) -> Iterator[MMDiT
     with ExitStack() as stack:
         with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
             transformer = build.load_transformer(plan, advance=advance)
-            if plan.offload.mode is OffloadMode.BLOCKS:
-                stack.enter_context(build.streamed_blocks(plan, transformer))
+        if plan.offload.mode is OffloadMode.BLOCKS:
+            with record.stage("offload"):
+                _stream(plan, transformer, stack, record)
         yield transformer
 
 
+def _stream(plan: ExecutionPlan, transformer: MMDiT, stack: ExitStack, record: RunRecord) -> None:
+    try:
+        stack.enter_context(build.streamed_blocks(plan, transformer))
+    except HardwareError as error:
+        if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
+            raise
+        record.reporter.warn(f"{error.message}: the blocks wait where they are mapped")
+        stack.enter_context(build.streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
+
+
 class KeptVAE:
-    """The autoencoder: loaded when it is first needed, and kept for the next time where the plan says.
+    """The autoencoder: loaded when it is first needed, and kept for the next time, on the device or beside it.
 
     Args:
         plan: where it goes.
@@ -42,20 +54,23 @@ class KeptVAE:
         self._record = record
         self._vae: HunyuanVAE | None = None
 
-    @contextmanager
-    def on_device(self) -> Iterator[HunyuanVAE]:
-        """Yield it on the device; afterwards it stays there only if nothing is offloaded."""
+    def on_device(self) -> HunyuanVAE:
+        """Return it, on the device; it stays there until it is put away.
+
+        Raises:
+            CheckpointError: its weights are missing or broken, or do not fit the settings.
+            OutOfMemoryError: there is no room for it.
+        """
         if self._vae is None:
             with _loading(self._plan.weights.path(Component.VAE), self._record) as advance:
                 self._vae = build.load_vae(self._plan, advance=advance)
-        try:
-            yield self._vae.to(self._plan.hardware.device)
-        finally:
-            if self._plan.offload.mode is not OffloadMode.NONE:
-                self.put_away()
+        elif next(self._vae.parameters()).device != self._plan.hardware.device:
+            with self._record.stage("load"):
+                self._vae.to(self._plan.hardware.device)
+        return self._vae
 
     def put_away(self) -> None:
-        """Make room on the device, if it is there: it waits in the host's memory."""
+        """Make room on the device: if it is there, it waits in the host's memory."""
         if self._vae is not None:
             self._vae.to("cpu")
             build.release_memory(self._plan.hardware.device)

@@ -9,9 +9,10 @@ from opensora_cli.settings.generate import MemorySettings
 TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """The stages that compute on the device."""
 
+CHUNK_TOKENS = 8192
+"""Enough for matrix products to run at full speed. Always, and not only where memory is short: results differ by
+rounding between chunks of different sizes, and should not depend on what else is on the device."""
 _FEW_TOKENS = 2048
-_TOKENS = (None, 8192, _FEW_TOKENS)
-"""The more tokens at a time, the fewer kernels; 8192 are enough for matrix products to run at full speed."""
 
 _CHUNK_FRAMES = 4
 
@@ -26,12 +27,15 @@ _WHOLE_MODELS = {
 }
 
 _HEADROOM = 0.05
-"""Part of the memory that is left free: what is estimated may come out a little larger, and allocators waste some."""
+"""Part of the memory that is left free, for what kernels and libraries take for themselves, and allocators waste."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """What is kept where while a video is generated. All of it is exact, but for `fp8_storage`."""
+    """What is kept where while a video is generated.
+
+    Moving weights changes no bit of the result, the size of chunks no more than rounding; `fp8_storage` is not exact.
+    """
 
     mode: OffloadMode = OffloadMode.NONE
     """none: models stay on the device until they are of no more use; model: each is there in its stages alone; blocks:
@@ -40,8 +44,8 @@ class OffloadPlan:
     """With `blocks`: how many blocks' weights are on the device at a time, those in transit included."""
     host_weights: HostWeights = HostWeights.PINNED
     """With `blocks`: where the others wait."""
-    chunk_tokens: int | None = None
-    """Tokens that a transformer block computes at a time outside its attention; None: all."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """Tokens that a transformer block computes at a time outside its attention."""
     chunk_frames: int | None = None
     """Frames that a layer of the decoder computes at a time; None: all."""
     store_on_host: bool = False
@@ -62,7 +66,7 @@ class OffloadPlan:
             found.append("one model on the device at a time")
         if self.stream_text:
             found.append("T5 layer by layer")
-        if self.chunk_tokens is not None:
+        if self.chunk_tokens < CHUNK_TOKENS:
             found.append(f"tokens at a time: {self.chunk_tokens}")
         if self.chunk_frames is not None:
             where = ", the rest on the host" if self.store_on_host else ""
@@ -81,7 +85,7 @@ class StageMemory:
     data_bytes: int
     """What goes in and out."""
     activation_bytes: int = 0
-    """The most that is computed on the way, workspaces included."""
+    """The most tensors that are computed on the way; what kernels take for themselves comes on top."""
 
     @property
     def total_bytes(self) -> int:
@@ -114,7 +118,9 @@ def choose_offload(
                 break
         return candidate
 
-    plan = first_fitting(_denoise_plans(plan, memory, num_blocks), DENOISE)
+    # Where latents are only decoded, nothing is said of a transformer.
+    if any(stage.name == DENOISE for stage in estimate(plan)):
+        plan = first_fitting(_denoise_plans(plan, memory, num_blocks), DENOISE)
     plan = first_fitting((plan, replace(plan, stream_text=True)), TEXT)
     return first_fitting(_decode_plans(plan), DECODE)
 
@@ -143,16 +149,14 @@ def stronger_offload(plan: OffloadPlan, stage: str, *, num_blocks: int) -> Offlo
 
 def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, num_blocks: int) -> Iterator[OffloadPlan]:
     choice = OffloadChoice.BLOCKS if memory.resident_blocks is not None else memory.offload
-    for mode in _WHOLE_MODELS[choice]:
-        for tokens in _TOKENS:
-            yield replace(plan, mode=mode, chunk_tokens=tokens)
+    yield from (replace(plan, mode=mode) for mode in _WHOLE_MODELS[choice])
     if choice not in (OffloadChoice.AUTO, OffloadChoice.BLOCKS):
         return
     # Asked for by name, blocks are offloaded also where all would fit.
     numbers = range(max(num_blocks - 1, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]
     for resident in numbers:
-        for tokens in _TOKENS:
-            yield replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident, chunk_tokens=tokens)
+        yield (last := replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident))
+    yield replace(last, chunk_tokens=_FEW_TOKENS)
 
 
 def _decode_plans(plan: OffloadPlan) -> Iterator[OffloadPlan]:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
-from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.configs import count_parameters, mmdit_config
 from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
 from opensora_cli.engine.hardware import GIB, Hardware, pick_hardware
@@ -226,6 +226,9 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
         HardwareError: there is no such device.
     """
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
+    num_blocks, resident = _num_blocks(settings), settings.memory.resident_blocks
+    if resident is not None and resident > num_blocks:
+        raise RequestError(f"memory.resident_blocks={resident} must be at most the {num_blocks} of the model")
     weights = find_weights(settings)
     height, width = _pixel_size(settings)
     rows, columns = latent_size(
@@ -260,7 +263,7 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
         settings.memory,
         estimate,
         budget=_budget(settings, hardware),
-        num_blocks=_num_blocks(settings),
+        num_blocks=num_blocks,
         host_weights=_host_weights(hardware, parameters[Component.TRANSFORMER] * hardware.dtype.itemsize),
     )
     return ExecutionPlan(

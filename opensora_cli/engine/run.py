@@ -17,6 +17,10 @@ from opensora_cli.engine.plan import ExecutionPlan
 T = TypeVar("T")
 
 
+# Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+
+
 class OutOfMemoryError(HardwareError):
     """The device had not enough memory for a stage."""
 
@@ -53,7 +57,7 @@ class RunRecord:
             with self.reporter.stage(name, total=total, unit=unit) as progress:
                 yield progress
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
                 f"out of memory in the stage {name}: {' '.join(str(error).split())[:200]}",
@@ -92,8 +96,10 @@ class RunRecord:
         return [*finished, *kept]
 
 
-def retried(run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, record: RunRecord) -> T:
-    """Return what `run` returns for `plan`; when it runs out of memory, it is run once more with stronger offload.
+def retried(
+    run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, record: RunRecord
+) -> tuple[T, ExecutionPlan]:
+    """Run `run`; when it runs out of memory, once more with stronger offload. Returns its result, and the plan of that.
 
     Args:
         run: does the work of a stage, and leaves nothing on the device when it fails.
@@ -105,7 +111,7 @@ def retried(run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, 
         OutOfMemoryError: the second attempt ran out of memory too, or there is nothing left to offload.
     """
     try:
-        return run(plan)
+        return run(plan), plan
     except OutOfMemoryError as error:
         stronger = plan.with_stronger_offload(stage)
         if stronger is None:
@@ -114,9 +120,9 @@ def retried(run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, 
     # Only here, where the exception is gone, is what the first attempt had on the device gone with its traceback.
     release_memory(plan.hardware.device)
     record.reporter.warn(f"{message}; trying once more with: {'; '.join(stronger.offload.lines())}")
-    return run(stronger)
+    return run(stronger), stronger
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # The CPU allocator has no exception class of its own.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that there was not enough memory, on whatever device."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def sidecar_document(
         "dtype": str(plan.hardware.dtype).removeprefix("torch."),
         "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
         **peak_memory_gib,
+        "offload": asdict(plan.offload),
         "versions": versions(),
         "settings": sample_settings(plan, sample).model_dump(mode="json"),
     }

@@ -42,13 +42,18 @@ def without_memory(device_type: str, *, gradients: bool = False) -> Iterator[tor
     is_cpu = device_type == "cpu"
     kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
     # A tensor that `torch.tensor` makes on the meta device is not fake, and let in.
-    with torch.set_grad_enabled(gradients), FakeTensorMode(allow_non_fake_inputs=True), kernels:
+    with (
+        torch.inference_mode(False),  # in which torch would let no empty tensor in
+        torch.set_grad_enabled(gradients),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        kernels,
+    ):
         yield HOST if is_cpu else torch.device("meta")
 
 
 def empty_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
     """Return what `make` builds, in evaluation mode, with empty weights; to be called inside `without_memory`."""
-    with torch.device("meta"):
+    with unset_fake_temporarily(), torch.device("meta"):  # where fresh weights cost least
         module = make()
     give_empty_weights(module, device=device, dtype=dtype)
     return module.requires_grad_(False).eval()

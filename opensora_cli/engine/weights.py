@@ -54,6 +54,12 @@ class WeightFiles:
         """Whether nothing is missing."""
         return not self.missing
 
+    def borrowed(self) -> list[Component]:
+        """Return the parts of the packaged demo that complete a transformer from elsewhere."""
+        demo = packaged_demo()
+        parts = [component for component, path in self.paths.items() if path.is_relative_to(demo)]
+        return [] if Component.TRANSFORMER in parts else parts
+
     def path(self, component: Component) -> Path:
         """Return the file or folder of `component`; CheckpointError as in `require` if it is missing."""
         self.require([component])
@@ -76,7 +82,7 @@ class WeightFiles:
 
     def _how_to_get(self) -> str:
         if self.model is ModelName.DEMO:
-            return "the demo comes with osora: install it again"
+            return "the demo comes with osora: install it again; a file elsewhere is named by its absolute path"
         # What is there already is not fetched again.
         place = "" if self.download_folder == DEFAULT_FOLDER else f" --to {shlex.quote(self.download_folder)}"
         return DOWNLOAD_COMMAND + place
@@ -87,14 +93,16 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
 
     A folder that was named (`--weights`, `OSORA_WEIGHTS`) is the only one that is looked in. Without one, it is
     `./ckpts`, then the Hugging Face cache; a component may come from either. The demo's weights are part of osora;
-    a named folder wins where it holds a transformer of the demo's file name.
+    a named folder wins where it holds a transformer of the demo's file name, and what it lacks is the demo's.
     """
     files, named = settings.files, settings.runtime.weights
     if settings.model.name is ModelName.OPEN_SORA_V2:
         return find_released(files, named)
     # OSORA_WEIGHTS is usually set for the released model: a folder without a demo in it must not hide the packaged one.
-    folder = Path(named) if named is not None and (Path(named) / files.transformer).exists() else packaged_demo()
-    return _located(files, [folder], model=ModelName.DEMO, looked_in=str(folder))
+    folders = [packaged_demo()]
+    if named is not None and (Path(named) / files.transformer).exists():
+        folders.insert(0, Path(named))
+    return _located(files, folders, model=ModelName.DEMO, looked_in=" and ".join(map(str, folders)))
 
 
 def find_released(files: FileSettings, named: str | None) -> WeightFiles:

@@ -1,13 +1,12 @@
 """The host memory that activations wait in, and the copies to it and back."""
 
-import mmap
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+from opensora_cli.memory.page_locked import PageLock, page_aligned
 
 
 class Slot:
@@ -23,7 +22,7 @@ class Slot:
 
 
 class HostStack:
-    """Flat memory of one dtype that is used as a stack, pinned where there is CUDA.
+    """Flat memory of one dtype that is used as a stack.
 
     Space is taken at the top. It may be given back in any order: the top falls as soon as nothing lives there.
 
@@ -33,19 +32,29 @@ class HostStack:
         device: `cpu`, or `meta` to count only.
 
     Raises:
-        RuntimeError: there is too little memory, or it cannot be pinned.
+        RuntimeError: there is too little memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, device: str) -> None:
-        # Copies overlap with computation only from and to pinned memory.
-        if device == "cpu" and torch.cuda.is_available():
-            self.elements = _page_aligned(numel * dtype.itemsize).view(dtype)
-            _pin(self, self.elements)
+        if device == "cpu":
+            self.elements = page_aligned(numel * dtype.itemsize).view(dtype)
         else:
             self.elements = torch.empty(numel, dtype=dtype, device=device)
+        self._lock: PageLock | None = None
         self.peak = 0
         """The most elements that were in use."""
         self._slots: list[Slot] = []
+
+    def lock_pages(self, device: torch.device) -> None:
+        """Let a CUDA device copy beside the computation; again has no effect.
+
+        Raises:
+            HardwareError: the memory cannot be page-locked.
+        """
+        if self._lock is None:
+            self._lock = PageLock(self.elements, device)
+            # At exit the system unlocks it.
+            weakref.finalize(self, self._lock.release).atexit = False
 
     @property
     def used(self) -> int:
@@ -84,31 +93,6 @@ class HostStack:
     def view(self, slot: Slot, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
         """Return a slot as a tensor."""
         return self.elements[slot.start : slot.stop].as_strided(shape, strides)
-
-
-def _page_aligned(nbytes: int) -> Tensor:
-    """Return (nbytes,) uint8 that shares no page of memory with anything else."""
-    page = mmap.PAGESIZE
-    memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
-    start = -memory.data_ptr() % page
-    return memory[start : start + nbytes]
-
-
-def _pin(owner: object, memory: Tensor) -> None:
-    """Lock pages in memory, until `owner` dies.
-
-    torch's own pinned memory comes in powers of two, which would be up to twice what is needed.
-    """
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-    def unpin() -> None:
-        torch.cuda.synchronize()
-        cudart.cudaHostUnregister(memory.data_ptr())
-
-    if int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)):
-        raise RuntimeError(f"{memory.nbytes} bytes of host memory cannot be pinned: is the limit of `ulimit -l` lower?")
-    # At exit the system does it.
-    weakref.finalize(owner, unpin).atexit = False
 
 
 class Copies(Protocol):

@@ -244,6 +244,8 @@ class _Entry:
             self._tensor = source
             manager.outside_bytes += self._num_bytes
             return
+        if source.is_cuda:
+            stack.lock_pages(source.device)
         self._slot = stack.push(source.numel())
         self._copies = manager._copies_of(source.device)
         self._device = source.device

@@ -59,9 +59,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     Args:
         device_type: count the tensors of this kind of device alone; None: all.
+        limit: bytes above which an operation raises MemoryError, once it has made its result; None: there is none.
     """
 
-    def __init__(self, *, device_type: str | None = None) -> None:
+    def __init__(self, *, device_type: str | None = None, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -70,6 +71,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Everything that came and went, in order."""
         self.marks: list[Mark] = []
         self._device_type = device_type
+        self._limit = limit
         self._counted: dict[int, _Counted] = {}
         self._owners: list[str] = []
         self._running: list[str] = []
@@ -82,7 +84,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Run an operation, and count what it makes."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # asked of every fake tensor, many times
-            return func(*args, **kwargs)
+            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor: what it does to the tensors inside it comes back here.
             return NotImplemented
@@ -105,6 +107,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
                 given = {part.untyped_storage()._cdata for part in _tensors((args, kwargs))}
             if storage._cdata not in given:
                 self._count(tensor, storage)
+        if self._limit is not None and self.live_bytes > self._limit:
+            raise MemoryError(f"{self.live_bytes} bytes are over the limit of {self._limit}")
         return result
 
     def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:

@@ -43,7 +43,9 @@ class Fp8Linear(nn.Linear):
         """The weight, (out_features, in_features); an error of 1/16 of each number, at most."""
         values = self._parameters["weight"]
         assert values is not None
-        return values.to(self.dtype).mul_(self.weight_scale.to(self.dtype))
+        # A power of two is exact in bf16, but float16 has none so small as the scale of a small weight.
+        product = torch.float32 if self.dtype is torch.float16 else self.dtype
+        return values.to(product).mul_(self.weight_scale.to(product)).to(self.dtype)
 
 
 @torch.no_grad()

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.memory.block_weights import BlockWeights
+from opensora_cli.memory.page_locked import PageLock, page_aligned
 from opensora_cli.memory.side_stream import SideStream
 
 HostSource = Literal["pinned", "mapped"]
@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 STAGING_BYTES = 32 * 2**20
 """Of each of the two buffers through which mapped weights go: so large that a copy takes much longer than its start."""
-
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 class HostWeights(Protocol):
@@ -71,40 +69,31 @@ def open_host_weights(
 
 
 class _LockedMemory:
-    """Memory of the host from which a device copies by itself while others compute.
+    """Memory of the host, page-locked where the device is a GPU.
 
-    torch's own page-locked memory comes in powers of two, which would be up to twice what the weights need.
+    Args:
+        device: that copies from it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._locks = device.type == "cuda"
-        self._locked: list[Tensor] = []
+        self._device = device
+        self._locks: list[PageLock] = []
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return (nbytes,) uint8 that begins with a page."""
-        pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with torch.inference_mode(False):
-            memory = torch.empty(pages + mmap.PAGESIZE, dtype=torch.uint8)
-            start = -memory.data_ptr() % mmap.PAGESIZE
-            memory = memory[start : start + pages]
-        if self._locks and pages:
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if int(cudart.cudaHostRegister(memory.data_ptr(), pages, _PORTABLE)):
-                raise HardwareError(
-                    f"{pages} bytes of memory cannot be page-locked", hint="use weights that are mapped from their file"
-                )
-            self._locked.append(memory)
-        self.nbytes += pages
-        return memory[:nbytes]
+        memory = page_aligned(nbytes)
+        if self._device.type == "cuda" and nbytes:
+            self._locks.append(PageLock(memory, self._device))
+        self.nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return memory
 
     def __enter__(self) -> "_LockedMemory":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        while self._locked:
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cudart.cudaHostUnregister(self._locked.pop().data_ptr())
+        while self._locks:
+            self._locks.pop().release()
 
 
 class _PinnedWeights:

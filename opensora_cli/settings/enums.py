@@ -202,7 +202,7 @@ class HostWeights(StrEnum):
     PINNED = "pinned"
     """In page-locked memory, from which copies overlap with computation: one copy of the weights."""
     MAPPED = "mapped"
-    """In the file, mapped: no copy, at the speed of the disk or of its cache."""
+    """In the file, mapped: no copy, if the file has the dtype and the layout of the model; as fast as the disk."""
 
 
 class EnvProfile(StrEnum):

@@ -175,7 +175,7 @@ class RuntimeSettings(Section):
 
 
 class MemorySettings(Section):
-    """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result."""
+    """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result beyond rounding."""
 
     offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
     resident_blocks: PositiveInt | None = Field(

@@ -349,14 +349,12 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", "--config", "recipe.yaml", "--quiet"]) == 0
-    Path("weights").mkdir()
-    for part in ("t5", "clip", "vae.safetensors", "vocabulary.json"):
-        Path("weights", part).symlink_to(demo / part)
     target = Path("weights", "transformer.safetensors")
-    assert run("convert", "run/checkpoint.pt", str(target), "--select", "ema", capsys=capsys)[0] == 0
+    assert run("convert", "run", str(target), "--select", "ema", capsys=capsys)[0] == 0
 
     shortest = ["--steps", "1", "--num-frames", "1", "--out", "a.png"]
     assert main(["generate", "raining, sea", "--model", "demo", "--weights", "weights", *shortest]) == 0
+    assert "weights: vae, t5, clip are the demo's own" in capsys.readouterr().err
     assert Path("a.png").is_file()
     exported, converted = load_file("run/transformer.safetensors"), load_file(target)
     assert converted.keys() == exported.keys()

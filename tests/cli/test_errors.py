@@ -167,10 +167,18 @@ def test_interrupt(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to a child alone")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_by_a_signal(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("first", "number"),
+    [
+        ("", signal.SIGINT),
+        ("", signal.SIGTERM),
+        # As a shell starts what a script puts into the background.
+        ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n", signal.SIGTERM),
+    ],
+)
+def test_interrupt_by_a_signal(first: str, number: signal.Signals) -> None:
     code = (
-        "import sys, time; from opensora_cli.cli import app, generate\n"
+        f"{first}import sys, time; from opensora_cli.cli import app, generate\n"
         "def wait(*args, **kwargs): print('ready', flush=True); time.sleep(60)\n"
         "generate._run = wait; sys.exit(app.main(['generate', 'x']))"
     )

@@ -48,7 +48,7 @@ def make_files(arguments: list[str], folder: Path) -> None:
         elif option == "--from":
             settings = load_preset("demo", prompt="raining, sea").model_dump(mode="json")
             write_json_atomic(folder / value, {"schema": SIDECAR_SCHEMA, "settings": settings})
-        elif option == "--config" and not (folder / value).exists():
+        elif option == "--config" and (ROOT / value).is_file():  # else it is the name of a preset
             (folder / value).parent.mkdir(parents=True, exist_ok=True)
             (folder / value).write_text((ROOT / value).read_text(encoding="utf-8"), encoding="utf-8")
 

@@ -1,9 +1,10 @@
 """How gradients become updates: the learning rate over time, and the optimizers."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opensora_cli.settings.train import OptimizerName, OptimizerSettings
 
@@ -72,6 +73,16 @@ def load_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
         group.update(values)
 
 
+def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield what an optimizer keeps from step to step, each tensor with the weight that it is for."""
+    weights = optimizer.weights_of_copies() if isinstance(optimizer, KernelMuon) else {}
+    yield from ((weight, copy) for copy, weight in weights.items())
+    for group in optimizer.param_groups:
+        for updated in group["params"]:
+            state = optimizer.state.get(updated, {})
+            yield from ((weights.get(updated, updated), value) for value in state.values() if isinstance(value, Tensor))
+
+
 class KernelMuon(torch.optim.Muon):
     """Muon (Jordan et al. 2024) for convolutions too: a kernel is a matrix of outputs by inputs x taps.
 
@@ -89,6 +100,10 @@ class KernelMuon(torch.optim.Muon):
         super().__init__(
             self._matrices, lr=learning_rate, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
         )
+
+    def weights_of_copies(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return the weight of each flattened copy."""
+        return dict(zip(self._matrices, self._weights, strict=True))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

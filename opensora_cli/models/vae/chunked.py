@@ -7,7 +7,8 @@ joined. Nothing is approximated; results differ by rounding alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -116,22 +117,47 @@ def decode_in_chunks(
         store: where the clip waits between two layers.
         canvas: where pixels go.
     """
-    chunks = _convolve(torch.split(latents_BCTHW, chunk_frames, dim=2), conv_in)
+    clip = StoredClip(convolve(torch.split(latents_BCTHW, chunk_frames, dim=2), conv_in), store=store)
+    for stage in stages_of(layers):
+        clip = StoredClip(run_stage(clip, stage, chunk_frames=chunk_frames, store=store), store=store)
+    return last_stage(clip, norm_out, conv_out, canvas=canvas)
+
+
+def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Return the layers in stages, between which the clip is stored: upsamplings take chunks as they come."""
+    stages: list[list[nn.Module]] = []
     for layer in layers:
         if isinstance(layer, Upsample):
-            chunks = _upsample(chunks, layer, chunk_frames)
-        elif isinstance(layer, ResnetBlock):
-            chunks = _resnet(StoredClip(chunks, store=store), layer, store=store)
-        elif isinstance(layer, FrameCausalAttention):
-            chunks = _attend(StoredClip(chunks, store=store), layer)
+            stages[-1].append(layer)
         else:
-            raise TypeError(f"{type(layer).__name__} is no layer of the decoder")
-    clip = StoredClip(chunks, store=store)
-    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm_out), conv_out)
+            stages.append([layer])
+    return stages
+
+
+def run_stage(
+    clip: StoredClip, stage: Sequence[nn.Module], *, chunk_frames: int, store: torch.device
+) -> Iterator[Tensor]:
+    """Yield the chunks that a stage makes of a clip, which is drained; see `decode_in_chunks`."""
+    layer, *upsamplings = stage
+    if isinstance(layer, ResnetBlock):
+        chunks = _resnet(clip, layer, store=store)
+    elif isinstance(layer, FrameCausalAttention):
+        chunks = _attend(clip, layer)
+    else:
+        raise TypeError(f"{type(layer).__name__} is no layer of the decoder")
+    for upsampling in upsamplings:
+        chunks = _upsample(chunks, cast(Upsample, upsampling), chunk_frames)
+    return chunks
+
+
+def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canvas: torch.device) -> Tensor:
+    """Return the pixels of a clip, which is drained; see `decode_in_chunks`."""
+    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm), conv)
     return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
-def _convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
+def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
+    """Yield what a convolution makes of the chunks of a clip."""
     carried = CarriedFrames()
     for chunk_BCTHW in chunks:
         yield conv(chunk_BCTHW, carried)
@@ -140,7 +166,7 @@ def _convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
 def _norm_silu_conv(
     chunks: Iterable[Tensor], normalise: Callable[[Tensor], Tensor], conv: CausalConv3d
 ) -> Iterator[Tensor]:
-    return _convolve((functional.silu(normalise(chunk), inplace=True) for chunk in chunks), conv)
+    return convolve((functional.silu(normalise(chunk), inplace=True) for chunk in chunks), conv)
 
 
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:

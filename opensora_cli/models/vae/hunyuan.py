@@ -68,7 +68,7 @@ class Decoder(nn.Module):
             return decode_in_chunks(
                 latents_BCTHW,
                 conv_in=self.conv_in,
-                layers=self._layers(),
+                layers=self.layers(),
                 norm_out=self.conv_norm_out,
                 conv_out=self.conv_out,
                 chunk_frames=chunk_frames,
@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out.to(canvas or device)
 
-    def _layers(self) -> Iterator[nn.Module]:
+    def layers(self) -> Iterator[nn.Module]:
         """Yield what stands between the first and the last convolution, one by one."""
         first, last = self.mid_block.resnets
         yield from (first, *self.mid_block.attentions, last)

@@ -15,7 +15,7 @@ def estimate(plan):
     """Ten blocks of 10 bytes, an autoencoder of 5, T5 of 40; chunks cut what comes on top."""
     blocks = plan.resident_blocks if plan.mode is OffloadMode.BLOCKS else BLOCKS
     kept = 5 if plan.mode is OffloadMode.NONE else 0
-    tokens = {None: 30, 8192: 20, 2048: 10}[plan.chunk_tokens]
+    tokens = {8192: 20, 2048: 10}[plan.chunk_tokens]
     decoder = (plan.chunk_frames or 20) + (0 if plan.chunk_frames is None or plan.store_on_host else 40)
     return (
         StageMemory("text", 8 if plan.stream_text else 40, 1),
@@ -32,14 +32,23 @@ def choose(budget, **memory):
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
-        (150, {}),
-        (140, {"chunk_tokens": 8192}),
-        (125, {"chunk_tokens": 2048}),
+        (140, {}),
         # 5 % stay free.
-        (122, {"mode": OffloadMode.MODEL, "chunk_tokens": 2048}),
-        (117, {"mode": OffloadMode.BLOCKS, "resident_blocks": 9, "chunk_tokens": 2048}),
-        (60, {"mode": OffloadMode.BLOCKS, "resident_blocks": 4, "chunk_tokens": 2048}),
-        (40, {"mode": OffloadMode.BLOCKS, "resident_blocks": 2, "chunk_tokens": 2048, "stream_text": True}),
+        (133, {"mode": OffloadMode.MODEL}),
+        (125, {"mode": OffloadMode.BLOCKS, "resident_blocks": 9}),
+        (60, {"mode": OffloadMode.BLOCKS, "resident_blocks": 3}),
+        (40, {"mode": OffloadMode.BLOCKS, "resident_blocks": 1, "stream_text": True}),
+        (
+            25,
+            {
+                "mode": OffloadMode.BLOCKS,
+                "resident_blocks": 1,
+                "chunk_tokens": 2048,
+                "stream_text": True,
+                "chunk_frames": 4,
+                "store_on_host": True,
+            },
+        ),
     ],
 )
 def test_least_that_fits(budget, expected):
@@ -65,11 +74,22 @@ def test_where_nothing_fits_the_least_is_taken():
     )
 
 
+def test_without_a_transformer_none_is_offloaded():
+    plan = choose_offload(
+        MemorySettings(offload="blocks"),
+        lambda plan: tuple(stage for stage in estimate(plan) if stage.name == "decode"),
+        budget=1000,
+        num_blocks=BLOCKS,
+        host_weights=HostWeights.PINNED,
+    )
+    assert plan == OffloadPlan()
+
+
 def test_modes_by_name():
     assert choose(1000, offload="model") == OffloadPlan(mode=OffloadMode.MODEL)
     assert choose(1000, offload="blocks") == OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=9)
-    # What was asked for is not exceeded, but for what changes nothing else.
-    assert choose(60, offload="none") == OffloadPlan(chunk_tokens=2048)
+    # What was asked for is not exceeded.
+    assert choose(60, offload="none") == OffloadPlan()
 
 
 def test_numbers_by_name():

@@ -56,8 +56,7 @@ def latents_and_frames(plan, reporter):
             fps=settings.video.fps,
         )
         [sample] = draw_samples(plan, sample_files(plan), references, vae, record)
-        with vae.on_device() as autoencoder:
-            return sample.latents_CTHW, finish.decode_latents(plan, autoencoder, sample.latents_CTHW)
+        return sample.latents_CTHW, finish.decode_latents(plan, vae.on_device(), sample.latents_CTHW)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, loss_of, transformer
 from torch import nn
 
-from opensora_cli.memory.activation_buffer import _page_aligned
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.page_locked import page_aligned
 
 
 def manager(numel: int = 1000, dtype: torch.dtype = torch.float32) -> ActivationManager:
@@ -108,12 +108,12 @@ class TestStack:
 
 def test_pinned_memory_shares_no_page():
     for nbytes in (1, mmap.PAGESIZE, 5 * mmap.PAGESIZE - 4):
-        memory = _page_aligned(nbytes)
+        memory = page_aligned(nbytes)
         assert memory.nbytes == nbytes
         assert memory.data_ptr() % mmap.PAGESIZE == 0
         pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         assert memory.storage_offset() + pages <= memory.untyped_storage().nbytes()
-    assert _page_aligned(40).view(torch.float32).fill_(2).tolist() == [2] * 10
+    assert page_aligned(40).view(torch.float32).fill_(2).tolist() == [2] * 10
 
 
 class TestErrors:

@@ -1,0 +1,91 @@
+"""`osora mem-profile`: where the memory goes."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opensora_cli.cli import errors, options, output
+
+_FILES = "Files"
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="YAML file of settings, or the name of a recipe or preset. One of training profiles training. "
+        "Default: the demo, generating.",
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting of what is profiled. Repeatable."),
+]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Measure techniques that save memory, one by one, and kinds of attention.")
+]
+AdaptiveBatch = Annotated[bool, typer.Option("--adaptive-batch", help="Find the largest batch that fits.")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option("--memory-limit", metavar="SIZE", help="Into this much of what is free, as in 24GiB. Default: all."),
+]
+Snapshot = Annotated[
+    str | None,
+    typer.Option(
+        "--snapshot", metavar="FILE", help="Write a file for PyTorch's memory viewer.", rich_help_panel=_FILES
+    ),
+]
+Html = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="Write a page with charts.", rich_help_panel=_FILES),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=_FILES)]
+
+
+def mem_profile(
+    config: Config = None,
+    set_: Assignments = None,
+    device: options.Device = None,
+    compare: Compare = False,
+    adaptive_batch: AdaptiveBatch = False,
+    memory_limit: MemoryLimit = None,
+    snapshot: Snapshot = None,
+    html: Html = None,
+    overwrite: Overwrite = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Show where the memory of a generation or a training goes, predicted and measured.
+
+    Needs no weights: random ones of the same sizes take the same memory. What does not fit here is only predicted.
+
+    Examples:
+
+      osora mem-profile
+
+      osora mem-profile --config demo_vae --compare --html memory.html
+
+      osora mem-profile --config 768px --json
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.explain import Given
+        from opensora_cli.settings.layers import validate
+        from opensora_cli.settings.mem_profile import MemProfileSettings, profiled_settings
+
+        given = {
+            "compare": Given(compare, "--compare"),
+            "adaptive_batch": Given(adaptive_batch, "--adaptive-batch"),
+            "memory_limit": Given(memory_limit, "--memory-limit"),
+            "snapshot": Given(snapshot, "--snapshot"),
+            "html": Given(html, "--html"),
+            "overwrite": Given(overwrite, "--overwrite"),
+        }
+        settings = validate(MemProfileSettings, {key: at for key, at in given.items() if at.value is not None})
+        what = profiled_settings(config, assignments=set_ or [], device=device, environment=os.environ)
+        with errors.uninterrupted():
+            from opensora_cli.engine.mem_profile.profile import mem_profile as profile
+
+        result = profile(what, settings, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)

@@ -1,0 +1,198 @@
+"""What the decoder needs of memory, without going through all tiles and frames."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.vae.chunked import StoredClip, convolve, last_stage, run_stage, stages_of
+from opensora_cli.models.vae.hunyuan import Decoder, HunyuanVAE
+
+
+class _Chunk(NamedTuple):
+    num_frames: int
+    layout: torch.memory_format
+
+
+@dataclass(frozen=True, slots=True)
+class _Clip:
+    """The sizes of a clip between two stages."""
+
+    channels: int
+    height: int
+    width: int
+    chunks: tuple[_Chunk, ...]
+
+    @classmethod
+    def of(cls, chunks: Iterable[Tensor]) -> "_Clip":
+        # One by one, since they come from the store to the device.
+        outlines = [(chunk.shape, _layout(chunk)) for chunk in chunks]
+        _, channels, _, height, width = outlines[0][0]
+        return cls(channels, height, width, tuple(_Chunk(shape[2], layout) for shape, layout in outlines))
+
+
+_Run = Callable[[Tensor, _Clip], tuple[int, _Clip]]
+"""Given the latents of a tile and the clip between, returns the bytes at the peak and the clip that comes out."""
+
+
+class _Stage(NamedTuple):
+    kind: object
+    """Equal stages do the same to equal clips."""
+    run: _Run
+
+
+class _Seen(NamedTuple):
+    """What a stage was given of the first tile of so many frames, and needed for it."""
+
+    stage: _Stage
+    clip: _Clip
+    peak_bytes: int
+
+
+class EmptyDecoder(nn.Module):
+    """Allocates what the decoder does; to be called inside `without_memory`.
+
+    In chunks, a clip passes from stage to stage: each is run by itself, on two short clips, and what a longer one needs
+    follows from them.
+
+    Args:
+        vae: whose decoder it stands for; with empty weights.
+        counter: looks for the peak while tiles are decoded: stages that cannot change it are left out.
+        chunk_frames: these three as in `HunyuanVAE.decode`.
+        store: see there.
+        canvas: see there.
+    """
+
+    def __init__(
+        self,
+        vae: HunyuanVAE,
+        counter: TensorBytes,
+        *,
+        chunk_frames: int | None,
+        store: torch.device,
+        canvas: torch.device,
+    ) -> None:
+        super().__init__()
+        self._config, self._counter = vae.config, counter
+        self._chunk_frames, self._canvas = chunk_frames, canvas
+        self._stages = list(_stages(vae.decoder, counter, chunk_frames, store, canvas))
+        self._known: dict[tuple[object, _Clip], tuple[int, _Clip]] = {}
+        self._seen: dict[int, list[_Seen]] = {}
+
+    def forward(
+        self, latents_BCTHW: Tensor, *, chunk_frames: int | None, store: torch.device, canvas: torch.device
+    ) -> Tensor:
+        """Return the pixels of a tile; in height and width none is larger than the first. Options are those it has."""
+        batch, _, frames, height, width = latents_BCTHW.shape
+        if frames not in self._seen:
+            self._seen[frames] = list(self._run_all(latents_BCTHW))
+        first = self._seen[frames][0].clip
+        for stage, clip, peak_bytes in self._seen[frames]:
+            # No tile needs more than the first did.
+            if self._counter.live_bytes + peak_bytes > self._counter.peak_bytes:
+                rows, columns = clip.height // first.height * height, clip.width // first.width * width
+                peak_bytes, _ = self._run(latents_BCTHW, stage, replace(clip, height=rows, width=columns))
+                torch.empty(peak_bytes, dtype=torch.uint8, device=latents_BCTHW.device)
+        time, space = self._config.time_compression_ratio, self._config.spatial_compression_ratio
+        pixels = batch, self._config.out_channels, (frames - 1) * time + 1, height * space, width * space
+        return torch.empty(pixels, dtype=latents_BCTHW.dtype, device=self._canvas)
+
+    def _run_all(self, latents_BCTHW: Tensor) -> Iterator[_Seen]:
+        clip = _Clip.of(torch.split(latents_BCTHW, self._chunk_frames or latents_BCTHW.shape[2], dim=2))
+        for stage in self._stages:
+            peak_bytes, out = self._run(latents_BCTHW, stage, clip)
+            yield _Seen(stage, clip, peak_bytes)
+            clip = out
+
+    def _run(self, latents_BCTHW: Tensor, stage: _Stage, clip: _Clip) -> tuple[int, _Clip]:
+        key = stage.kind, clip
+        if key not in self._known:
+            self._known[key] = _run_shortened(partial(stage.run, latents_BCTHW), clip)
+        return self._known[key]
+
+
+def _stages(
+    decoder: Decoder, counter: TensorBytes, chunk_frames: int | None, store: torch.device, canvas: torch.device
+) -> Iterator[_Stage]:
+    """Yield what `chunked.decode_in_chunks` does, stage by stage; without chunks the decoder is one stage."""
+
+    def stored(like: Tensor, clip: _Clip) -> StoredClip:
+        empty = partial(torch.empty, dtype=like.dtype, device=like.device)
+        chunks = (
+            empty((len(like), clip.channels, chunk.num_frames, clip.height, clip.width), memory_format=chunk.layout)
+            for chunk in clip.chunks
+        )
+        return StoredClip(chunks, store=store)
+
+    def counted(run: Callable[[], StoredClip | Tensor]) -> tuple[int, _Clip]:
+        before = counter.live_bytes
+        counter.mark("before a stage")
+        out = run()
+        counter.mark("after a stage")
+        out_chunks = [out] if isinstance(out, Tensor) else out.chunks()
+        return counter.marks[-1].peak_bytes - before, _Clip.of(out_chunks)
+
+    def whole(latents_BCTHW: Tensor, clip: _Clip) -> tuple[int, _Clip]:
+        return counted(lambda: decoder(latents_BCTHW, canvas=canvas))
+
+    if chunk_frames is None:
+        yield _Stage("whole", whole)
+        return
+    length = chunk_frames
+
+    def first(latents_BCTHW: Tensor, clip: _Clip) -> tuple[int, _Clip]:
+        num_frames = sum(chunk.num_frames for chunk in clip.chunks)
+        chunks = torch.split(latents_BCTHW[:, :, :num_frames], length, dim=2)
+        return counted(lambda: StoredClip(convolve(chunks, decoder.conv_in), store=store))
+
+    def between(layers: Sequence[nn.Module], like: Tensor, clip: _Clip) -> tuple[int, _Clip]:
+        def run() -> StoredClip:
+            chunks = run_stage(stored(like, clip), layers, chunk_frames=length, store=store)
+            return StoredClip(chunks, store=store)
+
+        return counted(run)
+
+    def last(like: Tensor, clip: _Clip) -> tuple[int, _Clip]:
+        norm, conv = decoder.conv_norm_out, decoder.conv_out
+        return counted(lambda: last_stage(stored(like, clip), norm, conv, canvas=canvas))
+
+    yield _Stage("first", first)
+    for layers in stages_of(decoder.layers()):
+        yield _Stage(tuple(map(repr, layers)), partial(between, layers))
+    yield _Stage("last", last)
+
+
+def _run_shortened(run: Callable[[_Clip], tuple[int, _Clip]], clip: _Clip) -> tuple[int, _Clip]:
+    """Return what `run` does, of a long clip from two short ones: a stage does the same to all chunks but a few.
+
+    Of the longest series of equal chunks only some are left, and then one more. What that one costs is added for each
+    that is missing.
+    """
+    series = max((list(same) for _, same in groupby(enumerate(clip.chunks), lambda item: item[1])), key=len)
+    start, end = series[0][0], series[-1][0] + 1
+    # Of two chunks one follows another that is as long; the very first has none before it.
+    few = 2 if start else 3
+    missing = len(series) - few - 1
+    if missing < 1:
+        return run(clip)
+    (peak, out), (next_peak, next_out) = (
+        run(replace(clip, chunks=clip.chunks[: start + count] + clip.chunks[end:])) for count in (few, few + 1)
+    )
+    chunks = next_out.chunks
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(out.chunks, chunks, strict=False))
+    position = len(list(same))
+    more = chunks[position : position + len(chunks) - len(out.chunks)]
+    return (
+        next_peak + missing * (next_peak - peak),
+        replace(out, chunks=chunks[:position] + more * missing + chunks[position:]),
+    )
+
+
+def _layout(clip_BCTHW: Tensor) -> torch.memory_format:
+    is_channels_last = clip_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.channels_last_3d if is_channels_last else torch.contiguous_format

@@ -1,0 +1,92 @@
+"""Torch's allocator on CUDA: what it keeps back, and what its settings change, each tried in a process of its own.
+
+As a program (`python -m`) this is such a process: settings of a generation as JSON on stdin, figures as JSON on stdout.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from opensora_cli.engine.mem_profile.generation import Measured, time_stage
+from opensora_cli.engine.mem_profile.report import Allocator, Technique, compared
+from opensora_cli.engine.offload import DENOISE
+from opensora_cli.engine.plan import ExecutionPlan, make_plan
+from opensora_cli.settings.generate import GenerateSettings
+
+CHOICES = ("expandable_segments:True", "garbage_collection_threshold:0.8", "max_split_size_mb:128")
+_VARIABLE, _FORMER_VARIABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_SECONDS = 1800
+_TOLD = 120
+"""Characters of what a process says when it fails."""
+_WASTEFUL = 0.2
+"""Share of what is reserved and unused at the peak from which on it is worth a word."""
+
+
+def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
+    """Return what the allocator held in the stage where it held most; None if it was not used."""
+    most = max(measured, key=lambda result: result.reserved_bytes, default=None)
+    if most is None or not most.reserved_bytes:
+        return None
+    unused = 1 - most.allocated_bytes / most.reserved_bytes
+    advice = "fragmentation is low: nothing to mend"
+    if unused > _WASTEFUL:
+        advice = f"{unused:.0%} is kept back in pieces: try {_VARIABLE}={CHOICES[0]}"
+    return Allocator(allocated_bytes=most.allocated_bytes, reserved_bytes=most.reserved_bytes, advice=advice)
+
+
+def allocator_techniques(plan: ExecutionPlan) -> list[Technique]:
+    """Return what each setting changes in what is reserved while denoising, and in its time."""
+    if plan.hardware.device.type != "cuda":
+        reason = "not measured: torch's allocator has no settings on a CPU"
+        return [Technique(name=f"allocator: {choice}", reason=reason) for choice in CHOICES]
+    base = _in_a_process(plan.settings, None)
+    found = []
+    for choice in CHOICES:
+        name = f"allocator: {choice}"
+        tried = base if isinstance(base, str) else _in_a_process(plan.settings, choice)
+        if isinstance(base, str) or isinstance(tried, str):
+            found.append(Technique(name=name, reason=f"not measured: {tried}"))
+        else:
+            found.append(compared(name, before=base, after=tried, of="memory reserved while denoising"))
+    return found
+
+
+def _in_a_process(settings: GenerateSettings, choice: str | None) -> tuple[int, float] | str:
+    """Return reserved bytes and seconds under a choice of settings (None: under none), or why there are none."""
+    environment = {name: value for name, value in os.environ.items() if name not in (_VARIABLE, _FORMER_VARIABLE)}
+    if choice is not None:
+        environment[_VARIABLE] = choice
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=settings.model_dump_json(),
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_SECONDS,
+        )
+        figures = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        return f"its process failed: {said[-1][:_TOLD]}"
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"its process failed: {str(error)[:_TOLD]}"
+    return int(figures["reserved_bytes"]), float(figures["seconds"])
+
+
+def _main() -> None:
+    plan = make_plan(GenerateSettings.model_validate_json(sys.stdin.read()))
+    device = plan.hardware.device
+    # Without a limit, be it the whole card, the allocator never looks at `garbage_collection_threshold`.
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    seconds = time_stage(plan, DENOISE)
+    print(json.dumps({"reserved_bytes": torch.cuda.max_memory_reserved(device), "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,192 @@
+"""The largest batch that fits: doubling until one does not, then bisection."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.build import release_memory
+from opensora_cli.engine.configs import count_parameters
+from opensora_cli.engine.hardware import Hardware
+from opensora_cli.engine.mem_profile.feasible import unless_out_of_memory, why_not_measured
+from opensora_cli.engine.mem_profile.generation import random_transformer
+from opensora_cli.engine.mem_profile.report import LargestBatch, mib
+from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.sampling.packing import position_ids
+from opensora_cli.engine.train.estimate import estimate_training, measure_training
+from opensora_cli.engine.weights import Component
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+MOST = 1024
+"""No larger batch is tried."""
+_FAR_ABOVE = 1.25
+"""Times the limit, as predicted: then a step is not even begun."""
+
+PeakOf = Callable[[int], int]
+"""Batch to the bytes that it takes; MemoryError or torch.OutOfMemoryError where it does not fit."""
+
+
+def largest_batch(
+    peak_of: PeakOf, *, of: str, limit_bytes: int, device: torch.device, reporter: Reporter, most: int = MOST
+) -> LargestBatch:
+    """Search the largest batch that fits.
+
+    Args:
+        peak_of: tries one; what it leaves behind when it fails is cleaned up here.
+        of: what a batch consists of, in words.
+        limit_bytes: what it must fit into.
+        device: whose memory it is.
+        reporter: told of attempts.
+        most: the largest that is tried.
+    """
+    tried: list[tuple[int, int | None]] = []
+
+    with reporter.stage("batch", unit="attempts") as progress:
+
+        def peak(size: int) -> int | None:
+            found = unless_out_of_memory(lambda: peak_of(size))
+            if found is not None and found > limit_bytes:
+                found = None
+            release_memory(device)
+            tried.append((size, found))
+            progress.advance()
+            return found
+
+        fits, fits_bytes, size = 0, 0, 1
+        while size <= most and (found := peak(size)) is not None:
+            fits, fits_bytes, size = size, found, size * 2
+        too_large = size if size <= most else most + 1
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            found = peak(middle)
+            if found is None:
+                too_large = middle
+            else:
+                fits, fits_bytes = middle, found
+    return LargestBatch(
+        of=of,
+        batch_size=fits,
+        limit_bytes=limit_bytes,
+        peak_bytes=fits_bytes,
+        tried=tuple(tried),
+        reached_most=fits == most,
+    )
+
+
+def training_batch(
+    settings: TrainSettings, hardware: Hardware, *, limit: int | None, reporter: Reporter
+) -> LargestBatch:
+    """Search the largest batch of a training, by counted bytes.
+
+    Args:
+        settings: the training; its own batch is left aside.
+        hardware: where it runs.
+        limit: bytes that it must fit into; None, or more than that: what is free.
+        reporter: told of attempts.
+    """
+    limit_bytes = _usable_bytes(hardware, limit)
+
+    def of_size(size: int) -> TrainSettings:
+        return settings.replace({"loop.batch_size": size})
+
+    def peak_of(size: int) -> int:
+        if estimate_training(of_size(size)).peak_bytes > _FAR_ABOVE * limit_bytes:
+            raise MemoryError
+        return measure_training(of_size(size), limit=limit_bytes).peak_bytes
+
+    of = "captions" if settings.target is TrainTarget.TEXT else "clips"
+    if (reason := _too_long(estimate_training(of_size(1)).peak_bytes, hardware)) is not None:
+        return _not_searched(of, limit_bytes, reason)
+    return largest_batch(peak_of, of=of, limit_bytes=limit_bytes, device=hardware.device, reporter=reporter)
+
+
+def generation_batch(plan: ExecutionPlan, *, limit: int | None, reporter: Reporter) -> LargestBatch:
+    """Search for how many videos the transformer can evaluate at once: on CUDA by allocation, on a CPU by counting.
+
+    The transformer is whole on the device. Arguments are as for `training_batch`.
+    """
+    hardware = plan.hardware
+    limit_bytes = _usable_bytes(hardware, limit)
+    weights = count_parameters(plan.settings, plan.weights)[Component.TRANSFORMER] * hardware.dtype.itemsize
+    of = "videos in one evaluation of the transformer"
+    if (reason := _too_long(weights, hardware)) is not None:
+        return _not_searched(of, limit_bytes, reason)
+    if weights > limit_bytes and not plan.offload.fp8_storage:
+        return _not_searched(of, limit_bytes, f"the weights alone are {mib(weights)} of {mib(limit_bytes)}")
+    whole = replace(plan, offload=replace(plan.offload, mode=OffloadMode.NONE))
+    transformer = unless_out_of_memory(lambda: random_transformer(whole))
+    if transformer is None:
+        release_memory(hardware.device)
+        return _not_searched(of, limit_bytes, "not even the weights fit")
+    return largest_batch(
+        lambda size: evaluation_peak(plan, transformer, batch=size, limit=limit_bytes),
+        of=of,
+        limit_bytes=limit_bytes,
+        device=hardware.device,
+        reporter=reporter,
+    )
+
+
+def _usable_bytes(hardware: Hardware, limit: int | None) -> int:
+    """Return what a batch may take: on a CPU less than is free, since nobody counts what kernels take."""
+    usable = hardware.free_bytes if hardware.device.type == "cuda" else hardware.free_bytes * 4 // 5
+    return usable if limit is None else min(usable, limit)
+
+
+def _too_long(needed: int, hardware: Hardware) -> str | None:
+    reason = why_not_measured(needed, hardware)
+    return reason if hardware.device.type == "cpu" else None
+
+
+def _not_searched(of: str, limit_bytes: int, reason: str) -> LargestBatch:
+    return LargestBatch(
+        of=of, batch_size=0, limit_bytes=limit_bytes, peak_bytes=0, tried=(), reached_most=False, reason=reason
+    )
+
+
+def evaluation_peak(plan: ExecutionPlan, transformer: MMDiT, *, batch: int, limit: int | None = None) -> int:
+    """Evaluate the transformer once for a batch, and return the peak with its weights.
+
+    Raises:
+        MemoryError: (on a CPU) more than `limit` bytes were counted.
+        torch.OutOfMemoryError: the device has no more.
+    """
+    device = plan.hardware.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        evaluate(plan, transformer, batch=batch)
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    with TensorBytes(limit=limit) as counter:
+        counter.add(transformer)
+        evaluate(plan, transformer, batch=batch)
+    peak: int = counter.peak_bytes
+    return peak
+
+
+@torch.inference_mode()
+def evaluate(plan: ExecutionPlan, transformer: MMDiT, *, batch: int) -> torch.Tensor:
+    """Return the velocity (B, N, D) of a batch of empty videos."""
+    settings, dtype, device = plan.settings, plan.hardware.dtype, plan.hardware.device
+    _, frames, rows, columns = plan.latent_shape
+    patch = settings.model.patch_size
+    config = transformer.config
+    tokens = plan.video_tokens
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    velocity: torch.Tensor = transformer(
+        zeros(batch, tokens, config.in_channels),
+        position_ids_BN3=position_ids(1, frames, rows // patch, columns // patch, device=device),
+        timesteps_B=zeros(batch),
+        prompt_embeds_BLC=zeros(batch, settings.text.t5_max_length, config.context_in_dim),
+        pooled_prompt_embeds_BV=zeros(batch, config.vec_in_dim),
+        conditioning_BNK=zeros(batch, tokens, config.conditioning_channels) if config.cond_embed else None,
+        embedded_guidance_B=zeros(batch) if config.guidance_embed else None,
+    )
+    return velocity

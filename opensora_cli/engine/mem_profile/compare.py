@@ -1,0 +1,193 @@
+"""Techniques that save memory, each measured in this run against doing without it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine import build
+from opensora_cli.engine.configs import count_parameters
+from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
+from opensora_cli.engine.hardware import Hardware
+from opensora_cli.engine.mem_profile.allocator import allocator_techniques
+from opensora_cli.engine.mem_profile.attention import memory_and_time
+from opensora_cli.engine.mem_profile.batch import evaluate
+from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
+from opensora_cli.engine.mem_profile.generation import measure_stage, random_transformer, time_stage
+from opensora_cli.engine.mem_profile.report import Technique, compared
+from opensora_cli.engine.offload import DECODE, DENOISE, OffloadPlan
+from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
+from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+_BRANCHES = 3
+_FEW_BLOCKS = 2
+_MANY_TOKENS = 8192
+_HOST_IS_DEVICE = "not measured: without a GPU, its weights would move from the host's memory to the same"
+_STEP, _HELD = "a training step", "what is held for backward"
+_CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offload"
+_BRANCH_BY_BRANCH = "branch by branch"
+_OPTIMIZER_OFFLOAD, _MIXED_PRECISION = "optimizer offload", "mixed precision (bf16 autocast)"
+
+Rows = Iterator[Technique]
+
+
+def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: Reporter) -> tuple[Technique, ...]:
+    """Return what techniques change in a training step.
+
+    Args:
+        settings: the training; what it says about the techniques is left aside.
+        hardware: where it runs.
+        reporter: told of stages.
+    """
+    plain = settings.replace({"memory": {}, "loop.autocast_bf16": False})
+    found: list[Technique] = []
+    with reporter.stage("compare", unit="techniques") as progress:
+        for row in _training_rows(plain, hardware):
+            found.append(row)
+            progress.advance()
+    return tuple(found)
+
+
+def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
+    reason = why_not_measured(estimate_training(plain).peak_bytes, hardware)
+    if reason is not None:
+        for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _OPTIMIZER_OFFLOAD, _MIXED_PRECISION):
+            yield Technique(name=name, reason=f"not measured: without it, {reason}")
+        return
+    base = _training_cost(plain)
+    if plain.target is TrainTarget.MMDIT:
+        checkpointed = plain.replace({"memory.checkpointing": True})
+        offloaded = checkpointed.replace({"memory.activation_offload": "all"})
+        without, outside = map(_training_cost, (checkpointed, offloaded))
+        yield compared(_CHECKPOINTING, before=base.step, after=without.step, of=_STEP)
+        yield compared(_CHECKPOINTING, before=base.held, after=without.held, of=_HELD)
+        of = f"{_HELD} with checkpointing, outside the host buffer"
+        yield compared(_ACTIVATION_OFFLOAD, before=without.held, after=outside.held, of=of)
+    else:
+        for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD):
+            yield Technique(name=name, reason="not measured: only the transformer's training has it")
+    yield Technique(
+        name=_OPTIMIZER_OFFLOAD, reason="not measured: training runs on the CPU, where all its memory is the host's"
+    )
+    mixed = _training_cost(plain.replace({"loop.autocast_bf16": True}))
+    yield compared(_MIXED_PRECISION, before=base.step, after=mixed.step, of=_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingCost:
+    """Bytes outside the host buffer, and seconds of a step."""
+
+    step: tuple[int, float]
+    """At the peak."""
+    held: tuple[int, float]
+    """Between forward and backward, without weights and the like."""
+
+
+def _training_cost(settings: TrainSettings) -> _TrainingCost:
+    memory, seconds = measure_training(settings), time_training(settings)
+    return _TrainingCost(
+        (memory.peak_bytes - memory.buffer_bytes, seconds), (memory.held_for_backward - memory.buffer_bytes, seconds)
+    )
+
+
+def compare_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[Technique, ...]:
+    """Return what techniques change in the stages of a generation.
+
+    Args:
+        plan: what is generated; how it is offloaded is left aside.
+        reporter: told of stages.
+    """
+    found: list[Technique] = []
+    with reporter.stage("compare", unit="techniques") as progress:
+        for row in _generation_rows(replace(plan, offload=_without_techniques(plan))):
+            found.append(row)
+            progress.advance()
+    return tuple(found)
+
+
+def _without_techniques(plan: ExecutionPlan) -> OffloadPlan:
+    all_tokens = plan.video_tokens + plan.settings.text.t5_max_length
+    return OffloadPlan(host_weights=plan.offload.host_weights, chunk_tokens=all_tokens)
+
+
+def _generation_rows(plan: ExecutionPlan) -> Rows:
+    tokens = min(_MANY_TOKENS, max(plan.video_tokens // 4, 1))
+    changes: dict[str, tuple[str, dict[str, object]]] = {
+        "block streaming": (DENOISE, {"mode": OffloadMode.BLOCKS, "resident_blocks": _FEW_BLOCKS}),
+        f"{tokens} tokens at a time": (DENOISE, {"chunk_tokens": tokens}),
+        "weights stored in 8 bits": (DENOISE, {"fp8_storage": True}),
+        "decoding 4 frames at a time": (DECODE, {"chunk_frames": 4}),
+    }
+    too_large = _what_does_not_fit(plan)
+    costs: dict[str, tuple[int, float] | None] = {}
+    for name, (stage, change) in changes.items():
+        if name == "block streaming" and plan.hardware.device.type == "cpu":
+            yield Technique(name=name, reason=_HOST_IS_DEVICE)
+        elif stage in too_large:
+            yield Technique(name=name, reason=too_large[stage])
+        elif not any(each.name == stage for each in plan.stages):
+            yield Technique(name=name, reason=f"not measured: there is no stage {stage}")
+        else:
+            if stage not in costs:
+                costs[stage] = _stage_cost(plan, stage)
+            changed = replace(plan, offload=replace(plan.offload, **change))  # type: ignore[arg-type]
+            before, after = costs[stage], _stage_cost(changed, stage)
+            if before is None or after is None:
+                yield Technique(name=name, reason=f"not measured: {OUT_OF_MEMORY}")
+            else:
+                yield compared(name, before=before, after=after, of=f"the stage {stage}")
+    if DENOISE in too_large:
+        yield Technique(name=_BRANCH_BY_BRANCH, reason=too_large[DENOISE])
+    else:
+        yield unless_out_of_memory(lambda: _branch_by_branch(plan)) or Technique(
+            name=_BRANCH_BY_BRANCH, reason=f"not measured: {OUT_OF_MEMORY}"
+        )
+    # Processes of their own come now, which need what is still kept back here.
+    build.release_memory(plan.hardware.device)
+    yield from allocator_techniques(plan)
+
+
+def _branch_by_branch(plan: ExecutionPlan) -> Technique:
+    transformer, device = random_transformer(plan), plan.hardware.device
+    together = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
+
+    def one_by_one() -> None:
+        for _ in range(_BRANCHES):
+            evaluate(plan, transformer, batch=1)
+
+    apart = memory_and_time(one_by_one, device=device, repeats=2)
+    return compared(
+        _BRANCH_BY_BRANCH, before=together, after=apart, of=f"{_BRANCHES} branches of guidance, beside the weights"
+    )
+
+
+def _stage_cost(plan: ExecutionPlan, stage: str) -> tuple[int, float] | None:
+    """Return peak bytes and seconds of a stage; None: memory was not enough."""
+    peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage)[0].peak_bytes)
+    build.release_memory(plan.hardware.device)
+    seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
+    build.release_memory(plan.hardware.device)
+    return None if peak_bytes is None or seconds is None else (peak_bytes, seconds)
+
+
+def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
+    """Return why a stage cannot be run without any technique, by its name."""
+    stages = estimate_generation(
+        plan.settings,
+        sizes=GenerationSizes(
+            height=plan.height,
+            width=plan.width,
+            latent_shape=plan.latent_shape,
+            mode=plan.mode,
+            lengths=plan.lengths,
+            guidance=plan.guidance,
+        ),
+        dtype=plan.hardware.dtype,
+        device_type=plan.hardware.device.type,
+        offload=plan.offload,
+        parameters=count_parameters(plan.settings, plan.weights),
+        text_folders=plan.weights.paths,
+    )
+    reasons = {stage.name: why_not_measured(stage.total_bytes, plan.hardware) for stage in stages}
+    return {name: f"not measured: without it, {reason}" for name, reason in reasons.items() if reason is not None}

@@ -1,0 +1,297 @@
+"""Profiling a generation: each of its stages runs for a moment with random weights."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine import build
+from opensora_cli.engine.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
+from opensora_cli.engine.draw import sample_latents
+from opensora_cli.engine.estimate import clip_model, t5_model
+from opensora_cli.engine.finish import decode_latents
+from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
+from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
+from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
+from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.prompts import PromptEmbeds
+from opensora_cli.engine.references import Reference, encode_references
+from opensora_cli.engine.sampling.conditioning import reference_parts
+from opensora_cli.engine.weights import Component
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.streaming import stream_blocks
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.enums import OffloadMode
+
+WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
+_READY = "weights are there"
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_DRAWN_NUMBERS = 2**20
+_STEPS = 2
+"""Of sampling: from the second on there are latents besides the noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a stage took."""
+
+    peak_bytes: int
+    counter: TensorBytes
+    allocated_bytes: int = 0
+    """The most that torch's allocator on CUDA had in use while it ran; 0 on a CPU."""
+    reserved_bytes: int = 0
+    """The most that it held of the card."""
+
+
+def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tuple[StageProfile, ...], list[Measured]]:
+    """Return every stage of a plan, and the raw counts of those that were measured.
+
+    Stages that would not fit, or would take too long, are only predicted.
+
+    Args:
+        plan: its weights need not be there.
+        reporter: told of stages.
+    """
+    profiles: list[StageProfile] = []
+    measured: list[Measured] = []
+    with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
+        for stage in plan.stages:
+            reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
+            if reason is not None:
+                profiles.append(_predicted(stage, reason))
+            else:
+                result = unless_out_of_memory(partial(_profile_stage, plan, stage))
+                build.release_memory(plan.hardware.device)
+                if result is None:
+                    profiles.append(_predicted(stage, OUT_OF_MEMORY))
+                else:
+                    profiles.append(result[0])
+                    measured.append(result[1])
+            progress.advance()
+    return tuple(profiles), measured
+
+
+def streamed_bytes(plan: ExecutionPlan, name: str) -> int:
+    """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
+    streams = {
+        TEXT: (plan.offload.stream_text, Component.T5),
+        DENOISE: (plan.offload.mode is OffloadMode.BLOCKS, Component.TRANSFORMER),
+    }
+    is_streamed, component = streams.get(name, (False, Component.VAE))
+    if not is_streamed:
+        return 0
+    return count_parameters(plan.settings, plan.weights)[component] * plan.hardware.dtype.itemsize
+
+
+def measure_stage(plan: ExecutionPlan, name: str) -> tuple[Measured, dict[str, nn.Module]]:
+    """Run one stage with random weights, for sampling two of its steps, and return what it took, and its models.
+
+    On CUDA the peak is the allocator's, without what was there before; on a CPU that of counted tensors.
+    """
+    device = plan.hardware.device
+    is_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if is_cuda else 0
+    with torch.inference_mode(), ExitStack() as stack, TensorBytes(device_type=device.type) as counter:
+        models, run = _STAGES[name](plan, stack)
+        for title, model in models.items():
+            stack.enter_context(counter.watch(model, title))
+        counter.mark(_READY)
+        counter.reset_peak()
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        run()
+        _finish(device)
+        counter.mark("done")
+        if is_cuda:
+            allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            return Measured(allocated - before, counter, allocated, reserved), models
+        return Measured(counter.peak_bytes, counter), models
+
+
+def time_stage(plan: ExecutionPlan, name: str) -> float:
+    """Run one stage like `measure_stage`, but twice and uncounted, and return the seconds of the second time."""
+    device = plan.hardware.device
+    with torch.inference_mode(), ExitStack() as stack:
+        _, run = _STAGES[name](plan, stack)
+        run()
+        _finish(device)
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        return time.perf_counter() - start
+
+
+def random_transformer(plan: ExecutionPlan) -> MMDiT:
+    """Return what `build.load_transformer` returns, with random weights."""
+    offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
+    transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
+    streams = offload.mode is OffloadMode.BLOCKS
+    if streams or offload.fp8_storage:
+        for block in (*transformer.double_blocks, *transformer.single_blocks):
+            fill_randomly(block, torch.device("cpu"))
+            if offload.fp8_storage:
+                store_in_fp8(block)
+            if not streams:
+                block.to(device)
+    transformer.set_sequence_chunk(offload.chunk_tokens)
+    return fill_randomly(transformer, device)
+
+
+def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
+    """Give what is still on the meta device random weights on `device`, in place; returns the same module.
+
+    Nobody looks at what comes out, but it should be finite.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, old in held.items():
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in made:
+                    new = _drawn(torch.empty_like(old, device=device))
+                    made[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
+                held[name] = made[id(old)]  # type: ignore[assignment]
+    return module
+
+
+def _drawn(weight: torch.Tensor) -> torch.Tensor:
+    if not weight.is_floating_point():
+        return weight.zero_()
+    # Again and again the same numbers: to draw billions takes a host minutes.
+    pieces = torch.split(weight.view(-1), _DRAWN_NUMBERS)
+    pieces[0].normal_(std=0.02)
+    for piece in pieces[1:]:
+        piece.copy_(pieces[0][: len(piece)])
+    return weight
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+Run = Callable[[], object]
+
+
+def _text(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+    device, dtype, settings = plan.hardware.device, plan.hardware.dtype, plan.settings.text
+    with torch.device("meta"):
+        t5 = t5_model(plan.weights.paths.get(Component.T5)).to(dtype).eval()
+        clip = clip_model(plan.weights.paths.get(Component.CLIP)).to(dtype).eval()
+    if plan.offload.stream_text:
+        layers = fill_randomly(t5.encoder.block, torch.device("cpu"))
+        fill_randomly(t5, device)
+        stack.enter_context(stream_blocks([layers], device=device, resident=STREAMED_LAYERS, source="mapped"))
+    models = {"t5": fill_randomly(t5, device), "clip": fill_randomly(clip, device)}
+
+    def run() -> None:
+        t5_ids, clip_ids = (
+            torch.zeros(2, length, dtype=torch.int64, device=device)
+            for length in (settings.t5_max_length, min(settings.clip_max_length, clip.config.max_position_embeddings))
+        )
+        states = t5(input_ids=t5_ids).last_hidden_state
+        pooled = clip(input_ids=clip_ids).pooler_output
+        del states, pooled
+
+    return models, run
+
+
+def _encode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+    vae = _vae(plan)
+    settings = plan.settings.vae
+    references = [
+        Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True)
+        for part in reference_parts(
+            plan.mode, lengths=plan.lengths, temporal_compression=settings.time_compression_ratio
+        )
+    ]
+    return {"vae": vae}, lambda: encode_references(references, vae, tiling=vae_tiling(settings))
+
+
+def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+    device, dtype, settings = plan.hardware.device, plan.hardware.dtype, plan.settings
+    transformer = random_transformer(plan)
+    models: dict[str, nn.Module] = {"transformer": transformer}
+    if plan.offload.mode is OffloadMode.BLOCKS:
+        stack.enter_context(build.streamed_blocks(plan, transformer))
+    elif plan.mode.needs_reference and plan.offload.mode is OffloadMode.NONE:
+        models["vae"] = _vae(plan)
+
+    def run() -> object:
+        embeds = PromptEmbeds(
+            torch.zeros(2, settings.text.t5_max_length, settings.model.context_in_dim, device=device, dtype=dtype),
+            torch.zeros(2, settings.model.vec_in_dim, device=device, dtype=dtype),
+        )
+        latents = None
+        if plan.mode.needs_reference:
+            latents = [torch.zeros(plan.latent_shape, device=device, dtype=dtype)] * 2
+        short = replace(plan, timesteps=plan.timesteps[: _STEPS + 1])
+        return sample_latents(short, transformer, embeds, latents, seed=0)
+
+    return models, run
+
+
+def _decode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
+    vae = _vae(plan)
+    return {"vae": vae}, lambda: decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype))
+
+
+def _vae(plan: ExecutionPlan) -> HunyuanVAE:
+    vae = vae_on_meta(plan.settings.vae).to(plan.hardware.dtype).eval()
+    return fill_randomly(vae, plan.hardware.device)
+
+
+_STAGES: dict[str, Callable[[ExecutionPlan, ExitStack], tuple[dict[str, nn.Module], Run]]] = {
+    TEXT: _text,
+    ENCODE: _encode,
+    DENOISE: _denoise,
+    DECODE: _decode,
+}
+
+
+def _predicted(stage: StageMemory, reason: str) -> StageProfile:
+    parts = (
+        Part(WEIGHTS, stage.weight_bytes, None),
+        Part(BESIDE_WEIGHTS, stage.data_bytes + stage.activation_bytes, None),
+    )
+    return StageProfile(
+        name=stage.name,
+        parts=parts,
+        predicted_bytes=stage.total_bytes,
+        measured_bytes=None,
+        not_measured=reason,
+    )
+
+
+def _profile_stage(plan: ExecutionPlan, stage: StageMemory) -> tuple[StageProfile, Measured]:
+    """Return the profile of a stage, whose models are gone then, and what it is made from."""
+    measured, models = measure_stage(plan, stage.name)
+    counter = measured.counter
+    weights = counter.marks[0].live_bytes
+    made = counter.peak_by_owner()
+    sizes = {
+        f"{title}.{name}": (weight.numel(), weight.nbytes, 0, 0)
+        for title, model in models.items()
+        for name, weight in model.named_parameters()
+    }
+    profile = StageProfile(
+        name=stage.name,
+        parts=(
+            Part(WEIGHTS, stage.weight_bytes, weights),
+            Part(BESIDE_WEIGHTS, stage.data_bytes + stage.activation_bytes, measured.peak_bytes - weights),
+        ),
+        predicted_bytes=stage.total_bytes,
+        measured_bytes=measured.peak_bytes,
+        modules=module_shares(sizes, made),
+        timeline=Timeline.of(counter),
+    )
+    return profile, measured

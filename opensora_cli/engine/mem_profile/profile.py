@@ -1,0 +1,174 @@
+"""`osora mem-profile`: where the bytes of a generation or a training go, predicted and measured."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.files import atomic_path, refuse_special
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.configs import count_parameters
+from opensora_cli.engine.generate import resolve_generate_settings
+from opensora_cli.engine.hardware import Hardware, pick_hardware
+from opensora_cli.engine.mem_profile.allocator import allocator_use
+from opensora_cli.engine.mem_profile.attention import attention_costs
+from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
+from opensora_cli.engine.mem_profile.compare import compare_generation, compare_training
+from opensora_cli.engine.mem_profile.generation import profile_generation
+from opensora_cli.engine.mem_profile.page import html_page
+from opensora_cli.engine.mem_profile.report import MemProfile
+from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
+from opensora_cli.engine.mem_profile.training import clips_note, profile_training
+from opensora_cli.engine.plan import make_plan
+from opensora_cli.engine.references import with_mode
+from opensora_cli.engine.run import OutOfMemoryError, is_out_of_memory
+from opensora_cli.engine.train.build import count_parameters as count_trained
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.mem_profile import MemProfileSettings
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+_ANOTHER_NAME = "choose another name, or another folder"
+_RANDOM = "random weights of the model's sizes, since memory does not depend on their values"
+
+
+def mem_profile(
+    what: GenerateRequest | GenerateSettings | TrainSettings,
+    settings: MemProfileSettings,
+    *,
+    reporter: Reporter | None = None,
+) -> MemProfile:
+    """Profile a generation or a training; no weights are needed.
+
+    Args:
+        what: is profiled.
+        settings: what is made of it.
+        reporter: shown progress; None: nobody.
+
+    Raises:
+        RequestError: the request contradicts itself.
+        FileProblem: a file of settings is missing or broken.
+        OutputError: a file exists already, or cannot be written.
+        HardwareError: there is no such device, or not enough memory.
+    """
+    reporter = reporter or SilentReporter()
+    _check_files(settings)
+    if isinstance(what, GenerateRequest):
+        what = resolve_generate_settings(what, reporter=reporter)
+    with _out_of_memory_told():
+        if isinstance(what, TrainSettings):
+            profile = _of_training(what, settings, reporter)
+        else:
+            profile = _of_generation(what, settings, reporter)
+    if settings.html is not None:
+        with atomic_path(settings.html, replace=settings.overwrite) as temporary:
+            temporary.write_text(html_page(profile), encoding="utf-8")
+    return profile
+
+
+@contextmanager
+def _out_of_memory_told() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of memory: {' '.join(str(error).split())[:200]}",
+            hint="profile fewer frames or a smaller batch with --set, or close what else uses the device",
+        ) from error
+
+
+def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
+    plan = make_plan(with_mode(what, reporter))
+    hardware = plan.hardware
+    with ExitStack() as stack:
+        if settings.snapshot is not None:
+            stack.enter_context(recorded_history(hardware.device))
+        stages, measured = profile_generation(plan, reporter=reporter)
+        _write_snapshot(settings, [result.counter for result in measured], hardware)
+    model = plan.settings.model
+    profile = MemProfile(
+        of=f"generating with {model.name}, {plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
+        device=str(hardware.device),
+        device_name=hardware.device_name,
+        how=_how(hardware, "two sampling steps", measured=bool(measured)),
+        stages=stages,
+        parameters={str(name): count for name, count in count_parameters(plan.settings, plan.weights).items()},
+        buffer=None,
+        allocator=allocator_use(measured),
+        notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
+        files=_files(settings),
+    )
+    if settings.compare:
+        profile = replace(
+            profile,
+            techniques=compare_generation(plan, reporter=reporter),
+            attention=attention_costs(hardware, model, reporter=reporter),
+        )
+    if settings.adaptive_batch:
+        profile = replace(profile, batch=generation_batch(plan, limit=settings.memory_limit, reporter=reporter))
+    return profile
+
+
+def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
+    hardware = pick_hardware("cpu", "auto")
+    stage, memory, buffer = profile_training(what, hardware, reporter=reporter)
+    _write_snapshot(settings, [memory.counter], hardware)
+    profile = MemProfile(
+        of=f"training {what.target}, batch {what.loop.batch_size}",
+        device=str(hardware.device),
+        device_name=hardware.device_name,
+        how=_how(hardware, "three steps", measured=stage.measured_bytes is not None),
+        stages=(stage,),
+        parameters={str(what.target): count_trained(what)},
+        buffer=buffer,
+        allocator=None,
+        notes=tuple(clips_note(what)),
+        files=_files(settings),
+    )
+    if settings.compare:
+        profile = replace(profile, techniques=compare_training(what, hardware, reporter=reporter))
+        if what.target is TrainTarget.MMDIT:
+            profile = replace(profile, attention=attention_costs(hardware, what.model, reporter=reporter))
+    if settings.adaptive_batch:
+        batch = training_batch(what, hardware, limit=settings.memory_limit, reporter=reporter)
+        profile = replace(profile, batch=batch)
+    return profile
+
+
+def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:
+    if not measured:
+        return "nothing: all is predicted"
+    counted = "what torch's allocator had in use"
+    if hardware.device.type == "cpu":
+        counted = "on the CPU, without a GPU: the bytes of all tensors, counted as they came and went"
+    return f"{counted}; {steps}, {_RANDOM}"
+
+
+def _files(settings: MemProfileSettings) -> dict[str, str]:
+    return {kind: path for kind, path in (("snapshot", settings.snapshot), ("html", settings.html)) if path is not None}
+
+
+def _write_snapshot(settings: MemProfileSettings, counters: list[TensorBytes], hardware: Hardware) -> None:
+    if settings.snapshot is not None:
+        write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
+
+
+def _check_files(settings: MemProfileSettings) -> None:
+    """Refuse what could not be written before hours of measuring are lost."""
+    for path in map(Path, _files(settings).values()):
+        try:
+            refuse_special(path)
+            if path.is_dir():
+                raise OutputError(f"{path} is a folder", hint="name a file in it")
+            if os.path.lexists(path) and not settings.overwrite:
+                raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
+            folder = next(place for place in path.absolute().parents if place.exists())
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=_ANOTHER_NAME) from error
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise OutputError(f"cannot write in {folder}", hint=_ANOTHER_NAME)

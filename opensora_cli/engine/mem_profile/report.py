@@ -1,0 +1,328 @@
+"""What a memory profile says, for people and for programs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, takewhile
+from typing import Any
+
+from opensora_cli.memory.counting import TensorBytes
+
+PROFILE_SCHEMA = "osora.mem-profile/1"
+MIB = 2**20
+
+_TIMELINE_POINTS = 160
+_LISTED_MODULES = 8
+_BARS = "▁▂▃▄▅▆▇█"
+_BARS_IN_A_LINE = 80
+_PEAK = "peak"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of memory of a stage at its peak."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int | None
+    """None: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """What a part of a model holds; gradients and states of the optimizer in training only."""
+
+    name: str
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Made by its forward, and alive at the peak of the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Live bytes over a stage. Time is counted in changes: every tensor that comes or goes is one."""
+
+    live_bytes: tuple[int, ...]
+    """The most within equal parts of the changes."""
+    marks: tuple[tuple[str, float], ...]
+    """Name and place, from 0 to 1."""
+
+    @classmethod
+    def of(cls, counter: TensorBytes) -> "Timeline":
+        """Return what was counted, in a few points."""
+        count = max(len(counter.changes), 1)
+        points = [0] * min(count, _TIMELINE_POINTS)
+        live = 0
+        for position, change in enumerate(counter.changes):
+            live += change.num_bytes
+            slot = position * len(points) // count
+            points[slot] = max(points[slot], live)
+        return cls(tuple(points), tuple((mark.name, mark.position / count) for mark in counter.marks))
+
+    def line(self) -> str:
+        """Return it for people: a row of bars, the full one as high as the peak."""
+        width = min(len(self.live_bytes), _BARS_IN_A_LINE)
+        most = max(self.live_bytes, default=0) or 1
+        cuts = [index * len(self.live_bytes) // width for index in range(width + 1)]
+        tops = (max(self.live_bytes[begin:end]) for begin, end in pairwise(cuts))
+        return "".join(_BARS[top * (len(_BARS) - 1) // most] for top in tops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProfile:
+    """One stage, predicted and measured."""
+
+    name: str
+    parts: tuple[Part, ...]
+    predicted_bytes: int
+    """The peak."""
+    measured_bytes: int | None
+    """The peak: of the allocator on CUDA, of counted tensors on a CPU; None: not measured."""
+    not_measured: str | None = None
+    """Why."""
+    modules: tuple[ModuleShare, ...] = ()
+    timeline: Timeline | None = None
+
+    def lines(self) -> list[str]:
+        """Return it for people: a table."""
+        rows = [*self.parts, Part(_PEAK, self.predicted_bytes, self.measured_bytes)]
+        found = [f"{self.name:36}{'predicted':>14}{'measured':>14}"]
+        found += [f"  {row.name:34}{mib(row.predicted_bytes):>14}{mib(row.measured_bytes):>14}" for row in rows]
+        if self.measured_bytes:
+            found[-1] += f"   predicted / measured {self.predicted_bytes / self.measured_bytes:.3f}"
+        if self.not_measured:
+            found.append(f"  not measured: {self.not_measured}")
+        if self.timeline:
+            found.append(f"  timeline  {self.timeline.line()}")
+        return [*found, *_module_lines(self.modules)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """One row of the comparison. What cannot be measured here has a reason instead of numbers."""
+
+    name: str
+    saved_bytes: int | None = None
+    """Below 0 where it takes more."""
+    saved_share: float | None = None
+    """Of what is needed without it."""
+    time_added: float | None = None
+    """0.2 is a fifth longer."""
+    of: str = ""
+    """What both are compared on."""
+    reason: str | None = None
+
+    def line(self) -> str:
+        """Return it for people."""
+        if self.saved_bytes is None or self.saved_share is None or self.time_added is None:
+            return f"  {self.name:46}{self.reason}"
+        return (
+            f"  {self.name:46}{mib(self.saved_bytes):>14}{self.saved_share:>8.1%}{self.time_added:>+9.1%}   {self.of}"
+        )
+
+
+def compared(name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> Technique:
+    """Return the row of a technique from bytes and seconds without it and with it."""
+    saved = before[0] - after[0]
+    return Technique(
+        name=name,
+        saved_bytes=saved,
+        saved_share=saved / max(before[0], 1),
+        time_added=after[1] / before[1] - 1 if before[1] else 0.0,
+        of=of,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCost:
+    """One way to compute attention over so many tokens, without gradients."""
+
+    kind: str
+    tokens: int
+    memory_bytes: int | None = None
+    """At the peak, above the inputs."""
+    seconds: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The result of the search for a batch."""
+
+    of: str
+    batch_size: int
+    """0: not even one fits."""
+    limit_bytes: int
+    peak_bytes: int
+    """Of that batch."""
+    tried: tuple[tuple[int, int | None], ...]
+    """Batch and its peak, in the order of the search; None: it did not fit."""
+    reached_most: bool
+    """Whether the search ended at the largest batch that it tries at all."""
+    reason: str | None = None
+    """Why nothing was tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocator:
+    """What torch's allocator on CUDA held at most, in the stage where that was most."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferUse:
+    """The buffer of offloaded activations."""
+
+    size_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemProfile:
+    """A whole profile."""
+
+    of: str
+    device: str
+    device_name: str
+    how: str
+    """What was measured, in a sentence."""
+    stages: tuple[StageProfile, ...]
+    parameters: dict[str, int]
+    """Component -> number."""
+    buffer: BufferUse | None
+    """None: nothing is offloaded."""
+    allocator: Allocator | None
+    """None on a CPU, and where nothing was measured."""
+    notes: tuple[str, ...] = ()
+    techniques: tuple[Technique, ...] = ()
+    attention: tuple[AttentionCost, ...] = ()
+    batch: LargestBatch | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    """What was written: kind -> path."""
+
+    @property
+    def worst(self) -> StageProfile:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.measured_bytes or stage.predicted_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as a document of the schema `osora.mem-profile/1`."""
+        return {"schema": PROFILE_SCHEMA, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """Return the profile for people."""
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
+        found = [
+            f"profile     {self.of} on {self.device} ({self.device_name})",
+            f"measured    {self.how}",
+            f"parameters  {counts}",
+        ]
+        for stage in self.stages:
+            found += ["", *stage.lines()]
+        found += ["", f"highest     {self.worst.name}", f"buffer      {_buffer_line(self.buffer)}"]
+        found.append(f"allocator   {self._allocator_line()}")
+        found += [f"note        {note}" for note in self.notes]
+        if self.techniques:
+            found += ["", f"  {'technique':46}{'memory saved':>14}{'':8}{'time':>9}"]
+            found += [technique.line() for technique in self.techniques]
+        if self.attention:
+            found += ["", *attention_lines(self.attention)]
+        if self.batch:
+            found += ["", *_batch_lines(self.batch)]
+        return [*found, *(f"wrote       {path}" for path in self.files.values())]
+
+    def _allocator_line(self) -> str:
+        allocator = self.allocator
+        if allocator is None:
+            return "none: torch keeps no memory back on a CPU" if self.device == "cpu" else "not measured"
+        share = 1 - allocator.allocated_bytes / max(allocator.reserved_bytes, 1)
+        held = f"{mib(allocator.allocated_bytes)} allocated of {mib(allocator.reserved_bytes)} reserved"
+        return f"{held}, {share:.0%} unused; {allocator.advice}"
+
+
+def module_shares(
+    by_weight: Mapping[str, tuple[int, int, int, int]], made: Mapping[str, int]
+) -> tuple[ModuleShare, ...]:
+    """Return the parts of models, the largest first.
+
+    Args:
+        by_weight: name -> number of parameters, and bytes of weight, gradient and what the optimizer keeps.
+        made: name of a module -> bytes that its forward made.
+    """
+    names = {name: _group(name.rpartition(".")[0]) for name in by_weight} | {
+        name: _group(name) for name in made if name
+    }
+    shares: dict[str, list[int]] = {group: [0] * 5 for group in names.values()}
+    for name, sizes in by_weight.items():
+        for index, size in enumerate(sizes):
+            shares[names[name]][index] += size
+    for name, size in made.items():
+        if name:
+            shares[names[name]][4] += size
+    found = [ModuleShare(group, *sizes) for group, sizes in shares.items() if any(sizes)]
+    return tuple(sorted(found, key=lambda share: -(share.weight_bytes + share.activation_bytes)))
+
+
+def _module_lines(modules: Sequence[ModuleShare]) -> list[str]:
+    """Return the table of the largest; kinds of memory that none of them has are left out."""
+    columns = {
+        "weights": [share.weight_bytes for share in modules],
+        "gradients": [share.gradient_bytes for share in modules],
+        "optimizer": [share.optimizer_bytes for share in modules],
+        "activations": [share.activation_bytes for share in modules],
+    }
+    columns = {title: sizes for title, sizes in columns.items() if any(sizes)}
+    if not columns:
+        return []
+    found = [f"  {'module':46}{'parameters':>14}" + "".join(f"{title:>14}" for title in columns)]
+    for index, share in enumerate(modules[:_LISTED_MODULES]):
+        sizes = "".join(f"{mib(column[index]):>14}" for column in columns.values())
+        found.append(f"  {share.name:46}{share.parameters:>14,}{sizes}")
+    return found
+
+
+def _group(path: str) -> str:
+    """Return what the modules of a stack have in common: `model.double_blocks` of `model.double_blocks.3.img_mlp`."""
+    parts = list(takewhile(lambda part: not part.isdigit(), path.split(".")))
+    return ".".join(parts[:3])
+
+
+def mib(size: int | None) -> str:
+    """Return bytes for people, always in the same unit, so that columns compare."""
+    return "-" if size is None else f"{size / MIB:,.2f} MiB"
+
+
+def attention_lines(costs: Sequence[AttentionCost]) -> list[str]:
+    """Return a table of attention."""
+    found = [f"  {'attention':24}{'tokens':>10}{'memory':>16}{'time':>14}"]
+    for cost in costs:
+        if cost.memory_bytes is None or cost.seconds is None:
+            found.append(f"  {cost.kind:24}{cost.tokens:>10,}   {cost.reason}")
+        else:
+            found.append(
+                f"  {cost.kind:24}{cost.tokens:>10,}{mib(cost.memory_bytes):>16}{cost.seconds * 1e3:>11.1f} ms"
+            )
+    return found
+
+
+def _buffer_line(buffer: BufferUse | None) -> str:
+    if buffer is None:
+        return "none: no activations are offloaded"
+    return f"{mib(buffer.used_bytes)} of {mib(buffer.size_bytes)} used"
+
+
+def _batch_lines(batch: LargestBatch) -> list[str]:
+    if batch.reason is not None:
+        return [f"batch       not searched: {batch.reason}"]
+    if not batch.batch_size:
+        return [f"batch       not even 1 of {batch.of} fits into {mib(batch.limit_bytes)}"]
+    more = ", the largest that is tried" if batch.reached_most else ""
+    return [
+        f"batch       {batch.batch_size} of {batch.of} fit into {mib(batch.limit_bytes)}{more}: "
+        f"{mib(batch.peak_bytes)} at the peak"
+    ]

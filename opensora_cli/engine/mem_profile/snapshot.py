@@ -1,0 +1,90 @@
+"""The file that PyTorch's memory viewer opens (https://pytorch.org/memory_viz)."""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opensora_cli.core.files import atomic_path
+from opensora_cli.memory.counting import TensorBytes
+
+_MOST_EVENTS = 200_000
+_ALIGNMENT = 512
+_OUTSIDE = "outside of modules"
+
+
+@contextmanager
+def recorded_history(device: torch.device) -> Iterator[None]:
+    """Have the CUDA allocator write down who allocates what inside the block; without effect on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    # Frames of C++ would make the file many times as large, and slow down every allocation.
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch.device, replace: bool) -> None:
+    """Write the allocator's history on CUDA, and on a CPU what was counted, in the same form.
+
+    Args:
+        path: the file.
+        counters: what was counted, stage by stage.
+        device: where it ran.
+        replace: whether an existing file gives way.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if device.type == "cuda":
+        # Before the history is switched off, which is why this is called inside `recorded_history`.
+        history: dict[str, Any] = torch.cuda.memory._snapshot(device)
+    else:
+        history = counted_history(counters)
+    with atomic_path(path, replace=replace) as temporary:
+        temporary.write_bytes(pickle.dumps(history))
+
+
+def counted_history(counters: Sequence[TensorBytes]) -> dict[str, Any]:
+    """Return counted storages as the history of an allocator that gives each an address of its own.
+
+    The frame of an event is the module that made the storage. There are no segments: nothing is kept back.
+    """
+    events: list[dict[str, Any]] = []
+    address = 1 << 20
+    for counter in counters:
+        places: dict[int, tuple[int, int]] = {}
+        for change in counter.changes:
+            frame = _frame(counter.owner(change) or _OUTSIDE)
+            size = change.num_bytes
+            if change.storage in places:  # it went, or has another size: then it comes again
+                place = places.pop(change.storage)
+                events += _freed(*place, frame, len(events))
+                size += place[1]
+            if size > 0:
+                places[change.storage] = address, size
+                events.append(_event("alloc", address, size, frame, len(events)))
+                address += -(-size // _ALIGNMENT) * _ALIGNMENT
+        # What the next stage does not find any more.
+        for place in places.values():
+            events += _freed(*place, _frame("end of the stage"), len(events))
+    return {"segments": [], "device_traces": [events], "allocator_settings": {}, "external_annotations": []}
+
+
+def _frame(name: str) -> dict[str, Any]:
+    return {"name": name, "filename": "counted by osora mem-profile", "line": 0}
+
+
+def _freed(address: int, size: int, frame: dict[str, Any], now: int) -> list[dict[str, Any]]:
+    return [_event(action, address, size, frame, now) for action in ("free_requested", "free_completed")]
+
+
+def _event(action: str, address: int, size: int, frame: dict[str, Any], now: int) -> dict[str, Any]:
+    # Microseconds are what the viewer expects; here they count events.
+    return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": now, "frames": [frame]}

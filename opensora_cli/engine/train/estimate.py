@@ -1,0 +1,248 @@
+"""What a training step needs of memory: measured on a real step, or estimated by the same step on empty tensors."""
+
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.configs import mmdit_config, vae_config
+from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
+from opensora_cli.engine.train.loop import Chance, Task, Trainer
+from opensora_cli.engine.train.mmdit import ClipSource, MMDiTTask
+from opensora_cli.engine.train.optimizer import kept_tensors
+from opensora_cli.engine.train.vae import VAETask, channels_last
+from opensora_cli.engine.weightless import give_empty_weights, without_memory
+from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN = "weights", "average", "gradients", "optimizer", "frozen parts"
+ACTIVATIONS = "activations"
+"""Everything else: what a forward pass keeps for the backward pass, and whatever is computed on the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """Bytes of a training step."""
+
+    peak_bytes: int
+    at_peak: dict[str, int]
+    """What was there at the peak: `WEIGHTS` to `ACTIVATIONS`."""
+    activations_by_module: dict[str, int]
+    """Of the activations at the peak, those that a module's forward pass made, by its name; backward has no name."""
+    by_weight: dict[str, tuple[int, int, int, int]]
+    """Name -> number of parameters, and bytes of weight, gradient and what the optimizer keeps for it."""
+    held_for_backward: int
+    """Activations when the forward pass of the last step has ended."""
+    buffer_bytes: int
+    """Size of the buffer of offloaded activations, which are part of the activations on a CPU."""
+    buffer_used_bytes: int
+    """The most that was in it."""
+    counter: TensorBytes
+    """The whole timeline."""
+
+
+def estimate_training(settings: TrainSettings) -> TrainingMemory:
+    """Return what `measure_training` would, without computing anything or allocating more than a few MB.
+
+    Raises:
+        RequestError: sizes contradict each other.
+    """
+    with torch.device("meta"):
+        task, frozen = _task(settings)
+    with without_memory("cpu", gradients=True) as device, warnings.catch_warnings():
+        # The average starts as a copy of the module, for which torch looks whether there is memory to copy.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        for module in (task.module, *frozen):
+            give_empty_weights(module, device=device)
+        return _steps(settings, task, frozen)
+
+
+def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
+    """Do three steps with fresh weights, frozen parts included, and return what they took.
+
+    The encoded clips that a training of the transformer keeps beside it are left out; see `clips_bytes`.
+
+    Args:
+        settings: the training.
+        limit: bytes that may be held; None: all there are.
+
+    Raises:
+        MemoryError: it takes more than `limit`, or than there is.
+        RequestError: sizes contradict each other.
+        HardwareError: the host has no memory for offloaded activations.
+    """
+    task, frozen = _fresh_task(settings)
+    return _steps(settings, task, frozen, limit=limit)
+
+
+def time_training(settings: TrainSettings) -> float:
+    """Return the seconds of one step with fresh weights: the shorter of two, after one that makes the moments.
+
+    Raises:
+        RequestError, HardwareError: as `measure_training`.
+    """
+    task, _ = _fresh_task(settings)
+    trainer = _trainer(settings, task)
+    times = []
+    with saved_activations(task.module, plan_activations(settings)):
+        for _ in range(3):
+            start = time.perf_counter()
+            trainer.do_step()
+            times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def clips_bytes(settings: TrainSettings) -> int:
+    """Return the bytes of the encoded clips that a training of the transformer keeps, once there are enough."""
+    if settings.target is not TrainTarget.MMDIT:
+        return 0
+    side = settings.data.size // settings.vae.spatial_compression_ratio
+    # Latents and reference latents, and a mask of one channel, in half precision.
+    values = (2 * settings.vae.latent_channels + 1) * settings.num_latent_frames * side * side
+    return settings.train_mmdit.cached_clips * values * 2
+
+
+def _steps(
+    settings: TrainSettings, task: Task[Any], frozen: list[nn.Module], *, limit: int | None = None
+) -> TrainingMemory:
+    plan = plan_activations(settings)
+    with TensorBytes(limit=limit) as counter:
+        trainer = _trainer(settings, _MarkingTask(task, counter))
+        counter.add(trainer.ema, AVERAGE)
+        counter.add(task.module, WEIGHTS)
+        counter.add(_kept(trainer), OPTIMIZER)
+        for module in frozen:
+            counter.add(module, FROZEN)
+        first_clips = settings.train_vae.picture_steps if settings.target is TrainTarget.VAE else 0
+        with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"):
+            # The first makes the optimizers' moments. A phase of single frames, if there is one, is done twice.
+            for step in (0, 0, max(1, first_clips)):
+                trainer.step = step
+                trainer.do_step()
+                counter.add(_gradients(trainer), GRADIENTS)
+                counter.add(_kept(trainer), OPTIMIZER)
+    return _memory(counter, trainer, plan, manager)
+
+
+def _trainer(settings: TrainSettings, task: Task[Any]) -> Trainer[Any]:
+    return Trainer(
+        task,
+        loop=settings.loop,
+        optimizer=settings.optimizer,
+        output=Path(settings.output),
+        reporter=SilentReporter(),
+    )
+
+
+def _fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.loop.seed)
+        return _task(settings)
+
+
+def _memory(
+    counter: TensorBytes, trainer: Trainer[Any], plan: ActivationPlan | None, manager: ActivationManager | None
+) -> TrainingMemory:
+    owners = counter.peak_by_owner()
+    kept = {name: owners.pop(name, 0) for name in (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)}
+    before_backward = counter.owners_at(counter.marks[-1])
+    return TrainingMemory(
+        peak_bytes=counter.peak_bytes,
+        at_peak={**kept, ACTIVATIONS: sum(owners.values())},
+        activations_by_module={name: size for name, size in owners.items() if name},
+        by_weight=_by_weight(trainer),
+        held_for_backward=sum(size for name, size in before_backward.items() if name not in kept),
+        buffer_bytes=0 if plan is None or manager is None else plan.buffer_bytes,
+        buffer_used_bytes=0 if manager is None else manager.peak_bytes,
+        counter=counter,
+    )
+
+
+class _MarkingTask:
+    """A task whose forward passes end with a mark on the timeline."""
+
+    def __init__(self, task: Task[Any], counter: TensorBytes) -> None:
+        self.module: nn.Module = task.module
+        self.begin_step = task.begin_step
+        self.export = task.export
+        self._task = task
+        self._counter = counter
+
+    def loss(self, step: int, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+        """Return the task's loss."""
+        loss = self._task.loss(step, chance)
+        self._counter.mark("forward")
+        return loss
+
+
+def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
+    """Return the task and its frozen parts."""
+    batch = settings.loop.batch_size
+    match settings.target:
+        case TrainTarget.VAE:
+            vae_task = VAETask(
+                vae_config(settings.vae), data=settings.data, settings=settings.train_vae, batch_size=batch
+            )
+            return vae_task, []
+        case TrainTarget.TEXT:
+            # Imported here, since transformers takes seconds to load.
+            from opensora_cli.engine.train.text import TextTask
+
+            return TextTask(settings.text, batch_size=batch), []
+        case TrainTarget.MMDIT:
+            return _mmdit_task(settings)
+
+
+def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
+    from opensora_cli.engine.train.text import TextTask
+
+    vae = channels_last(HunyuanVAE(vae_config(settings.vae)).requires_grad_(False).eval())
+    text, model = TextTask(settings.text, batch_size=1).module.requires_grad_(False), settings.model
+
+    def encode(captions: list[str]) -> tuple[Tensor, Tensor]:
+        # What they are does not matter for memory, and what computing them takes is small beside a step.
+        count = len(captions)
+        return torch.zeros(count, settings.text.t5_max_length, model.context_in_dim), torch.zeros(
+            count, model.vec_in_dim
+        )
+
+    one_clip = settings.train_mmdit.replace({"first_clips": 1, "cached_clips": 1})
+    task = MMDiTTask(
+        mmdit_config(model),
+        clips=ClipSource(vae, data=settings.data, settings=one_clip),
+        text=encode,
+        settings=one_clip,
+        batch_size=settings.loop.batch_size,
+        reporter=SilentReporter(),
+    )
+    return task, [vae, text.t5, text.clip]
+
+
+def _kept(trainer: Trainer[Any]) -> list[Tensor]:
+    return [tensor for optimizer in trainer.optimizers for _, tensor in kept_tensors(optimizer)]
+
+
+def _gradients(trainer: Trainer[Any]) -> list[Tensor]:
+    optimized = (
+        weight for optimizer in trainer.optimizers for group in optimizer.param_groups for weight in group["params"]
+    )
+    weights = (*trainer.task.module.parameters(), *optimized)
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def _by_weight(trainer: Trainer[Any]) -> dict[str, tuple[int, int, int, int]]:
+    kept: dict[int, int] = {}
+    for optimizer in trainer.optimizers:
+        for weight, tensor in kept_tensors(optimizer):
+            kept[id(weight)] = kept.get(id(weight), 0) + tensor.nbytes
+    return {
+        name: (weight.numel(), weight.nbytes, 0 if weight.grad is None else weight.grad.nbytes, kept.get(id(weight), 0))
+        for name, weight in trainer.task.module.named_parameters()
+    }

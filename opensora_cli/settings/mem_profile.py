@@ -1,0 +1,83 @@
+"""Settings of `osora mem-profile`: what is profiled, and what is made of it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.enums import ModelChoice
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import collect_overrides
+from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.presets import list_presets, preset_path
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+_ANY_PROMPT = "a boat on the sea"
+
+
+class MemProfileSettings(Section):
+    """What is made of a profile."""
+
+    compare: bool = Field(default=False, description="measure techniques that save memory, one by one")
+    adaptive_batch: bool = Field(default=False, description="look for the largest batch that fits")
+    memory_limit: ByteSize | None = Field(
+        default=None, description="memory that the batch must fit into, of what is free, as in 24GiB; none: all of it"
+    )
+    snapshot: str | None = Field(default=None, min_length=1, description="file for PyTorch's memory viewer")
+    html: str | None = Field(default=None, min_length=1, description="file for a page with charts")
+    overwrite: bool = Field(default=False, description="replace existing files")
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Self:
+        if self.memory_limit is not None and not self.adaptive_batch:
+            raise ValueError(f"memory_limit={self.memory_limit} has no effect without adaptive_batch")
+        if self.snapshot and self.html and os.path.abspath(self.snapshot) == os.path.abspath(self.html):
+            raise ValueError(f"snapshot={self.snapshot} and html must be two files")
+        return self
+
+
+def profiled_settings(
+    config: Path | None, *, assignments: Sequence[str], device: str | None, environment: Mapping[str, str]
+) -> GenerateRequest | TrainSettings:
+    """Return what is to be profiled: a request to generate, or a training.
+
+    Args:
+        config: a YAML file, or the name of a packaged recipe or preset; a file that says `target` is one of training.
+            None: the demo, generating.
+        assignments: of `--set`.
+        device: of `--device`.
+        environment: variables to read `OSORA_*` from.
+
+    Raises:
+        RequestError: there is no such recipe, a key is unknown, or a value breaks a rule.
+        FileProblem: the file is missing or broken.
+    """
+    if config is not None and _is_training(config):
+        if device not in (None, "auto", "cpu"):
+            raise RequestError(f"--device {device} cannot be profiled: training runs on the CPU", hint="drop --device")
+        overrides = collect_overrides(TrainSettings, {}, assignments)
+        return load_train_settings(config=config, overrides=overrides, environment=environment)
+    flags = {} if device is None else {"runtime.device": Given(device, "--device")}
+    overrides = collect_overrides(GenerateSettings, flags, assignments)
+    overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
+    if config is None:
+        overrides.setdefault("runtime.model_choice", Given(ModelChoice.DEMO.value, "mem-profile"))
+        return GenerateRequest(overrides=overrides, environment=environment)
+    path = config if config.suffix or config.is_file() else preset_path("generate", str(config))
+    return GenerateRequest(overrides=overrides, config=path, environment=environment)
+
+
+def _is_training(config: Path) -> bool:
+    if config.suffix or config.is_file():
+        return "target" in read_yaml(config)
+    name = str(config)
+    known = [*list_presets("train"), *list_presets("generate")]
+    if name not in known:
+        raise RequestError(f"--config {name} is neither a file nor one of {', '.join(dict.fromkeys(known))}")
+    return name in list_presets("train")

@@ -1,0 +1,158 @@
+"""`osora mem-profile`: what it prints and writes, and its exit codes."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_training
+import torch
+import yaml
+
+from opensora_cli.cli.app import main
+from opensora_cli.engine.mem_profile import generation
+from opensora_cli.engine.plan import ExecutionPlan
+
+SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set", "model.depth_single_blocks=1"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    settings = tiny_training.mmdit_settings(tmp_path / "run").model_dump(mode="json", exclude={"weights"})
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return str(tmp_path / "tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--set", "video.num_frams=5"], ["--config", "demoo"], ["--memory-limit", "1GiB"]],
+    ids=" ".join,
+)
+def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
+    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "mem-profile", *args], capture_output=True, text=True, check=True
+    )
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "opensora_cli.cli.mem_profile" in modules
+    assert modules & {"torch", "transformers", "numpy"} == set()
+
+
+def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, snapshot = tmp_path / "memory.html", tmp_path / "memory.pickle"
+    args = [*SMALL, "--json", "--html", str(page), "--snapshot", str(snapshot)]
+    assert main(args) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "osora.mem-profile/1"
+    assert [stage["name"] for stage in document["stages"]] == ["text", "denoise", "decode"]
+    for stage in document["stages"]:
+        assert stage["predicted_bytes"] == pytest.approx(stage["measured_bytes"], rel=0.1)
+        assert max(stage["timeline"]["live_bytes"]) <= stage["measured_bytes"]
+    assert document["device"] == "cpu"
+    assert "without a GPU" in document["how"]
+    assert document["files"] == {"html": str(page), "snapshot": str(snapshot)}
+    assert page.read_text().startswith("<!doctype html>")
+    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+
+    assert main(args) == 3
+    assert "exists already" in capsys.readouterr().err
+    page.unlink()
+    assert main([*args, "--overwrite"]) == 0
+
+
+def test_a_training(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mem-profile", "--config", recipe, "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("profile     training mmdit, batch 2 on cpu")
+    names = [line.split("  ")[1] for line in lines if line.startswith("  ")]
+    assert names[:8] == [
+        "weights",
+        "average",
+        "gradients",
+        "optimizer",
+        "frozen parts",
+        "activations",
+        "held for backward",
+        "peak",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--config", "demo", "--device", "cuda"], 2, "--device cuda cannot be profiled"),
+        (["--config", "missing.yaml"], 3, "missing.yaml"),
+        (["--adaptive-batch", "--memory-limit", "much"], 2, "memory_limit='much' is not a size"),
+        (["--html", "."], 3, "is a folder"),
+        (["--html", "x", "--snapshot", "./x"], 2, "must be two files"),
+        (["--html", "/dev/null/page.html"], 3, "cannot write in /dev/null"),
+        (["--html", "x" * 300], 3, "File name too long"),
+        (["--device", "cuda:99"], 4, "runtime.device=cuda:99 is not there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors(args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mem-profile", *args]) == code
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_largest_batch_of_a_generation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--adaptive-batch", "--memory-limit", "40MiB", "--json"]) == 0
+    batch = json.loads(capsys.readouterr().out)["batch"]
+    assert batch["batch_size"] > 1
+    assert batch["peak_bytes"] <= batch["limit_bytes"] == 40 * 2**20
+    assert [batch["batch_size"] + 1, None] in batch["tried"]
+
+
+def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    page.symlink_to(tmp_path / "nothing")
+    assert main([*SMALL, "--html", str(page)]) == 3
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_runs_out_of_memory_is_only_predicted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = generation.measure_stage
+
+    def fails_to_denoise(plan: ExecutionPlan, name: str) -> object:
+        if name == "denoise":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(plan, name)
+
+    monkeypatch.setattr(generation, "measure_stage", fails_to_denoise)
+    assert main([*SMALL, "--json"]) == 0
+    text, denoise, decode = json.loads(capsys.readouterr().out)["stages"]
+    assert denoise["not_measured"] == "there was not enough memory after all"
+    assert denoise["measured_bytes"] is None
+    assert all(stage["measured_bytes"] for stage in (text, decode))
+
+
+@pytest.mark.slow
+def test_comparing(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--compare", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    techniques = {row["name"]: row for row in document["techniques"]}
+    assert techniques["branch by branch"]["saved_bytes"] > 0
+    assert techniques["weights stored in 8 bits"]["saved_share"] > 0.3
+    assert "without a GPU" in techniques["block streaming"]["reason"]
+    assert all((row["saved_bytes"] is None) == (row["reason"] is not None) for row in document["techniques"])
+    flash, standard = (
+        {cost["tokens"]: cost["memory_bytes"] for cost in document["attention"] if cost["kind"] == kind}
+        for kind in ("flash", "standard (math)")
+    )
+    assert flash[4096] == 4 * flash[1024]  # linear
+    assert standard[4096] > 14 * standard[1024]  # quadratic
+
+    # The copies of weights that autocast holds for backward are no activations, and stay outside the buffer.
+    assert main(["mem-profile", "--config", recipe, "--set", "loop.autocast_bf16=false", "--compare", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["techniques"]
+    saved = {(row["name"], row["of"]): row["saved_share"] for row in rows if row["reason"] is None}
+    assert saved["gradient checkpointing", "what is held for backward"] > 0.3
+    offload = "what is held for backward with checkpointing, outside the host buffer"
+    assert saved["activation offload", offload] > 0.3

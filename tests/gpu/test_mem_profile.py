@@ -1,0 +1,48 @@
+"""`osora mem-profile` on a CUDA device: the demo's figures are the allocator's."""
+
+import json
+import pickle
+
+import pytest
+import torch
+
+from opensora_cli.cli.app import main
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+COMMAND = ["mem-profile", "--device", "cuda", "--json"]
+
+
+def document(capsys, *args):
+    assert main([*COMMAND, *args]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_stages_and_the_allocator(capsys, tmp_path):
+    found = document(capsys, "--snapshot", str(tmp_path / "history.pickle"))
+    assert all(stage["measured_bytes"] > 0 for stage in found["stages"])
+    assert found["allocator"]["reserved_bytes"] >= found["allocator"]["allocated_bytes"] > 0
+    history = pickle.loads((tmp_path / "history.pickle").read_bytes())
+    assert any(event["action"] == "alloc" for trace in history["device_traces"] for event in trace)
+
+
+def test_every_technique_is_measured(capsys):
+    found = document(capsys, "--compare")
+    assert {row["name"]: row["reason"] for row in found["techniques"] if row["reason"] is not None} == {}
+    saved = {row["name"]: row["saved_bytes"] for row in found["techniques"]}
+    assert saved["block streaming"] > 0
+    assert saved["weights stored in 8 bits"] > 0
+    kinds = {cost["kind"] for cost in found["attention"] if cost["reason"] is None}
+    assert kinds == {"standard (math)", "memory-efficient", "flash"}
+
+
+def test_a_batch_that_does_not_fit_leaves_nothing_behind(capsys):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    batch = document(capsys, "--adaptive-batch", "--memory-limit", "256MiB")["batch"]
+    assert batch["batch_size"] > 0
+    assert batch["peak_bytes"] <= 256 * 2**20
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,59 @@
+import io
+import json
+
+import pytest
+import torch
+
+from opensora_cli.engine.mem_profile import allocator
+from opensora_cli.engine.mem_profile.allocator import allocator_use
+from opensora_cli.engine.mem_profile.generation import Measured
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+
+
+def measured(allocated: int, reserved: int) -> Measured:
+    return Measured(allocated, TensorBytes(), allocated, reserved)
+
+
+@pytest.fixture
+def settings() -> GenerateSettings:
+    values = {"prompt": "sea", "runtime.device": "cpu", "video.num_frames": "5"}
+    given = {key: Given(value, "test") for key, value in values.items()}
+    return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO)
+
+
+def test_the_stage_that_held_most_is_told():
+    use = allocator_use([measured(9, 10), measured(30, 50), measured(10, 20)])
+    assert use is not None
+    assert (use.allocated_bytes, use.reserved_bytes) == (30, 50)
+    assert "40% is kept back in pieces: try PYTORCH_ALLOC_CONF=" in use.advice
+    fine = allocator_use([measured(9, 10)])
+    assert fine is not None
+    assert "nothing to mend" in fine.advice
+
+
+def test_without_an_allocator_there_is_nothing_to_tell():
+    assert allocator_use([]) is None
+    assert allocator_use([measured(0, 0)]) is None
+
+
+def test_the_process_denoises_what_it_is_given(
+    settings: GenerateSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(settings.model_dump_json()))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    allocator._main()
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["reserved_bytes"] == 7
+    assert figures["seconds"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")
+def test_a_process_that_fails_says_why(settings: GenerateSettings):
+    told = allocator._in_a_process(settings.replace({"runtime.device": "cuda"}), allocator.CHOICES[0])
+    assert isinstance(told, str)
+    assert "runtime.device=cuda is not there" in told

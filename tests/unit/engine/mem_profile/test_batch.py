@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.mem_profile.batch import MOST, largest_batch
+from opensora_cli.engine.mem_profile.report import LargestBatch
+
+CPU = torch.device("cpu")
+
+
+def search(bytes_each: int, limit: int, error: type[Exception] | None = MemoryError, most: int = MOST) -> LargestBatch:
+    def peak_of(size: int) -> int:
+        if error is not None and size * bytes_each > limit:
+            raise error("there is no more")
+        return size * bytes_each
+
+    return largest_batch(peak_of, of="clips", limit_bytes=limit, device=CPU, reporter=SilentReporter(), most=most)
+
+
+@pytest.mark.parametrize(
+    ("fits", "error"),
+    [
+        *((fits, MemoryError) for fits in (1, 2, 3, 5, 6, 7, 513)),
+        (5, torch.OutOfMemoryError),
+        (5, None),
+    ],
+)
+def test_finds_the_largest_that_fits(fits: int, error: type[Exception] | None):
+    found = search(10, 10 * fits + 9, error)
+    assert (found.batch_size, found.peak_bytes, found.reached_most) == (fits, 10 * fits, False)
+    assert len(found.tried) <= 2 * fits.bit_length() + 1
+    assert all((peak is None) == (size > fits) for size, peak in found.tried)
+
+
+def test_not_even_one():
+    found = search(10, 9)
+    assert (found.batch_size, found.peak_bytes, found.tried) == (0, 0, ((1, None),))
+
+
+@pytest.mark.parametrize("most", [1, 6, 8])
+def test_stops_at_the_most(most: int):
+    found = search(1, 10**9, most=most)
+    assert (found.batch_size, found.reached_most) == (most, True)
+    assert max(size for size, _ in found.tried) == most
+
+
+def test_other_errors_are_not_hidden():
+    def peak_of(size: int) -> int:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        largest_batch(peak_of, of="clips", limit_bytes=1, device=CPU, reporter=SilentReporter())

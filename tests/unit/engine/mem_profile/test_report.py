@@ -1,0 +1,123 @@
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import torch
+
+from opensora_cli.engine.mem_profile.page import html_page
+from opensora_cli.engine.mem_profile.report import (
+    Allocator,
+    AttentionCost,
+    BufferUse,
+    LargestBatch,
+    MemProfile,
+    Part,
+    StageProfile,
+    Technique,
+    Timeline,
+    compared,
+    module_shares,
+)
+from opensora_cli.memory.counting import TensorBytes
+
+MIB = 2**20
+
+
+def profile() -> MemProfile:
+    with TensorBytes() as counter:
+        for size in range(1, 400):
+            torch.zeros(size)
+        counter.mark("<end>")
+    measured = StageProfile(
+        name="denoise",
+        parts=(Part("weights", 10 * MIB, 10 * MIB),),
+        predicted_bytes=20 * MIB,
+        measured_bytes=25 * MIB,
+        modules=module_shares({"model.blocks.0.weight": (5, 20, 0, 0)}, {"model.blocks.0": 7}),
+        timeline=Timeline.of(counter),
+    )
+    predicted = StageProfile(
+        name="decode", parts=(), predicted_bytes=30 * MIB, measured_bytes=None, not_measured="too <large>"
+    )
+    return MemProfile(
+        of="<script>alert(1)</script>",
+        device="cuda:0",
+        device_name="a & b",
+        how="by counting",
+        stages=(measured, predicted),
+        parameters={"model": 5},
+        buffer=BufferUse(size_bytes=4 * MIB, used_bytes=MIB),
+        allocator=Allocator(allocated_bytes=3 * MIB, reserved_bytes=4 * MIB, advice="try this"),
+        techniques=(
+            compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
+            Technique(name="absent", reason="not here"),
+        ),
+        attention=(AttentionCost(kind="flash", tokens=512, memory_bytes=MIB, seconds=0.5),),
+        batch=LargestBatch(
+            of="clips", batch_size=3, limit_bytes=9 * MIB, peak_bytes=8 * MIB, tried=((1, MIB),), reached_most=False
+        ),
+        files={"html": "page.html"},
+    )
+
+
+def test_lines():
+    lines = profile().lines()
+    assert "  peak                                   20.00 MiB     25.00 MiB   predicted / measured 0.800" in lines
+    assert "  not measured: too <large>" in lines
+    assert "buffer      1.00 MiB of 4.00 MiB used" in lines
+    assert "allocator   3.00 MiB allocated of 4.00 MiB reserved, 25% unused; try this" in lines
+    assert any(line.split() == ["good", "3.00", "MiB", "75.0%", "+50.0%", "a", "step"] for line in lines)
+    assert any(line.split() == ["absent", "not", "here"] for line in lines)
+    assert "batch       3 of clips fit into 9.00 MiB: 8.00 MiB at the peak" in lines
+    assert lines[-1] == "wrote       page.html"
+
+
+def test_no_allocator_is_told_apart_from_none_measured():
+    without = replace(profile(), allocator=None)
+    assert "allocator   not measured" in without.lines()
+    assert "allocator   none: torch keeps no memory back on a CPU" in replace(without, device="cpu").lines()
+
+
+def test_json_has_everything():
+    document = json.loads(json.dumps(profile().to_json(), allow_nan=False))
+    assert document["schema"] == "osora.mem-profile/1"
+    assert document["stages"][0]["measured_bytes"] == 25 * MIB
+    assert document["stages"][0]["modules"] == [
+        {
+            "name": "model.blocks",
+            "parameters": 5,
+            "weight_bytes": 20,
+            "gradient_bytes": 0,
+            "optimizer_bytes": 0,
+            "activation_bytes": 7,
+        }
+    ]
+    assert document["stages"][1]["not_measured"] == "too <large>"
+    assert document["techniques"][0]["time_added"] == 0.5
+
+
+def test_the_timeline_has_few_points_and_keeps_the_peak():
+    timeline = profile().stages[0].timeline
+    assert timeline is not None
+    assert len(timeline.live_bytes) == 160
+    assert max(timeline.live_bytes) == 399 * 4
+    assert timeline.marks == (("<end>", 1.0),)
+
+
+def test_the_page_stands_alone_and_escapes():
+    page = html_page(profile())
+    seen: list[tuple[str, dict[str, str | None]]] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            seen.append((tag, dict(attrs)))
+
+    Reader().feed(page)
+    tags = [tag for tag, _ in seen]
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in seen
+    assert tags.count("svg") == 2
+    assert "script" not in tags
+    assert not {name for _, attributes in seen for name in attributes} & {"src", "href"}
+    assert "://" not in page
+    assert "url(" not in page
+    assert "too &lt;large&gt;" in page

@@ -1,0 +1,82 @@
+"""The estimate of a training step against tensors that are really allocated."""
+
+from pathlib import Path
+
+import pytest
+import tiny_training
+
+from opensora_cli.engine.train.estimate import clips_bytes, estimate_training, measure_training
+from opensora_cli.settings.train import TrainSettings
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "as it is": {},
+    "a larger batch": {"loop.batch_size": 6, "train_mmdit.fresh_clips_per_step": 0},
+    "checkpointed": {"loop.batch_size": 6, "memory.checkpointing": True},
+    "one stack checkpointed": {"model.depth": 3, "memory.checkpointing": True, "memory.checkpoint_single_blocks": 0},
+    "offloaded": {"loop.batch_size": 4, "memory.checkpointing": True, "memory.activation_offload": "all"},
+    "in float32 with adamw": {"loop.autocast_bf16": False, "optimizer.name": "adamw", "model.depth_single_blocks": 3},
+    "longer, wider": {"data.size": 64, "data.num_frames": 17, "model.hidden_size": 64, "model.num_heads": 4},
+}
+
+
+def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainSettings:
+    make = {
+        "vae": tiny_training.vae_settings,
+        "text": tiny_training.text_settings,
+        "mmdit": tiny_training.mmdit_settings,
+    }[target]
+    return make(folder).replace(changes)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes"),
+    [
+        *(pytest.param("mmdit", changes, id=f"mmdit {name}") for name, changes in VARIANTS.items()),
+        pytest.param("vae", {}, id="vae"),
+        pytest.param("vae", {"loop.batch_size": 3, "loop.autocast_bf16": False, "data.size": 48}, id="vae float32"),
+        pytest.param("text", {"loop.batch_size": 5}, id="text"),
+    ],
+)
+def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object], tmp_path: Path) -> None:
+    settings = settings_of(target, tmp_path, changes)
+    expected, found = estimate_training(settings), measure_training(settings)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+    assert expected.held_for_backward == pytest.approx(found.held_for_backward, rel=0.1)
+    for name in ("weights", "average", "optimizer", "frozen parts"):
+        assert expected.at_peak[name] == pytest.approx(found.at_peak[name], rel=0.1), name
+    assert sum(found.at_peak.values()) == found.peak_bytes
+    assert not tmp_path.joinpath("log.jsonl").exists()
+
+
+def test_parts_of_a_step(tmp_path: Path) -> None:
+    settings = settings_of("mmdit", tmp_path, {"optimizer.name": "adamw", "memory.checkpointing": True})
+    memory = estimate_training(settings)
+    weights = sum(size for _, size, _, _ in memory.by_weight.values())
+    assert memory.at_peak["weights"] == memory.at_peak["average"] == weights
+    assert sum(size for _, _, size, _ in memory.by_weight.values()) == weights
+    # Two moments and the number of steps.
+    assert sum(size for _, _, _, size in memory.by_weight.values()) == 2 * weights + 4 * len(memory.by_weight)
+    plain = estimate_training(settings.replace({"memory": {}}))
+    assert memory.held_for_backward < plain.held_for_backward
+
+
+def test_the_buffer_of_activations_is_used_as_planned(tmp_path: Path) -> None:
+    settings = settings_of("mmdit", tmp_path, VARIANTS["offloaded"])
+    memory = measure_training(settings)
+    assert memory.buffer_used_bytes == memory.buffer_bytes > 0
+
+
+def test_over_the_limit_is_out_of_memory(tmp_path: Path) -> None:
+    settings = settings_of("mmdit", tmp_path, {})
+    peak = measure_training(settings).peak_bytes
+    assert measure_training(settings, limit=peak).peak_bytes == peak
+    with pytest.raises(MemoryError):
+        measure_training(settings, limit=peak - 1)
+
+
+def test_clips_that_are_kept(tmp_path: Path) -> None:
+    settings = settings_of("mmdit", tmp_path, {"train_mmdit.cached_clips": 10})
+    side = settings.data.size // 4
+    # Latents and reference latents of four channels, and a mask of one, in half precision.
+    assert clips_bytes(settings) == 10 * 9 * settings.num_latent_frames * side * side * 2
+    assert clips_bytes(settings_of("vae", tmp_path, {})) == 0
