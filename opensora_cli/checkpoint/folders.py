@@ -1,13 +1,15 @@
 """What is where in the folders that trainings and downloads leave."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from opensora_cli.checkpoint.formats import Selection
 from opensora_cli.checkpoint.recognition import WEIGHTS, Kind, recognise, refusal
-from opensora_cli.checkpoint.shards import refuse_outside
+from opensora_cli.checkpoint.shards import ShardName, refuse_outside
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import plain
 
 TRAINING_FILE = "checkpoint.pt"
 """What a run of `osora train` keeps in its folder."""
@@ -37,12 +39,7 @@ def checkpoint_folder_name(*, epoch: int, global_step: int) -> str:
 
 def epoch_folders(run: Path) -> list[Path]:
     """Return the checkpoints in the folder of a run that were written to their end, newest first."""
-    found = []
-    for folder in _listed(run):
-        match = _EPOCH_FOLDER.fullmatch(folder.name)
-        if match and folder.is_dir() and is_complete(folder):
-            found.append((int(match[2]), int(match[1]), folder))
-    return [folder for *_, folder in sorted(found, reverse=True)]
+    return [folder for folder in _all_epoch_folders(run) if is_complete(folder)]
 
 
 def is_complete(folder: Path) -> bool:
@@ -59,10 +56,7 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
     if not (folder / MODEL_FOLDER).is_dir() and not (folder / RUNNING_STATES_FILE).is_file():
         return {}
     if not is_complete(folder):
-        raise CheckpointError(
-            f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}",
-            hint=f"choose an earlier one; or, if you know that they are whole, name {folder / MODEL_FOLDER} or a file",
-        )
+        raise _unfinished(folder)
     parts = {}
     for selection, names in _PARTS.items():
         there = [folder / name for name in names if (folder / name).exists()]
@@ -91,11 +85,14 @@ def find_file(folder: Path) -> Path:
 
     Raises:
         RequestError: it has several.
-        CheckpointError: it has none, or a link to a file elsewhere, which is not read even to see what it is.
+        CheckpointError: it has none, or shards, or nothing but an unfinished checkpoint of a training, or a link to a
+            file elsewhere, which is not read even to see what it is.
     """
     kinds = {path: recognise(refuse_outside(path, folder)) for path in _listed(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in WEIGHTS]
     chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
+    if shards := [name for path in chosen if (name := ShardName.of(path.name))]:
+        raise _without_index(folder, shards)
     if len(chosen) > 1:
         raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
     if chosen:
@@ -103,9 +100,42 @@ def find_file(folder: Path) -> Path:
     for path, kind in kinds.items():
         if kind in (Kind.LFS_POINTER, Kind.WEB_PAGE):
             raise refusal(path, kind)
+    if unfinished := _all_epoch_folders(folder):
+        raise _unfinished(unfinished[0])
     there = f"only {_names(kinds)}" if kinds else "no file"
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
+    )
+
+
+def _all_epoch_folders(run: Path) -> list[Path]:
+    """Return the folders with the names of checkpoints, newest first."""
+    found = []
+    for folder in _listed(run):
+        match = _EPOCH_FOLDER.fullmatch(folder.name)
+        if match and folder.is_dir():
+            found.append((int(match[2]), int(match[1]), folder))
+    return [folder for *_, folder in sorted(found, reverse=True)]
+
+
+def _unfinished(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}",
+        hint=f"choose an earlier one; or, if you know that they are whole, name {folder / MODEL_FOLDER} or a file",
+    )
+
+
+def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError:
+    """Say what a folder of shards lacks; where they are of several checkpoints, what those of the first one lack."""
+    first = shards[0]
+    there = {shard.number for shard in shards if (shard.index_name, shard.count) == (first.index_name, first.count)}
+    # Whatever a name says: no list is made of a million numbers.
+    missing = list(islice((str(each) for each in range(1, first.count + 1) if each not in there), _LISTED + 1))
+    numbers = ", ".join(missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
+    others = f" and, of shards 1 to {first.count}: {numbers}" if missing else ""
+    return CheckpointError(
+        f"{folder} holds shards without their index: it lacks {plain(first.index_name)}{others}",
+        hint="fetch what is missing; the index says which tensor is in which shard",
     )
 
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.shards import ShardName
 
 
 class Format(StrEnum):
@@ -49,3 +50,19 @@ class Checkpoint:
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
     files: tuple[Path, ...]
+
+    @property
+    def form(self) -> str:
+        """Its format; and which of several shards it is, by its name, if it is one without the others."""
+        shard = self._shard
+        return f"{self.format}, {shard}" if shard else self.format.value
+
+    @property
+    def caveat(self) -> str | None:
+        """What is to be said of it before it is taken for all there is: that it is a single shard of several."""
+        shard = self._shard
+        return f"{self.path} is {shard}: a part of a checkpoint" if shard else None
+
+    @property
+    def _shard(self) -> ShardName | None:
+        return ShardName.of(self.path.name) if self.files == (self.path,) else None

@@ -117,12 +117,14 @@ def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) ->
 
     Raises:
         RequestError: the format is not written here.
-        OutputError: `path` exists already, holds more than a checkpoint, or its disk is too small.
+        OutputError: `path` exists already, holds more than a checkpoint, or lies where nothing may be written, or its
+            disk is too small.
     """
     if format not in (*_FILES, *_FOLDERS):
         raise RequestError(f"the format {format} is written by trainings alone", hint="write safetensors")
     try:
         _refuse_to_replace(path, format=format, overwrite=overwrite)
+        _refuse_unwritable(path)
         require_space(path, needed)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
@@ -145,6 +147,17 @@ def _refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
         raise OutputError(
             f"{path} holds more than a checkpoint of {format}, which would be lost: {names}",
             hint="write to another folder",
+        )
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Refuse a path whose folder cannot be made, or not be written to."""
+    place = next((place for place in path.absolute().parents if os.path.lexists(place)), Path("/"))
+    if not place.is_dir():
+        raise OutputError(f"cannot write {path}: {place} is not a folder", hint="choose another name")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"cannot write {path}: nothing may be written to {place}", hint="choose a folder that you may write to"
         )
 
 

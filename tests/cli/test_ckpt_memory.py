@@ -91,6 +91,11 @@ def test_verify_and_diff(large: Path) -> None:
     assert run("diff", str(large), str(large)).startswith("equal")
 
 
+def test_diff_of_8_bits(large: Path, tmp_path: Path) -> None:
+    small = run("convert", str(large), str(tmp_path / "small.safetensors"), "--dtype", "fp8_e4m3", "--no-hash").strip()
+    assert f"equal: {TENSORS} tensors compared" in run("diff", small, str(large), "--atol", "0.1")
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("form", ["safetensors-shards", "torch", "dcp"])
 def test_convert(dtype: str, form: str, large: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.entries import Entry
 from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.fp8 import dequantise, without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.exceptions import CheckpointError
@@ -47,6 +48,8 @@ class Difference:
     """Tensors whose values were compared."""
     largest: float
     """Difference between two values, of all tensors."""
+    only_scales: bool
+    """Whether the names that only one has are all those of scales, compared as tensors of their own."""
 
     @property
     def is_equal(self) -> bool:
@@ -95,6 +98,11 @@ class Difference:
                 f"values  {plain(name)}: {each.differing:,} differ, by at most {each.largest:.4g}"
                 for name, each in self.values.items()
             ),
+            *(
+                ["note    scales are stored apart from 8-bit values: --rtol or --atol compares their products"]
+                if self.only_scales
+                else []
+            ),
             f"{'equal' if self.is_equal else 'different'}: {self.compared} tensors compared, "
             f"largest difference {self.largest:.4g}",
         ]
@@ -104,14 +112,19 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     """Compare two checkpoints piece by piece.
 
     Without a tolerance every bit must be the same, dtypes included. With one, |first - second| must be at most
-    atol + rtol x |second|, and NaN equals NaN.
+    atol + rtol x |second|, NaN equals NaN, and 8-bit tensors are multiplied with their scales.
 
     Raises:
         RequestError: a pattern matches no tensor of either.
-        CheckpointError: one is missing or broken.
+        CheckpointError: one is missing or broken, or, with a tolerance, has scales that are not understood.
     """
     reporter = reporter or SilentReporter()
     first, second = (_open(path, settings.select) for path in (settings.first, settings.second))
+    numbers = first, second
+    if not settings.is_exact:
+        # Before `only` can leave scales out.
+        numbers = dequantise(first, torch.float32), dequantise(second, torch.float32)
+        first, second = without_scales(first), without_scales(second)
     if settings.only:
         asked = only({**second, **first}, settings.only)
         first, second = ({name: each[name] for name in each if name in asked} for each in (first, second))
@@ -123,15 +136,17 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     total = sum(first[name].nbytes + second[name].nbytes for name in comparable)
     with reporter.stage("compare", total=total, unit=BYTES) as progress:
         for name in comparable:
-            found = _compare(first[name], second[name], settings)
+            found = _compare(numbers[0][name], numbers[1][name], settings)
             largest = max(largest, found.largest)
             if found.differing:
                 values[name] = found
             progress.advance(first[name].nbytes + second[name].nbytes)
+    only_in_first = tuple(name for name in first if name not in second)
+    only_in_second = tuple(name for name in second if name not in first)
     return Difference(
         settings=settings,
-        only_in_first=tuple(name for name in first if name not in second),
-        only_in_second=tuple(name for name in second if name not in first),
+        only_in_first=only_in_first,
+        only_in_second=only_in_second,
         shapes=shapes,
         dtypes={
             name: (first[name].dtype, second[name].dtype)
@@ -141,6 +156,9 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
         values=values,
         compared=len(comparable),
         largest=largest,
+        only_scales=bool(only_in_first or only_in_second)
+        and without_scales(first).keys().isdisjoint(only_in_first)
+        and without_scales(second).keys().isdisjoint(only_in_second),
     )
 
 

@@ -104,7 +104,7 @@ class Inspection:
     def _summary(self) -> list[str]:
         checkpoint = self.checkpoint
         files = f"{len(checkpoint.files)} files" if len(checkpoint.files) > 1 else "1 file"
-        lines = [f"format      {checkpoint.format}, {files}"]
+        lines = [f"format      {checkpoint.form}, {files}"]
         if checkpoint.selections:
             lines.append(f"weights     {checkpoint.selection} (there are: {', '.join(checkpoint.selections)})")
         lines.append(f"model       {self.identity.title if self.identity else 'none that is known here'}")
@@ -139,6 +139,8 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
     reporter = reporter or SilentReporter()
     selection = None if settings.select is None else Selection(settings.select)
     checkpoint = open_checkpoint(Path(settings.path), select=selection)
+    if checkpoint.caveat:
+        reporter.warn(checkpoint.caveat)
     entries = only(checkpoint.entries, settings.only) if settings.only else dict(checkpoint.entries)
     statistics = {}
     if settings.stats:

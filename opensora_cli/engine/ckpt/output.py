@@ -62,7 +62,7 @@ class Product:
     def lines(self) -> list[str]:
         """Return the same for people."""
         source = self.source
-        kind = f"{source.format}, {source.selection} weights" if source.selection else source.format.value
+        kind = f"{source.form}, {source.selection} weights" if source.selection else source.form
         done = ", ".join(f"{name} {_shown(value)}" for name, value in self.options.items())
         return [
             f"source  {source.path} ({kind})",
@@ -142,6 +142,8 @@ def write(product: Product, *, reporter: Reporter) -> Written:
     settings = product.settings
     for line in product.lines():
         reporter.note(line)
+    if product.source.caveat:
+        reporter.warn(product.source.caveat)
     if not settings.resolved_format.has_metadata:
         reporter.warn(f"{product.format} has no place for metadata: what was noted of the weights is left out")
     sha256 = hash_files(product.source, reporter=reporter) if settings.hashing else None

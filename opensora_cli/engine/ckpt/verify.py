@@ -72,7 +72,7 @@ class Verification:
         if self.checkpoint:
             entries = self.checkpoint.entries
             size = format_bytes(sum(entry.nbytes for entry in entries.values()))
-            lines.append(f"sound    {self.checkpoint.format}: {len(entries)} tensors, {size}")
+            lines.append(f"sound    {self.checkpoint.form}: {len(entries)} tensors, {size}")
             lines.append("sound    all numbers are finite" if self.data_read else "skipped  data was not read")
         if self.data_read:
             known = f"{len(self.hashed)} files have their hash" if self.hashed else "no hash is known"
@@ -85,7 +85,8 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
 
     Opening it checks headers, lengths, and indexes against shards. Its data is then compared with the hashes that are
     known: of the index, of a download, and the one that is given. Of a training, all weights are read and the states
-    beside them are opened, unless some weights are selected. Everything broken is a problem, not an error.
+    beside them are opened, unless some weights are selected. A single shard of several is no whole checkpoint; with the
+    hash that it must have, it is checked as a file. Everything broken is a problem, not an error.
 
     Raises:
         RequestError: there is no such preset, no such weights to select, or a hash is given for a folder.
@@ -101,8 +102,11 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     indexes = _read_indexes(parts)
     for index, part in indexes:
         problems += _wrong_size(index, part)
+    if checkpoint is not None and checkpoint.caveat and settings.sha256 is None:
+        problems.append(checkpoint.caveat)
     if checkpoint is not None and checkpoint.format is Format.COLOSSALAI and settings.select is None:
-        problems += broken_states(path, known={file for part in parts for file in part.files})
+        # `path` may be the folder of the run around it.
+        problems += broken_states(checkpoint.path, known={file for part in parts for file in part.files})
     expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
         files = [file for part in parts for file in part.files] or [path]

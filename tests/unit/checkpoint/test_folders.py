@@ -14,7 +14,7 @@ from opensora_cli.checkpoint.folders import checkpoint_folder_name, epoch_folder
 from opensora_cli.checkpoint.formats import Format, Selection
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
 def weights(value):
@@ -130,6 +130,14 @@ class TestRuns:
             open_checkpoint(epoch.parent)
         assert str(newest) in caught.value.hint
 
+    def test_only_an_unfinished_one(self, epoch):
+        (epoch / "running_states.json").unlink()
+        (epoch.parent / "epoch0-global_step3").mkdir()
+        (epoch.parent / "log.jsonl").write_text("{}\n")
+        assert f"{epoch} was not written to its end" in refused(lambda: open_checkpoint(epoch.parent))
+        save_file(weights(2), epoch.parent / "transformer.safetensors")
+        assert is_of(2, epoch.parent)
+
     def test_of_this_project(self, tmp_path):
         state = {"step": 3, "model": weights(1), "ema": weights(2), "optimizers": []}
         torch.save(state, tmp_path / "checkpoint.pt")
@@ -181,11 +189,33 @@ class TestOthers:
             open_checkpoint(tmp_path / "a")
         assert is_of(1, tmp_path / "a" / "b.safetensors.index.json")
 
-    def test_shards_without_their_index_are_no_checkpoint(self, tmp_path):
-        write_model(tmp_path / "a", 1)
-        (tmp_path / "a" / "model.safetensors.index.json").unlink()
-        with pytest.raises(RequestError, match="several checkpoints"):
+    @pytest.mark.parametrize("part", ["", "model"])
+    def test_shards_without_their_index_are_no_checkpoint(self, tmp_path, part):
+        write_model(tmp_path / "a" / part, 1)
+        (tmp_path / "a" / part / "model.safetensors.index.json").unlink()
+        with pytest.raises(CheckpointError) as caught:
             open_checkpoint(tmp_path / "a")
+        assert caught.value.message == (
+            f"{tmp_path / 'a' / part} holds shards without their index: it lacks model.safetensors.index.json"
+        )
+        assert caught.value.hint == "fetch what is missing; the index says which tensor is in which shard"
+
+    def test_so_is_a_single_shard(self, tmp_path):
+        save_file(weights(1), tmp_path / "model-00002-of-00004.safetensors")
+        missing = "it lacks model.safetensors.index.json and, of shards 1 to 4: 1, 3, 4"
+        assert refused(lambda: open_checkpoint(tmp_path)).endswith(missing)
+        assert is_of(1, tmp_path / "model-00002-of-00004.safetensors")
+
+    def test_so_are_shards_of_torch_in_whatever_number(self, tmp_path):
+        torch.save(weights(1), tmp_path / "pytorch_model-00001-of-999999999.bin")
+        missing = (
+            "it lacks pytorch_model.bin.index.json and, of shards 1 to 999999999: 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ..."
+        )
+        assert missing in refused(lambda: open_checkpoint(tmp_path))
+
+    def test_the_only_shard_is_a_whole(self, tmp_path):
+        save_file(weights(1), tmp_path / "model-00001-of-00001.safetensors")
+        assert is_of(1, tmp_path)
 
     def test_what_is_being_written_is_ignored(self, tmp_path):
         save_file(weights(1), tmp_path / "a")

@@ -23,7 +23,7 @@ from opensora_cli.checkpoint.formats import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.safetensors_file import open_safetensors
 from opensora_cli.checkpoint.shards import sha256_of
-from opensora_cli.checkpoint.writing import write_checkpoint
+from opensora_cli.checkpoint.writing import check_target, write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
 MIB = 2**20
@@ -209,8 +209,18 @@ class TestRefusals:
 
     def test_a_file_in_the_way_is_one_line(self, tmp_path, tensors):
         (tmp_path / "a").write_text("kept")
-        with pytest.raises(OutputError, match="cannot write"):
+        with pytest.raises(OutputError, match=r"cannot write .*: .*a is not a folder"):
             write(tensors, tmp_path / "a" / "b", Format.SAFETENSORS)
+
+    @pytest.mark.parametrize("format", FILES + FOLDERS)
+    @pytest.mark.parametrize("name", ["a", "new/folder/a"])
+    def test_a_folder_that_may_not_be_written(self, tmp_path, tensors, monkeypatch, format, name):
+        # Root, whom tests may run as, may write everywhere.
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+        monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("it was about to be written"))
+        with pytest.raises(OutputError, match=r"cannot write .*: nothing may be written to") as caught:
+            check_target(tmp_path / name, format=format, needed=0, overwrite=False)
+        assert caught.value.hint == "choose a folder that you may write to"
 
 
 class TestFullDisk:

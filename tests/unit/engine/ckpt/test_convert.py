@@ -197,6 +197,14 @@ def test_dcp_says_that_it_loses_metadata(source: Path, tmp_path: Path) -> None:
     assert any("no place for metadata" in warning for warning in reporter.warnings)
 
 
+def test_it_says_that_it_reads_a_shard(source: Path, tmp_path: Path) -> None:
+    shard = converted(source, tmp_path / "shards", shard_size="60") / "model-00001-of-00004.safetensors"
+    reporter = RecordingReporter()
+    result = convert(settings(shard, tmp_path / "new.safetensors"), reporter=reporter)
+    assert reporter.warnings == [f"{shard} is shard 1 of 4: a part of a checkpoint"]
+    assert result.written.product.lines()[0] == f"source  {shard} (safetensors, shard 1 of 4)"
+
+
 def test_presets_check_names_and_shapes(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not become hunyuan-vae: \d+ missing"):
         plan_convert(settings(source, tmp_path / "target", preset="hunyuan-vae"))
@@ -235,6 +243,14 @@ def test_what_is_there_is_replaced_only_on_request(source: Path, tmp_path: Path)
     assert (tmp_path / "old.safetensors").read_bytes() == b"old"
     converted(source, tmp_path / "old.safetensors", overwrite=True)
     assert bit_equal(load_file(tmp_path / "old.safetensors"), load_file(source))
+
+
+def test_a_target_below_a_file_is_noticed_before_anything_long(source: Path, tmp_path: Path) -> None:
+    reporter = RecordingReporter()
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"file is not a folder"):
+        convert(settings(source, tmp_path / "file" / "x" / "new.safetensors"), reporter=reporter)
+    assert reporter.stages == []
 
 
 def test_a_folder_with_other_things_in_it_is_not_replaced(source: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_weights import awkward_state, converted
 from torch import Tensor
 
@@ -157,3 +157,50 @@ def test_integers_of_other_kinds(tmp_path: Path) -> None:
     assert compare(tmp_path, {"x": flags}, {"x": flags.to(torch.int16)}, atol=0.9).is_equal
     mixed = compare(tmp_path, {"x": torch.tensor([2**53, 4])}, {"x": torch.tensor([2.0**53, 4.5])}, atol=0.4)
     assert mixed.values["x"].differing == 1
+
+
+@pytest.fixture
+def wide() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {f"{name}.weight": torch.randn(300, 200, generator=generator) for name in "ab"} | {"a.bias": torch.ones(3)}
+
+
+def small(folder: Path, state: dict[str, Tensor], dtype: str = "fp8_e4m3") -> dict[str, Tensor]:
+    save_file(state, folder / "wide.safetensors")
+    return load_file(converted(folder / "wide.safetensors", folder / "small.safetensors", dtype=dtype, overwrite=True))
+
+
+@pytest.mark.parametrize("step", [1000, 2**20])
+def test_eight_bits_are_compared_with_their_scales(
+    step: int, wide: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEP_NUMEL", step)
+    narrow = small(tmp_path, wide)
+    for pair in ((narrow, wide), (wide, narrow)):
+        close = compare(tmp_path, *pair, rtol=0.07, atol=0.001)
+        assert close.is_equal
+        assert 0.01 < close.largest < 0.3
+        assert (close.compared, close.only_in_first, close.only_in_second) == (3, (), ())
+        assert len(close.dtypes) == 2
+        assert torch.float8_e4m3fn in close.dtypes["a.weight"]
+    assert not compare(tmp_path, narrow, wide, rtol=0.001).is_equal
+    assert compare(tmp_path, narrow, small(tmp_path, wide, "fp8_e5m2"), rtol=0.2, atol=0.001).is_equal
+    assert compare(tmp_path, narrow, wide, rtol=0.07, atol=0.001, only=["a.weight"]).compared == 1
+
+
+def test_another_scale_is_a_difference(wide: dict[str, Tensor], tmp_path: Path) -> None:
+    narrow = small(tmp_path, wide)
+    other = {**narrow, "b.weight_scale": narrow["b.weight_scale"] * 2}
+    assert list(compare(tmp_path, narrow, other, atol=1e-6).values) == ["b.weight"]
+    assert list(compare(tmp_path, narrow, other).values) == ["b.weight_scale"]
+
+
+def test_without_a_tolerance_scales_are_tensors(wide: dict[str, Tensor], tmp_path: Path) -> None:
+    note = "note    scales are stored apart from 8-bit values: --rtol or --atol compares their products"
+    narrow = small(tmp_path, wide)
+    found = compare(tmp_path, wide, narrow)
+    assert found.only_in_second == ("a.weight_scale", "b.weight_scale")
+    assert found.lines()[-2] == note
+    assert compare(tmp_path, narrow, wide).lines()[-2] == note
+    for first, second in ((narrow, narrow), ({**wide, "c": torch.ones(1)}, narrow)):
+        assert note not in compare(tmp_path, first, second).lines()

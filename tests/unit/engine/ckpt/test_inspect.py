@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_weights import awkward_state, converted
+from tiny_world import RecordingReporter
 
 from opensora_cli.checkpoint.released import read_released
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -138,3 +139,12 @@ def test_empty_and_missing_paths(tmp_path: Path) -> None:
         look(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         look(tmp_path)
+
+
+def test_it_says_that_it_reads_a_shard(tmp_path: Path) -> None:
+    shard = tmp_path / "model-00001-of-00004.safetensors"
+    save_file({"a": torch.ones(1)}, shard)
+    reporter = RecordingReporter()
+    found = inspect(InspectSettings(path=str(shard)), reporter=reporter)
+    assert "format      safetensors, shard 1 of 4, 1 file" in found.lines()
+    assert reporter.warnings == [f"{shard} is shard 1 of 4: a part of a checkpoint"]

@@ -113,6 +113,18 @@ def test_missing_shards(shards: Path) -> None:
     assert all(path.name in "\n".join(found.problems) for path in gone)
 
 
+def test_a_shard_is_not_a_whole(shards: Path) -> None:
+    shard = shards / "model-00002-of-00004.safetensors"
+    problem = f"{shard} is shard 2 of 4: a part of a checkpoint"
+    assert check(shard).problems == (problem,)
+    # Who gives a hash asks whether this file is what it should be.
+    found = check(shard, sha256=hashlib.sha256(shard.read_bytes()).hexdigest())
+    assert found.is_sound
+    assert found.lines()[0] == "sound    safetensors, shard 2 of 4: 1 tensors, 60 bytes"
+    (shards / "model.safetensors.index.json").unlink()
+    assert "without their index" in check(shards).problems[0]
+
+
 def test_an_index_that_disagrees_with_its_shards(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     document = json.loads(index.read_text())
@@ -247,15 +259,17 @@ def test_a_training_that_keeps_everything(training: Path) -> None:
     "name", ["optimizer/optimizer.pt", "lr_scheduler.pt", "ema.safetensors", "running_states.json"]
 )
 @pytest.mark.parametrize("length", [50, -2])
-def test_a_truncated_part_of_a_training(name: str, length: int, training: Path) -> None:
+@pytest.mark.parametrize("named", ["epoch", "run"])
+def test_a_truncated_part_of_a_training(name: str, length: int, named: str, training: Path) -> None:
     path = training / name
     content = path.read_bytes()
     path.write_bytes(content[:length])
-    found = check(training)
+    whole = training if named == "epoch" else training.parent
+    found = check(whole)
     assert len(found.problems) == 1
     assert found.problems[0].startswith(str(path))
     assert found.to_json()["tensors"] == 2
-    assert check(training, select="model").is_sound
+    assert check(whole, select="model").is_sound
 
 
 def test_states_that_lack_data_or_lie_elsewhere(training: Path, tmp_path: Path) -> None:
