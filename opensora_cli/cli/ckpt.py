@@ -170,8 +170,8 @@ def diff(
 ) -> None:
     """Compare names, shapes, dtypes and values; exit code 3 if they differ.
 
-    Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A and B
-    may be of different forms.
+    Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A
+    and B may be of different forms.
 
     Examples:
 
