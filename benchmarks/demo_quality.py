@@ -43,7 +43,7 @@ from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import Scene, Weather, caption_scene, render_scene, sample_scene
 from opensora_cli.engine.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.references import Reference, given_frames_psnr, with_mode
+from opensora_cli.engine.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
@@ -173,10 +173,11 @@ def measure_first_frame(
         batch=batch,
         on_done=lambda done: say(f"first frame: {done} of {count} videos"),
     )
-    values = [
-        given_frames_psnr(torch.from_numpy(clip), [Reference(as_pixels(plan, picture[None]), at_head=True)])
-        for clip, picture in zip(clips, pictures_NHWC, strict=True)
-    ]
+    values = []
+    for clip, picture in zip(clips, pictures_NHWC, strict=True):
+        psnr = GivenFramesPSNR([Reference(as_pixels(plan, picture[None]), at_head=True)], num_frames=len(clip))
+        psnr.add(torch.from_numpy(clip))
+        values.append(psnr.db)
     return {"clips": count, "psnr_db": float(np.mean(values)), "lowest_psnr_db": min(values)}
 
 

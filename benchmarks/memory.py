@@ -218,7 +218,8 @@ def measure_decode(plan: ExecutionPlan, *, name: str) -> dict[str, Any]:
         vae.to(device)
         latents = torch.randn(plan.latent_shape)
         start = synchronized(device)
-        decode_latents(plan, vae, latents)
+        for piece_THWC in decode_latents(plan, vae, latents):
+            del piece_THWC
         seconds = synchronized(device) - start
         return reported(plan, "decode", peak()) | {"case": name, "seconds": seconds}
 

@@ -167,9 +167,9 @@ def make_world(folder: Path) -> World:
         save_t5(root / files.t5)
         save_clip(root / files.clip)
     (world.demo / "vocabulary.json").write_text(json.dumps({"places": ["sea", "desert"], "weathers": ["raining"]}))
-    write_media(moving_frames(1), world.picture, fps=24, format="png")
-    write_media(moving_frames(1).flip(1), world.other_picture, fps=24, format="png")
-    write_media(moving_frames(80), world.video, fps=24, format="mp4")
+    write_media([moving_frames(1)], world.picture, fps=24, format="png")
+    write_media([moving_frames(1).flip(1)], world.other_picture, fps=24, format="png")
+    write_media([moving_frames(80)], world.video, fps=24, format="mp4")
     return world
 
 

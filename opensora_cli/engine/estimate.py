@@ -8,6 +8,7 @@ fused attention included. Not counted: what a kernel takes for itself while it r
 products of cuBLAS do), the CUDA context, and what an allocator rounds up or cannot use.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -114,7 +115,7 @@ def estimate_generation(
     vae, tiling = vae_config(settings.vae), vae_tiling(settings.vae)
     # On a CPU the host is the device itself.
     chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
-    shown = settings.video.num_frames, sizes.height, sizes.width
+    shown = sizes.height, sizes.width
     decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
     decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations)
     if settings.from_latents is not None:
@@ -198,12 +199,12 @@ def _decoding(
     config: HunyuanVAEConfig,
     tiling: Tiling,
     latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int, int],
+    shown: tuple[int, int],
     dtype: torch.dtype,
     device_type: str,
     chunks: tuple[int | None, bool],
 ) -> _Need:
-    (num_frames, height, width), (chunk_frames, store_on_host) = shown, chunks
+    (height, width), (chunk_frames, store_on_host) = shown, chunks
     with without_memory(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
@@ -217,11 +218,9 @@ def _decoding(
             pieces_1CTHW = vae.decode_pieces(
                 latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
             )
-            pieces = [to_uint8(piece_1CTHW[0, :, :, :height, :width]) for piece_1CTHW in pieces_1CTHW]
-            frames_THWC = torch.cat(pieces)[:num_frames]
-            pieces.clear()
+            deque(map(lambda piece_1CTHW: to_uint8(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
             need = _Need.of(counter)
-            del frames_THWC
+            del latents_1CTHW
             return need
 
 

@@ -1,9 +1,11 @@
-"""From latents to results on disk: decode, save."""
+"""From latents to results on disk: decode, and save what is decoded as it comes."""
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,12 +17,13 @@ from opensora_cli.engine.loaded import KeptVAE
 from opensora_cli.engine.offload import DECODE
 from opensora_cli.engine.outputs import SampleFiles, refuse_existing_results
 from opensora_cli.engine.plan import ExecutionPlan
-from opensora_cli.engine.references import Reference, given_frames_psnr, to_uint8
+from opensora_cli.engine.references import GivenFramesPSNR, Reference, to_uint8
 from opensora_cli.engine.run import RunRecord, retried
 from opensora_cli.engine.sidecar import media_tags, write_sidecar
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 
+_SAVE = "save"
 _HOST = torch.device("cpu")
 
 
@@ -63,63 +66,69 @@ def process_and_save(
     """
     videos = []
     for sample, latents in zip(files, drawn, strict=True):
-        start = time.perf_counter()
+        save = partial(_decode_and_save, sample=sample, drawn=latents, references=references, vae=vae, record=record)
         # With what was enough for one sample, the next ones go on.
-        frames_THWC, plan = _decoded(plan, vae, latents.latents_CTHW, record)
-        timings_s = record.timings_s | {"denoise": latents.denoise_s, "decode": time.perf_counter() - start}
-        psnr = given_frames_psnr(frames_THWC, references) if references else None
-        if psnr is not None:
-            record.reporter.note(f"given frames came back at {psnr:.1f} dB PSNR (seed {sample.seed})")
-        with record.stage("save", unit="video"):
-            _save(plan, sample, frames_THWC, timings_s, psnr)
+        video, plan = retried(save, plan, DECODE, record)
         record.finish(sample.media, sample.latents)
-        videos.append(GeneratedVideo(sample.media, sample.sidecar, sample.seed, psnr))
+        if video.given_frames_psnr_db is not None:
+            record.reporter.note(
+                f"given frames came back at {video.given_frames_psnr_db:.1f} dB PSNR (seed {sample.seed})"
+            )
+        videos.append(video)
     return tuple(videos)
 
 
-def _decoded(
-    plan: ExecutionPlan, vae: KeptVAE, latents_CTHW: torch.Tensor, record: RunRecord
-) -> tuple[torch.Tensor, ExecutionPlan]:
-    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
-
-    def decode(plan: ExecutionPlan) -> torch.Tensor:
-        autoencoder = vae.on_device()
-        with record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            return decode_latents(plan, autoencoder, latents_CTHW, on_tile=progress.advance)
-
-    return retried(decode, plan, DECODE, record)
-
-
-def _save(
+def _decode_and_save(
     plan: ExecutionPlan,
+    *,
     sample: SampleFiles,
-    frames_THWC: torch.Tensor,
-    timings_s: Mapping[str, float],
-    psnr_db: float | None,
-) -> None:
-    """Write a result and its sidecar; both or neither."""
-    start = time.perf_counter()
-    # Once more: hours may have passed since the first check, and another run may have used the name.
-    refuse_existing_results(sample, overwrite=plan.settings.output.overwrite)
-    write_media(
-        frames_THWC,
-        sample.target,
-        fps=plan.settings.video.fps,
-        format=plan.settings.output.resolved_format,
-        metadata=media_tags(plan, sample),
-    )
-    try:
-        write_sidecar(
-            plan,
-            sample,
-            timings_s={**timings_s, "save": time.perf_counter() - start},
-            peak_memory_gib=peak_memory_gib(plan.hardware.device),
-            given_frames_psnr_db=psnr_db,
+    drawn: DrawnSample,
+    references: Sequence[Reference],
+    vae: KeptVAE,
+    record: RunRecord,
+) -> GeneratedVideo:
+    """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither."""
+    psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
+    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
+    autoencoder = vae.on_device()
+    start, decoded_s = time.perf_counter(), record.timings_s.setdefault(DECODE, 0.0)
+
+    def decoded() -> Generator[torch.Tensor]:
+        with record.stage(DECODE, total=tiles, unit="tiles") as progress:
+            for piece_THWC in decode_latents(plan, autoencoder, drawn.latents_CTHW, on_tile=progress.advance):
+                psnr.add(piece_THWC)
+                with record.timed(_SAVE):
+                    yield piece_THWC
+                # Not needed any more, while the next is decoded.
+                del piece_THWC
+        # Shown from here on: until now saving went along with decoding.
+        saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
+        # Once more: hours may have passed since the first check, and another run may have used the name.
+        refuse_existing_results(sample, overwrite=plan.settings.output.overwrite)
+
+    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
+        write_media(
+            pieces,
+            sample.target,
+            fps=plan.settings.video.fps,
+            format=plan.settings.output.resolved_format,
+            metadata=media_tags(plan, sample),
         )
-    except BaseException:
-        # A video on its own would stand in the way of the run that goes on from its latents.
-        _remove(sample.media)
-        raise
+        try:
+            decode_s = record.timings_s[DECODE] - decoded_s
+            save_s = time.perf_counter() - start - decode_s
+            write_sidecar(
+                plan,
+                sample,
+                timings_s={**record.timings_s, "denoise": drawn.denoise_s, DECODE: decode_s, _SAVE: save_s},
+                peak_memory_gib=peak_memory_gib(plan.hardware.device),
+                given_frames_psnr_db=psnr.db,
+            )
+        except BaseException:
+            # A video on its own would stand in the way of the run that goes on from its latents.
+            _remove(sample.media)
+            raise
+    return GeneratedVideo(sample.media, sample.sidecar, sample.seed, psnr.db)
 
 
 def _remove(path: Path) -> None:
@@ -135,8 +144,8 @@ def decode_latents(
     latents_CTHW: torch.Tensor,
     *,
     on_tile: Callable[[], None] = lambda: None,
-) -> torch.Tensor:
-    """Return the frames (T, H, W, 3), uint8 on the CPU, cut to what was asked for.
+) -> Iterator[torch.Tensor]:
+    """Yield the frames (t, H, W, 3), uint8 on the CPU, cut to what was asked for, in pieces as they are finished.
 
     Args:
         plan: sizes and tiling.
@@ -145,8 +154,11 @@ def decode_latents(
         on_tile: called after each run of the decoder, for progress.
     """
     settings, offload = plan.settings, plan.offload
-    hook = vae.decoder.register_forward_hook(lambda *_: on_tile())
-    try:
+
+    def shown(piece_1CTHW: torch.Tensor) -> torch.Tensor:
+        return to_uint8(piece_1CTHW[0, :, :, : plan.height, : plan.width])
+
+    with vae.decoder.register_forward_hook(lambda *_: on_tile()):
         pieces_1CTHW = vae.decode_pieces(
             latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
             tiling=vae_tiling(settings.vae),
@@ -154,8 +166,9 @@ def decode_latents(
             store=_HOST if offload.store_on_host else None,
             canvas=_HOST,
         )
-        # Each becomes a quarter of its size, or less, before the next comes.
-        frames = [to_uint8(piece_1CTHW[0, :, :, : plan.height, : plan.width]) for piece_1CTHW in pieces_1CTHW]
-    finally:
-        hook.remove()
-    return torch.cat(frames)[: settings.video.num_frames]
+        missing = settings.video.num_frames
+        # Unlike a loop over the pieces themselves, map keeps none of them while its frames are used.
+        for frames_THWC in map(shown, pieces_1CTHW):
+            missing -= len(frames_THWC)
+            yield frames_THWC[: len(frames_THWC) + min(missing, 0)]
+            del frames_THWC

@@ -221,23 +221,41 @@ def collect_references_batch(
     return batch
 
 
-def given_frames_psnr(frames_THWC: torch.Tensor, references: Sequence[Reference]) -> float:
-    """Return the PSNR in dB of the given frames in a finished video, over all of them; 99 at most.
+class GivenFramesPSNR:
+    """How well given frames came back in a video that passes piece by piece; none of it is kept.
 
     Args:
-        frames_THWC: the video, uint8.
-        references: what was given, at least one.
+        references: what was given.
+        num_frames: of the video.
     """
-    total, count = 0.0, 0
-    for reference in references:
-        given_THWC = to_uint8(reference.pixels_CTHW)
-        length = len(given_THWC)
-        shown_THWC = frames_THWC[:length] if reference.at_head else frames_THWC[-length:]
-        total += (shown_THWC.double() - given_THWC.double()).square().sum().item()
-        count += given_THWC.numel()
-    if total == 0:
-        return _HIGHEST_PSNR_DB
-    return min(10 * math.log10(255**2 * count / total), _HIGHEST_PSNR_DB)
+
+    def __init__(self, references: Sequence[Reference], *, num_frames: int) -> None:
+        # In pairs: what was given, and the position of its first frame in the video.
+        self._given = [
+            (reference.pixels_CTHW, 0 if reference.at_head else num_frames - reference.pixels_CTHW.shape[1])
+            for reference in references
+        ]
+        self._passed = 0
+        self._squares, self._count = 0.0, 0
+
+    def add(self, piece_THWC: torch.Tensor) -> None:
+        """Compare the next frames of the video, uint8."""
+        for index, shown_HWC in enumerate(piece_THWC, start=self._passed):
+            for pixels_CTHW, start in self._given:
+                if start <= index < start + pixels_CTHW.shape[1]:
+                    [given_HWC] = to_uint8(pixels_CTHW.narrow(1, index - start, 1))
+                    self._squares += (shown_HWC.double() - given_HWC.double()).square().sum().item()
+                    self._count += given_HWC.numel()
+        self._passed += len(piece_THWC)
+
+    @property
+    def db(self) -> float | None:
+        """PSNR in dB, over all given frames that have passed; 99 at most, and None where there were none."""
+        if not self._count:
+            return None
+        if not self._squares:
+            return _HIGHEST_PSNR_DB
+        return min(10 * math.log10(255**2 * self._count / self._squares), _HIGHEST_PSNR_DB)
 
 
 def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class RunRecord:
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Show a stage and add its time to `timings_s[name]`.
+        """Show a stage, and time it.
 
         Args:
             name: of the stage.
@@ -52,10 +52,22 @@ class RunRecord:
         Raises:
             OutOfMemoryError: the memory was not enough.
         """
-        start = time.perf_counter()
+        with self.timed(name), self.reporter.stage(name, total=total, unit=unit) as progress:
+            yield progress
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `timings_s[name]`, but for what is timed inside it.
+
+        Args:
+            name: of the stage to which the block belongs.
+
+        Raises:
+            OutOfMemoryError: the memory was not enough.
+        """
+        start, timed_s = time.perf_counter(), sum(self.timings_s.values())
         try:
-            with self.reporter.stage(name, total=total, unit=unit) as progress:
-                yield progress
+            yield
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -64,7 +76,8 @@ class RunRecord:
                 hint="ask for a smaller --res or fewer --num-frames, or close what else uses the device",
             ) from error
         finally:
-            self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start
+            inside_s = sum(self.timings_s.values()) - timed_s
+            self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
 
     def finish(self, result: Path, latents: Path | None) -> None:
         """Remember a complete result, and remove the latents that were saved for it."""

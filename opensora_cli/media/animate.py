@@ -7,7 +7,8 @@ so here each frame is compressed on its own and the container is put together ar
 import io
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, pairwise
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, s
 
     GIF counts hundredths of a second: single frames last a hundredth more or less so that the whole keeps its length.
     """
-    durations = _durations_ms(len(frames_THWC), fps, step=10, shortest=_GIF_SHORTEST_MS)
+    durations = _durations_ms(fps, step=10, shortest=_GIF_SHORTEST_MS)
     palette = _shared_palette(frames_THWC)
     indexed = (
         Image.fromarray(frame.numpy()).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
@@ -34,33 +35,36 @@ def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, s
     )
     stream = io.BytesIO()
     comment = {"comment": _ascii_json(metadata)} if metadata else {}
-    next(indexed).save(stream, format="GIF", loop=0, optimize=False, duration=durations[0], **comment)
+    next(indexed).save(stream, format="GIF", loop=0, optimize=False, duration=next(durations), **comment)
     start, trailer = stream.getvalue()[:-1], stream.getvalue()[-1:]
     blocks = [
         block
-        for frame, duration in zip(indexed, durations[1:], strict=True)
+        for frame, duration in zip(indexed, durations, strict=False)
         for block in GifImagePlugin.getdata(frame, duration=duration)
     ]
     return b"".join([start, *blocks, trailer])
 
 
-def webp_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, str]) -> bytes:
-    """Return an endless WebP animation of uint8 RGB frames, with `metadata` as JSON in EXIF's ImageDescription.
+def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[str, str]) -> bytes:
+    """Return an endless WebP animation of uint8 RGB frames (H, W, 3), each taken once the one before is compressed.
+
+    `metadata` is JSON in EXIF's ImageDescription.
 
     The container: https://developers.google.com/speed/webp/docs/riff_container
     """
-    height, width = frames_THWC.shape[1:3]
-    size = _uint24(width - 1) + _uint24(height - 1)
-    durations = _durations_ms(len(frames_THWC), fps, step=1, shortest=1)
+    shown = []
+    for frame, duration in zip(frames, _durations_ms(fps, step=1, shortest=1), strict=False):
+        height, width, _ = frame.shape
+        size = _uint24(width - 1) + _uint24(height - 1)
+        no_blending = 0x02
+        place = _uint24(0) + _uint24(0) + size + _uint24(duration) + bytes([no_blending])
+        shown.append(_chunk(b"ANMF", place + _webp_still(frame)))
     animation_flag, exif_flag = 0x02, 0x08
     chunks = [
         _chunk(b"VP8X", bytes([animation_flag | (exif_flag if metadata else 0), 0, 0, 0]) + size),
         _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # background colour; 0: loop for ever
+        *shown,
     ]
-    for frame, duration in zip(frames_THWC, durations, strict=True):
-        no_blending = 0x02
-        place = _uint24(0) + _uint24(0) + size + _uint24(duration) + bytes([no_blending])
-        chunks.append(_chunk(b"ANMF", place + _webp_still(frame)))
     if metadata:
         exif = Image.Exif()
         exif[ExifTags.Base.ImageDescription] = _ascii_json(metadata)
@@ -75,10 +79,10 @@ def _webp_still(frame_HWC: torch.Tensor) -> bytes:
     return stream.getvalue()[12:]
 
 
-def _durations_ms(num_frames: int, fps: float, *, step: int, shortest: int) -> list[int]:
-    """Return how long each frame lasts, in multiples of `step` ms whose sums follow the true times."""
-    ends = [round(1000 * (index + 1) / fps / step) * step for index in range(num_frames)]
-    return [max(shortest, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+def _durations_ms(fps: float, *, step: int, shortest: int) -> Iterator[int]:
+    """Yield without end how long each frame lasts, in multiples of `step` ms whose sums follow the true times."""
+    ends = (round(1000 * index / fps / step) * step for index in count())
+    return (max(shortest, end - start) for start, end in pairwise(ends))
 
 
 def _shared_palette(frames_THWC: torch.Tensor) -> Image.Image:

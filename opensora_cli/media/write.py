@@ -2,9 +2,10 @@
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from fractions import Fraction
+from itertools import chain, islice
 from pathlib import Path
 
 import av
@@ -33,6 +34,8 @@ KNOWN_ENDINGS: Mapping[str, MediaFormat] = {f".{format_}": format_ for format_ i
 
 _CRF = "23"
 
+# Its macroblock tree reads memory that it has not written, and so the bits of its output would change from run to run.
+_X264 = "mbtree=0"
 # The bits of x264's output depend on the number of threads, and by itself it takes as many as the machine has.
 _X264_THREADS = 2
 
@@ -46,21 +49,25 @@ def media_path(path: str | os.PathLike[str], *, format: MediaFormat | str, num_f
 
 
 def write_media(
-    frames_THWC: torch.Tensor,
+    pieces: Iterable[torch.Tensor],
     path: str | os.PathLike[str],
     *,
     fps: float,
     format: MediaFormat | str,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write exactly these frames, in one step that leaves no half file; the same input gives the same bytes.
+    """Write exactly these frames, in one step that leaves no half file; the same frames give the same bytes.
+
+    Each piece is written before the next is asked for, and not kept; only `gif` gathers all frames, to choose the
+    palette that they share, and `webp` what they are compressed to.
 
     `mp4` is H.264, yuv420p (BT.709), crf 23, at a constant rate, with its index in front. `gif` and `webp` are endless
     animations. `png` is a picture if there is one frame; a longer video becomes a folder of lossless numbered pictures,
     named as `path` without its ending, with `frame_0001.png` and so on.
 
     Args:
-        frames_THWC: uint8 RGB.
+        pieces: the video, cut along time: uint8 RGB (t, H, W, 3), all of one size. What goes wrong while they are made
+            is raised as it is.
         path: where to; what is there is replaced.
         fps: frames a second.
         format: mp4, gif, webp or png, whatever the ending of `path` says.
@@ -73,30 +80,63 @@ def write_media(
     Raises:
         OutputError: it cannot be written, or H.264 cannot have this size.
     """
-    if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3 or not len(frames_THWC):
-        raise ValueError(f"frames must be uint8 (T, H, W, 3), not {frames_THWC.dtype} {tuple(frames_THWC.shape)}")
     if not fps > 0:
         raise ValueError(f"fps={fps} must be over 0")
-    frames_THWC = frames_THWC.cpu().contiguous()
-    kind = MediaFormat(format)
     tags = {key: _storable(value) for key, value in (metadata or {}).items()}
-    target = media_path(path, format=kind, num_frames=len(frames_THWC))
+    try:
+        return _write(_frames(pieces), Path(path), fps=fps, kind=MediaFormat(format), tags=tags)
+    except _PiecesError as failed:
+        error = failed.error
+    raise error
+
+
+class _PiecesError(Exception):
+    """Carries an error of whatever makes the pieces past those who would take it for one of their own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the frames (H, W, 3) of pieces, as copies: who keeps a frame does not keep its piece."""
+    making = iter(pieces)
+    size: torch.Size | None = None
+    while True:
+        try:
+            piece_THWC = next(making, None)
+        except (OSError, av.FFmpegError) as error:
+            raise _PiecesError(error) from error
+        if piece_THWC is None:
+            break
+        if piece_THWC.dtype != torch.uint8 or piece_THWC.ndim != 4 or piece_THWC.shape[-1] != 3 or not len(piece_THWC):
+            raise ValueError(f"frames must be uint8 (T, H, W, 3), not {piece_THWC.dtype} {tuple(piece_THWC.shape)}")
+        size = size or piece_THWC.shape[1:]
+        if piece_THWC.shape[1:] != size:
+            raise ValueError(f"frames must have one size, not {tuple(size)} and {tuple(piece_THWC.shape[1:])}")
+        yield from map(torch.clone, piece_THWC.cpu().contiguous())
+        del piece_THWC
+    if size is None:
+        raise ValueError("there are no frames")
+
+
+def _write(
+    frames: Iterator[torch.Tensor], path: Path, *, fps: float, kind: MediaFormat, tags: Mapping[str, str]
+) -> Path:
+    if kind == MediaFormat.PNG:
+        return _write_png(frames, path, tags)
     if kind == MediaFormat.MP4:
-        _write_mp4(frames_THWC, target, fps=fps, tags=tags)
+        _write_mp4(frames, path, fps=fps, tags=tags)
     elif kind == MediaFormat.GIF:
-        write_bytes_atomic(target, gif_bytes(frames_THWC, fps=fps, metadata=tags))
-    elif kind == MediaFormat.WEBP:
-        write_bytes_atomic(target, webp_bytes(frames_THWC, fps=fps, metadata=tags))
-    elif len(frames_THWC) == 1:
-        with atomic_path(target) as temporary:
-            _save_png(frames_THWC[0], temporary, tags)
+        write_bytes_atomic(path, gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags))
     else:
-        _write_png_sequence(frames_THWC, target, tags)
-    return target
+        write_bytes_atomic(path, webp_bytes(frames, fps=fps, metadata=tags))
+    return path
 
 
-def _write_mp4(frames_THWC: torch.Tensor, path: Path, *, fps: float, tags: Mapping[str, str]) -> None:
-    height, width = frames_THWC.shape[1:3]
+def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str]) -> None:
+    first_HWC = next(frames)
+    height, width, _ = first_HWC.shape
     if height % 2 or width % 2:
         raise OutputError(
             f"cannot write {path}: H.264 needs an even width and height, not {width}x{height}",
@@ -109,7 +149,7 @@ def _write_mp4(frames_THWC: torch.Tensor, path: Path, *, fps: float, tags: Mappi
             options = {"movflags": "+faststart+use_metadata_tags"}
             with av.open(str(temporary.absolute()), mode="w", format="mp4", options=options) as container:
                 container.metadata.update(_mp4_tags(tags))
-                track = container.add_stream("libx264", rate=rate, options={"crf": _CRF})
+                track = container.add_stream("libx264", rate=rate, options={"crf": _CRF, "x264-params": _X264})
                 track.width, track.height, track.pix_fmt = width, height, "yuv420p"
                 track.codec_context.thread_count = _X264_THREADS
                 track.codec_context.thread_type = "FRAME"
@@ -117,7 +157,7 @@ def _write_mp4(frames_THWC: torch.Tensor, path: Path, *, fps: float, tags: Mappi
                 track.codec_context.color_primaries = ColorPrimaries.BT709
                 track.codec_context.color_trc = ColorTrc.BT709
                 track.codec_context.color_range = ColorRange.MPEG
-                for index, frame in enumerate(frames_THWC):
+                for index, frame in enumerate(chain([first_HWC], frames)):
                     container.mux(track.encode(_yuv_frame(frame, index, rate)))
                 container.mux(track.encode(None))
         except av.FFmpegError as error:
@@ -147,7 +187,19 @@ def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in shown.items() if value} | dict(tags)
 
 
-def _write_png_sequence(frames_THWC: torch.Tensor, folder: Path, tags: Mapping[str, str]) -> None:
+def _write_png(frames: Iterator[torch.Tensor], path: Path, tags: Mapping[str, str]) -> Path:
+    # The second tells a picture from a sequence.
+    start = [*islice(frames, 2)]
+    target = media_path(path, format=MediaFormat.PNG, num_frames=len(start))
+    if len(start) == 1:
+        with atomic_path(target) as temporary:
+            _save_png(start[0], temporary, tags)
+    else:
+        _write_png_sequence(chain(start, frames), target, tags)
+    return target
+
+
+def _write_png_sequence(frames: Iterable[torch.Tensor], folder: Path, tags: Mapping[str, str]) -> None:
     if folder.is_dir():
         strangers = sorted(entry.name for entry in folder.iterdir() if not _is_sequence_frame(entry))
         if strangers:
@@ -156,7 +208,7 @@ def _write_png_sequence(frames_THWC: torch.Tensor, folder: Path, tags: Mapping[s
                 hint="choose another name with --out",
             )
     with atomic_folder(folder) as temporary:
-        for number, frame in enumerate(frames_THWC, start=1):
+        for number, frame in enumerate(frames, start=1):
             _save_png(frame, temporary / f"frame_{number:04d}.png", tags)
 
 

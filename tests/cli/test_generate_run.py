@@ -173,7 +173,7 @@ class TestBadInput:
             self.refused(osora, out, "sea", "--ref", str(tmp_path / "text.mp4"), *mode, code=3, says="text.mp4")
 
     def test_too_short_video(self, osora, out, tmp_path):
-        write_media(moving_frames(3), tmp_path / "short.mp4", fps=24, format="mp4")
+        write_media([moving_frames(3)], tmp_path / "short.mp4", fps=24, format="mp4")
         more = ["--ref", str(tmp_path / "short.mp4"), "--set", "condition.video_latent_frames=1"]
         self.refused(osora, out, "sea", "--cond", "v2v_head", *more, code=3, says="has 3 frames, but 5 are needed")
 

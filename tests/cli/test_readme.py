@@ -44,7 +44,7 @@ def make_files(arguments: list[str], folder: Path) -> None:
             for name in value.split(";"):
                 kind = KNOWN_ENDINGS[Path(name).suffix]
                 frames = torch.zeros(1 if kind == "png" else 129, 64, 64, 3, dtype=torch.uint8)
-                write_media(frames, folder / name, fps=12, format=kind)
+                write_media([frames], folder / name, fps=12, format=kind)
         elif option == "--from":
             settings = load_preset("demo", prompt="raining, sea").model_dump(mode="json")
             write_json_atomic(folder / value, {"schema": SIDECAR_SCHEMA, "settings": settings})

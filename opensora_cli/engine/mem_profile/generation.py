@@ -242,7 +242,12 @@ def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module
 
 def _decode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     vae = _vae(plan)
-    return {"vae": vae}, lambda: decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype))
+
+    def run() -> None:
+        for piece_THWC in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
+            del piece_THWC
+
+    return {"vae": vae}, run
 
 
 def _vae(plan: ExecutionPlan) -> HunyuanVAE:

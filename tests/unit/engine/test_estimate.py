@@ -131,7 +131,12 @@ def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
 def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
     vae = HunyuanVAE(vae_config(plan.settings.vae)).to(plan.hardware.dtype).requires_grad_(False)
     plan = replace(plan, offload=offload)
-    return counted(lambda: decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)))
+
+    def run() -> None:
+        for piece in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
+            del piece
+
+    return counted(run)
 
 
 def encode_peak(plan: ExecutionPlan) -> int:
@@ -287,7 +292,7 @@ def test_on_cuda_the_host_holds_pixels_and_waiting_frames():
     on_device, on_host = (estimated(plan, offload, "cuda")["decode"] for offload in offloads)
     latents = 4 * prod(plan.latent_shape)
     assert on_device.data_bytes == latents
-    assert on_cpu.data_bytes == pytest.approx(latents + 3 * 21 * 48 * 32, rel=1e-3)  # uint8
+    assert on_cpu.data_bytes == latents
     assert on_host.activation_bytes < on_device.activation_bytes < on_cpu.activation_bytes
 
 

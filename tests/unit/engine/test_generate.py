@@ -20,7 +20,7 @@ from opensora_cli.engine.generate import (
 )
 from opensora_cli.engine.plan import make_plan
 from opensora_cli.engine.prompts import PromptEmbeds
-from opensora_cli.engine.references import Reference, given_frames_psnr
+from opensora_cli.engine.references import GivenFramesPSNR, Reference
 from opensora_cli.engine.sampling.conditioning import CONDITION_MODES
 from opensora_cli.media.read import read_video
 from opensora_cli.media.tags import read_metadata
@@ -404,7 +404,7 @@ class TestReferences:
         settings = released_settings(
             world, tmp_path, condition__mode="v2v_tail", condition__references="short.mp4", video__num_frames="73"
         )
-        write_media(moving_frames(20), tmp_path / "short.mp4", fps=24, format="mp4")
+        write_media([moving_frames(20)], tmp_path / "short.mp4", fps=24, format="mp4")
         settings = settings.replace({"condition.references": (str(tmp_path / "short.mp4"),)})
         with pytest.raises(MediaError, match="has 20 frames, but 33 are needed"):
             generate(settings)
@@ -468,10 +468,20 @@ class TestRequests:
         assert reporter.notes == []
 
 
-def test_psnr_of_given_frames():
-    frames = torch.full((4, 2, 2, 3), 100, dtype=torch.uint8)
+@pytest.mark.parametrize("pieces", [[4], [1, 3], [1, 1, 1, 1]])
+def test_psnr_of_given_frames(pieces):
+    # Only the first and the last count.
+    frames = torch.tensor([100, 0, 0, 100], dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 2, 2, 3)
     head = Reference(torch.full((3, 1, 2, 2), 110 / 127.5 - 1), at_head=True)
     tail = Reference(torch.full((3, 1, 2, 2), 100 / 127.5 - 1), at_head=False)
-    assert given_frames_psnr(frames, [tail]) == 99
-    assert given_frames_psnr(frames, [head]) == pytest.approx(10 * math.log10(255**2 / 100))
-    assert given_frames_psnr(frames, [head, tail]) == pytest.approx(10 * math.log10(255**2 / 50))
+
+    def measured(*references):
+        psnr = GivenFramesPSNR(references, num_frames=4)
+        for piece in frames.split(pieces):
+            psnr.add(piece)
+        return psnr.db
+
+    assert measured() is None
+    assert measured(tail) == 99
+    assert measured(head) == pytest.approx(10 * math.log10(255**2 / 100))
+    assert measured(head, tail) == pytest.approx(10 * math.log10(255**2 / 50))

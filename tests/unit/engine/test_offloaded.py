@@ -56,7 +56,8 @@ def latents_and_frames(plan, reporter):
             fps=settings.video.fps,
         )
         [sample] = draw_samples(plan, sample_files(plan), references, vae, record)
-        return sample.latents_CTHW, finish.decode_latents(plan, vae.on_device(), sample.latents_CTHW)
+        frames = torch.cat([*finish.decode_latents(plan, vae.on_device(), sample.latents_CTHW)])
+        return sample.latents_CTHW, frames
 
 
 @pytest.mark.parametrize(

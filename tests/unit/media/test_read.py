@@ -108,7 +108,7 @@ class TestPictures:
         assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [255, 128, 0]
 
     def test_of_an_animation_the_first_frame(self, tmp_path: Path) -> None:
-        path = write_media(numbered(5)[2:], tmp_path / "a.gif", fps=10, format="gif")
+        path = write_media([numbered(5)[2:]], tmp_path / "a.gif", fps=10, format="gif")
         assert levels(read_picture(path)[None]) == [2]
 
 
@@ -127,7 +127,7 @@ class TestVideos:
 
     @pytest.mark.parametrize("format_", ["gif", "webp"])
     def test_animated_pictures_are_videos(self, tmp_path: Path, format_: str) -> None:
-        path = write_media(numbered(12), tmp_path / "a", fps=12.5, format=format_)
+        path = write_media([numbered(12)], tmp_path / "a", fps=12.5, format=format_)
         assert not is_picture(path)
         clip = read_video(path, num_frames=3, from_end=True)
         assert levels(clip.frames_THWC) == [9, 10, 11]
@@ -167,7 +167,7 @@ class TestVideos:
     def test_only_the_frames_asked_for_are_held(self, tmp_path: Path) -> None:
         path = write_video(tmp_path / "a.gif.mp4", numbered(25, height=128, width=128).repeat(8, 1, 1, 1))
         animation = write_media(
-            numbered(25, height=128, width=128).repeat(8, 1, 1, 1), tmp_path / "a", fps=9, format="gif"
+            [numbered(25, height=128, width=128).repeat(8, 1, 1, 1)], tmp_path / "a", fps=9, format="gif"
         )
         for file in (path, animation):
             for from_end in (False, True):

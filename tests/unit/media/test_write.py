@@ -2,14 +2,19 @@
 
 import errno
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import av
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.media import animate, write
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.resize import Fit
 from opensora_cli.media.tags import read_metadata
@@ -25,7 +30,7 @@ ANIMATED = [MediaFormat.MP4, MediaFormat.GIF, MediaFormat.WEBP]
 def test_the_number_of_frames_their_size_and_the_length_are_those_given(
     tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat, fps: float
 ) -> None:
-    path = write_media(moving_frames, tmp_path / f"a.{format_}", fps=fps, format=format_)
+    path = write_media([moving_frames], tmp_path / f"a.{format_}", fps=fps, format=format_)
     clip = read_video(path)
     assert clip.frames_THWC.shape == moving_frames.shape
     assert len(clip.frames_THWC) / clip.fps == pytest.approx(9 / fps, abs=0.006)  # GIF counts hundredths
@@ -34,7 +39,7 @@ def test_the_number_of_frames_their_size_and_the_length_are_those_given(
 
 @pytest.mark.parametrize(("format_", "tolerance"), [("mp4", 3.0), ("webp", 3.0), ("gif", 8.0)])
 def test_colours_survive(tmp_path: Path, moving_frames: torch.Tensor, format_: str, tolerance: float) -> None:
-    path = write_media(moving_frames, tmp_path / "a", fps=12, format=format_)
+    path = write_media([moving_frames], tmp_path / "a", fps=12, format=format_)
     difference = read_video(path).frames_THWC.float() - moving_frames.float()
     assert difference.abs().mean() < tolerance
 
@@ -42,13 +47,13 @@ def test_colours_survive(tmp_path: Path, moving_frames: torch.Tensor, format_: s
 @pytest.mark.parametrize("level", [0, 16, 127, 128, 200, 255])
 def test_grey_comes_back_from_mp4_as_it_was(tmp_path: Path, level: int) -> None:
     frames = torch.full((3, 32, 32, 3), level, dtype=torch.uint8)
-    clip = read_video(write_media(frames, tmp_path / "a.mp4", fps=12, format="mp4"))
+    clip = read_video(write_media([frames], tmp_path / "a.mp4", fps=12, format="mp4"))
     # PyAV's usual conversion returns each of these one level darker, and again after each further round.
     assert (clip.frames_THWC.float() - level).mean().abs() < 0.5
 
 
 def test_mp4_is_what_ordinary_players_open(tmp_path: Path, moving_frames: torch.Tensor) -> None:
-    path = write_media(moving_frames, tmp_path / "a.mp4", fps=12, format="mp4")
+    path = write_media([moving_frames], tmp_path / "a.mp4", fps=12, format="mp4")
     with av.open(str(path)) as container:
         track = container.streams.video[0]
         assert track.codec_context.name == "h264"
@@ -63,20 +68,20 @@ def test_mp4_is_what_ordinary_players_open(tmp_path: Path, moving_frames: torch.
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
 def test_metadata_comes_back(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
-    path = write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_, metadata=TAGS)
+    path = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=TAGS)
     metadata = read_metadata(path)
     assert {key: metadata[key] for key in TAGS} == TAGS
 
 
 def test_mp4_has_the_tags_that_every_player_shows(tmp_path: Path, moving_frames: torch.Tensor) -> None:
-    path = write_media(moving_frames, tmp_path / "a.mp4", fps=12, format="mp4", metadata=TAGS)
+    path = write_media([moving_frames], tmp_path / "a.mp4", fps=12, format="mp4", metadata=TAGS)
     assert read_metadata(path)["title"] == TAGS["prompt"]
     assert read_metadata(path)["comment"] == "seed: 42; software: osora 0.1.0"
 
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
 def test_without_metadata_there_is_none(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
-    path = write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_)
+    path = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_)
     assert read_metadata(path) == {}
 
 
@@ -86,7 +91,7 @@ def test_a_very_long_prompt_and_undecodable_bytes_can_be_stored(
 ) -> None:
     prompt = "海 and " * 1000
     tags = {"prompt": prompt, "seed": "caf\udce9\0"}
-    path = write_media(moving_frames[:2], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=tags)
+    path = write_media([moving_frames[:2]], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=tags)
     assert read_metadata(path)["prompt"] == prompt
     assert read_metadata(path)["seed"] == "caf?"
 
@@ -95,7 +100,7 @@ def test_a_very_long_prompt_and_undecodable_bytes_can_be_stored(
 def test_the_same_frames_give_the_same_bytes(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
     frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)  # enough rows for several threads
     first, second = (
-        write_media(frames, tmp_path / name, fps=12, format=format_, metadata=TAGS).read_bytes() for name in "ab"
+        write_media([frames], tmp_path / name, fps=12, format=format_, metadata=TAGS).read_bytes() for name in "ab"
     )
     assert first == second
 
@@ -103,11 +108,11 @@ def test_the_same_frames_give_the_same_bytes(tmp_path: Path, moving_frames: torc
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the number of processors cannot be limited here")
 def test_mp4_bytes_do_not_depend_on_the_number_of_processors(tmp_path: Path, moving_frames: torch.Tensor) -> None:
     frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)
-    with_all = write_media(frames, tmp_path / "all.mp4", fps=12, format="mp4")
+    with_all = write_media([frames], tmp_path / "all.mp4", fps=12, format="mp4")
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
     try:
-        with_one = write_media(frames, tmp_path / "one.mp4", fps=12, format="mp4")
+        with_one = write_media([frames], tmp_path / "one.mp4", fps=12, format="mp4")
     finally:
         os.sched_setaffinity(0, processors)
     assert with_one.read_bytes() == with_all.read_bytes()
@@ -115,19 +120,19 @@ def test_mp4_bytes_do_not_depend_on_the_number_of_processors(tmp_path: Path, mov
 
 def test_animations_repeat_for_ever(tmp_path: Path, moving_frames: torch.Tensor) -> None:
     for format_ in ("gif", "webp"):
-        with Image.open(write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_)) as picture:
+        with Image.open(write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_)) as picture:
             assert picture.info["loop"] == 0
 
 
 def test_one_frame_as_png_is_an_exact_picture(tmp_path: Path, moving_frames: torch.Tensor) -> None:
-    path = write_media(moving_frames[:1], tmp_path / "a.png", fps=12, format="png")
+    path = write_media([moving_frames[:1]], tmp_path / "a.png", fps=12, format="png")
     assert path == tmp_path / "a.png"
     assert torch.equal(read_picture(path), moving_frames[0])
 
 
 def test_several_frames_as_png_are_a_folder_of_numbered_pictures(tmp_path: Path, moving_frames: torch.Tensor) -> None:
     for _ in range(2):  # the second time it replaces the first
-        path = write_media(moving_frames, tmp_path / "a.png", fps=12, format="png")
+        path = write_media([moving_frames], tmp_path / "a.png", fps=12, format="png")
     assert path == tmp_path / "a" == media_path(tmp_path / "a.png", format="png", num_frames=9)
     assert os.listdir(tmp_path) == ["a"]
     assert sorted(os.listdir(path)) == [f"frame_{number:04d}.png" for number in range(1, 10)]
@@ -138,7 +143,7 @@ def test_a_png_sequence_does_not_replace_somebodys_folder(tmp_path: Path, moving
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.txt").write_text("years of work")
     with pytest.raises(OutputError, match=r"thesis\.txt"):
-        write_media(moving_frames, tmp_path / "a.png", fps=12, format="png")
+        write_media([moving_frames], tmp_path / "a.png", fps=12, format="png")
     assert (tmp_path / "a" / "thesis.txt").read_text() == "years of work"
 
 
@@ -146,7 +151,7 @@ def test_a_png_sequence_does_not_replace_somebodys_folder(tmp_path: Path, moving
 def test_one_frame_is_enough_for_every_format(
     tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
 ) -> None:
-    path = write_media(moving_frames[:1], tmp_path / f"a.{format_}", fps=12, format=format_)
+    path = write_media([moving_frames[:1]], tmp_path / f"a.{format_}", fps=12, format=format_)
     pixels = read_video(path).frames_THWC if format_ == "mp4" else read_picture(path)[None]
     assert pixels.shape == (1, 64, 96, 3)
 
@@ -154,10 +159,10 @@ def test_one_frame_is_enough_for_every_format(
 def test_an_odd_size_is_refused_for_mp4_only(tmp_path: Path, moving_frames: torch.Tensor) -> None:
     frames = moving_frames[:, :63, :95]
     with pytest.raises(OutputError, match="not 95x63") as caught:
-        write_media(frames, tmp_path / "a.mp4", fps=12, format="mp4")
+        write_media([frames], tmp_path / "a.mp4", fps=12, format="mp4")
     assert "--format" in str(caught.value.hint)
     for format_ in ("gif", "webp"):
-        path = write_media(frames, tmp_path / f"a.{format_}", fps=12, format=format_)
+        path = write_media([frames], tmp_path / f"a.{format_}", fps=12, format=format_)
         assert read_video(path).frames_THWC.shape == (9, 63, 95, 3)
 
 
@@ -167,7 +172,7 @@ def test_a_file_in_place_of_the_folder_is_one_line(
 ) -> None:
     (tmp_path / "samples").write_text("a file")
     with pytest.raises(OutputError, match=r"cannot write .*samples"):
-        write_media(moving_frames, tmp_path / "samples" / f"a.{format_}", fps=12, format=format_)
+        write_media([moving_frames], tmp_path / "samples" / f"a.{format_}", fps=12, format=format_)
 
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
@@ -176,13 +181,13 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
 ) -> None:
     resource = pytest.importorskip("resource")
     noise = torch.randint(0, 256, (9, 256, 256, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    target = write_media(moving_frames, tmp_path / f"a.{format_}", fps=12, format=format_)
+    target = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_)
     before = read_metadata(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(OutputError, match=os.strerror(errno.EFBIG)) as caught:
-            write_media(noise, tmp_path / f"a.{format_}", fps=12, format=format_)
+            write_media([noise], tmp_path / f"a.{format_}", fps=12, format=format_)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(target) in caught.value.message
@@ -191,12 +196,95 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == [target.name]
 
 
+@pytest.mark.parametrize("format_", [*MediaFormat])
+@pytest.mark.parametrize("sizes", [[4, 5], [1, 6, 2], [1] * 9], ids=str)
+def test_pieces_make_the_same_file_as_the_whole(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat, sizes: list[int]
+) -> None:
+    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)
+    whole = write_media([frames], tmp_path / "whole", fps=12, format=format_, metadata=TAGS)
+    cut = write_media(iter(frames.split(sizes)), tmp_path / "cut", fps=12, format=format_, metadata=TAGS)
+    names = [path.relative_to(whole) for path in whole.rglob("*")] or [Path()]
+    assert len(names) == (9 if format_ == "png" else 1)
+    assert all((cut / name).read_bytes() == (whole / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("format_", "module", "function"),
+    [("mp4", write, "_yuv_frame"), ("webp", animate, "_webp_still"), ("png", write, "_save_png")],
+)
+def test_a_piece_is_written_and_forgotten_before_the_next_is_asked_for(
+    tmp_path: Path,
+    moving_frames: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    format_: str,
+    module: ModuleType,
+    function: str,
+) -> None:
+    written: list[int] = []
+    alive: list[weakref.ref[np.ndarray]] = []
+    write_frame = getattr(module, function)
+
+    def watched(*arguments: object) -> object:
+        written.append(1)
+        return write_frame(*arguments)
+
+    def pieces() -> Iterator[torch.Tensor]:
+        for index in range(3):
+            assert len(written) == 3 * index
+            assert not any(array() is not None for array in alive)
+            # What shares the tensor's memory keeps the array.
+            array = moving_frames[3 * index : 3 * index + 3].numpy().copy()
+            alive.append(weakref.ref(array))
+            piece = torch.from_numpy(array)
+            del array
+            yield piece
+            del piece
+
+    monkeypatch.setattr(module, function, watched)
+    write_media(pieces(), tmp_path / "a", fps=12, format=format_)
+    assert len(written) == 9
+
+
+@pytest.mark.parametrize("format_", [*MediaFormat])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "cannot read"),
+        av.error.InvalidDataError(1, "broken"),
+        ValueError("a bug"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_a_piece_that_cannot_be_made_leaves_the_old_file_and_is_told_as_it_is(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat, error: BaseException
+) -> None:
+    def pieces() -> Iterator[torch.Tensor]:
+        yield moving_frames[:5]
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        write_media(pieces(), tmp_path / "a", fps=12, format=format_)
+    assert caught.value is error
+    assert os.listdir(tmp_path) == []
+    target = write_media([moving_frames], tmp_path / "a", fps=12, format=format_, metadata=TAGS)
+    with pytest.raises(type(error)):
+        write_media(pieces(), tmp_path / "a", fps=12, format=format_)
+    assert read_metadata(target)["seed"] == "42"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_frames_of_the_wrong_kind_are_a_mistake_of_the_caller(tmp_path: Path) -> None:
     for frames in (torch.zeros(2, 16, 16, 3), torch.zeros(2, 3, 16, 16).byte(), torch.zeros(0, 16, 16, 3).byte()):
         with pytest.raises(ValueError, match="uint8"):
-            write_media(frames, tmp_path / "a.mp4", fps=12, format="mp4")
+            write_media([frames], tmp_path / "a.mp4", fps=12, format="mp4")
+    with pytest.raises(ValueError, match="no frames"):
+        write_media([], tmp_path / "a.mp4", fps=12, format="mp4")
+    with pytest.raises(ValueError, match="one size"):
+        write_media([torch.zeros(1, 16, size, 3).byte() for size in (16, 32)], tmp_path / "a.mp4", fps=12, format="mp4")
     with pytest.raises(ValueError, match="fps"):
-        write_media(torch.zeros(2, 16, 16, 3).byte(), tmp_path / "a.mp4", fps=0, format="mp4")
+        write_media([torch.zeros(2, 16, 16, 3).byte()], tmp_path / "a.mp4", fps=0, format="mp4")
 
 
 def test_every_format_has_its_ending() -> None:
