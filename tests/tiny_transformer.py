@@ -10,15 +10,24 @@ OUTSIDE_BLOCKS = ("final_layer",)
 """What else keeps much between forward and backward."""
 
 
-def transformer(*, depth: int = 2, single: int = 3, hidden: int = 32, attention: AttentionFn = sdpa) -> MMDiT:
+def transformer(
+    *,
+    depth: int = 2,
+    single: int = 3,
+    hidden: int = 32,
+    heads: int = 4,
+    mlp_ratio: float = 4.0,
+    attention: AttentionFn = sdpa,
+) -> MMDiT:
     """Return a transformer in which every weight matters."""
-    width = hidden // 4
+    width = hidden // heads
     config = MMDiTConfig(
         in_channels=16,
         vec_in_dim=8,
         context_in_dim=12,
         hidden_size=hidden,
-        num_heads=4,
+        num_heads=heads,
+        mlp_ratio=mlp_ratio,
         depth=depth,
         depth_single_blocks=single,
         axes_dim=(width // 2, width // 4, width // 4),

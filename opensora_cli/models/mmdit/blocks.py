@@ -4,34 +4,9 @@ Offloading, compiling, sharding, profiling and estimating read these tables, so 
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from opensora_cli.models.mmdit.config import MMDiTConfig
-
-
-class Split(StrEnum):
-    """How a linear layer is divided among ranks (Shoeybi et al. 2019, Megatron-LM)."""
-
-    COLUMN = "column"
-    """Each rank has some of the output features (rows of the weight, and the bias)."""
-    ROW = "row"
-    """Each rank has some of the input features (columns of the weight); outputs are summed, the bias is added once."""
-
-
-@dataclass(frozen=True)
-class ShardedLinear:
-    """One linear layer of the sharding plan.
-
-    Args:
-        path: module path inside the block.
-        split: by output or by input features.
-        pieces: sizes of the parts that the divided features consist of, in order. Each part is divided by itself: a
-            rank holds its share of the first, then its share of the second.
-    """
-
-    path: str
-    split: Split
-    pieces: tuple[int, ...]
+from opensora_cli.models.sharding import ShardedLinear, Split
 
 
 @dataclass(frozen=True)
@@ -42,14 +17,16 @@ class RepeatedBlocks:
         name: for people.
         module_path: path of the `ModuleList` in the model.
         count: how many blocks.
-        linears: the sharding plan of one block; a linear that is not named stays whole on every rank. Heads are divided
-            with the q, k and v projections, so the number of ranks must divide `num_heads` and every size in `pieces`.
+        linears: the sharding plan of one block; a linear that is not named stays whole on every rank.
+        used_by_all_heads: parameters of one block that are whole on every rank, but each rank has only its heads'
+            gradients of them.
     """
 
     name: str
     module_path: str
     count: int
     linears: tuple[ShardedLinear, ...]
+    used_by_all_heads: tuple[str, ...]
 
 
 SEQUENCE_INPUTS: dict[str, int] = {"packed_latents_BND": 1, "position_ids_BN3": 1, "conditioning_BNK": 1}
@@ -64,26 +41,28 @@ OUTPUT_LAYER = "final_layer"
 
 def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
     """Return the model's stacks of blocks, in the order in which they run."""
-    hidden, mlp = config.hidden_size, config.mlp_hidden_size
+    hidden, mlp, head = config.hidden_size, config.mlp_hidden_size, config.head_dim
     double = tuple(
         linear
         for stream in ("img", "txt")
         for linear in (
-            ShardedLinear(f"{stream}_attn.q_proj", Split.COLUMN, (hidden,)),
-            ShardedLinear(f"{stream}_attn.k_proj", Split.COLUMN, (hidden,)),
-            ShardedLinear(f"{stream}_attn.v_proj", Split.COLUMN, (hidden,)),
-            ShardedLinear(f"{stream}_attn.proj", Split.ROW, (hidden,)),
-            ShardedLinear(f"{stream}_mlp.0", Split.COLUMN, (mlp,)),
-            ShardedLinear(f"{stream}_mlp.2", Split.ROW, (mlp,)),
+            ShardedLinear(f"{stream}_attn.q_proj", Split.COLUMN, (hidden,), (head,)),
+            ShardedLinear(f"{stream}_attn.k_proj", Split.COLUMN, (hidden,), (head,)),
+            ShardedLinear(f"{stream}_attn.v_proj", Split.COLUMN, (hidden,), (head,)),
+            ShardedLinear(f"{stream}_attn.proj", Split.ROW, (hidden,), (head,)),
+            ShardedLinear(f"{stream}_mlp.0", Split.COLUMN, (mlp,), (1,)),
+            ShardedLinear(f"{stream}_mlp.2", Split.ROW, (mlp,), (1,)),
         )
     )
     single = (
-        ShardedLinear("q_proj", Split.COLUMN, (hidden,)),
-        ShardedLinear("k_proj", Split.COLUMN, (hidden,)),
-        ShardedLinear("v_mlp", Split.COLUMN, (hidden, mlp)),
-        ShardedLinear("linear2", Split.ROW, (hidden, mlp)),
+        ShardedLinear("q_proj", Split.COLUMN, (hidden,), (head,)),
+        ShardedLinear("k_proj", Split.COLUMN, (hidden,), (head,)),
+        ShardedLinear("v_mlp", Split.COLUMN, (hidden, mlp), (head, 1)),
+        ShardedLinear("linear2", Split.ROW, (hidden, mlp), (head, 1)),
     )
+    norms = ("norm.query_norm.scale", "norm.key_norm.scale")
+    double_norms = tuple(f"{stream}_attn.{norm}" for stream in ("img", "txt") for norm in norms)
     return (
-        RepeatedBlocks("double-stream", "double_blocks", config.depth, double),
-        RepeatedBlocks("single-stream", "single_blocks", config.depth_single_blocks, single),
+        RepeatedBlocks("double-stream", "double_blocks", config.depth, double, double_norms),
+        RepeatedBlocks("single-stream", "single_blocks", config.depth_single_blocks, single, norms),
     )

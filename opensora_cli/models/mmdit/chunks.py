@@ -11,9 +11,13 @@ from torch import Tensor
 
 
 def spans(length: int, size: int | None) -> Iterator[slice]:
-    """Yield what cuts `length` tokens into chunks of `size`, the last one shorter; None is one chunk of all."""
-    step = size or max(length, 1)
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+    """Yield what cuts `length` tokens into chunks of `size`, the last one shorter; None is one chunk of all.
+
+    No tokens are one empty chunk.
+    """
+    length_or_one = max(length, 1)
+    step = size or length_or_one
+    return (slice(start, min(start + step, length)) for start in range(0, length_or_one, step))
 
 
 def cut(whole: Tensor, span: slice, *, dim: int = 1) -> Tensor:

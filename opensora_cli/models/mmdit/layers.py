@@ -117,8 +117,8 @@ class QueryKeyNorm(nn.Module):
 
 def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
     """(B, N, H·D) -> (B, H, N, D). H comes from the width, so that a shard with fewer heads runs unchanged."""
-    batch, tokens, _ = x_BNW.shape
-    return x_BNW.reshape(batch, tokens, -1, head_dim).transpose(1, 2)
+    batch, tokens, width = x_BNW.shape
+    return x_BNW.reshape(batch, tokens, width // head_dim, head_dim).transpose(1, 2)
 
 
 def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:

@@ -71,6 +71,11 @@ class MMDiT(nn.Module):
             if isinstance(linear, nn.Linear):
                 nn.init.zeros_(linear.weight)
 
+    def set_attention(self, attention: AttentionFn) -> None:
+        """Let all blocks compute their joint attention in another way from now on."""
+        for block in (*self.double_blocks, *self.single_blocks):
+            block.attention = attention
+
     def set_sequence_chunk(self, tokens: int | None) -> None:
         """Let blocks compute all but attention over at most so many tokens at a time, to need less memory on the way.
 

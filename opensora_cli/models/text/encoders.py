@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text.norm import fuse_t5_norms
 
 
 class _FolderEncoder:
@@ -91,6 +92,7 @@ class T5Encoder(_FolderEncoder):
         tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
         ignored = ("decoder.", "lm_head.")
         model = folders.load_model(T5EncoderModel, folder, dtype=dtype, ignored_prefixes=ignored)
+        fuse_t5_norms(model)
         blocks = model.encoder.block
         if blocks_on_host:
             model.encoder.block = nn.ModuleList()

@@ -6,7 +6,7 @@ from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.models.attention import math
+from opensora_cli.models.attention import math, sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.chunks import joined, over_tokens, spans
 
@@ -81,6 +81,22 @@ def test_every_chunk_size_gives_the_same_velocity(dtype, tolerance, changes):
             assert (chunked - whole).abs().max() <= tolerance * whole.abs().max()
         model.set_sequence_chunk(None)
         assert torch.equal(model(latents, **others), whole)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_share_of_the_text_may_be_empty(with_gradients):
+    config = small_config()
+    model = filled(config)
+    latents, others = given(config, text=0)
+    attended = []
+    model.set_attention(lambda q, k, v: attended.append(k.shape[2]) or sdpa(q, k, v))
+    with torch.set_grad_enabled(with_gradients):
+        whole = model(latents, **others)
+        model.set_sequence_chunk(4)
+        chunked = model(latents, **others)
+    assert set(attended) == {LATENTS}
+    assert whole.abs().max() > 0
+    assert (chunked - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 def test_chunks_meet_autocast_as_the_whole_does():

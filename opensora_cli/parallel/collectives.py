@@ -1,0 +1,399 @@
+"""Collectives with gradients, for shares of any size.
+
+In all of them a group of one rank, or None, means that there is nothing to do. All ranks of a group must agree on the
+sizes, and on whether the tensor takes part in gradients: its backward is a collective too. Gradients are those of one
+process that holds everything and whose loss is the sum of the ranks' losses, except where a function says otherwise.
+Results never share memory with what was handed in, unless nothing was to be done, and nothing is kept for the backward.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.parallel.compat import all_gather_single, reduce_scatter_single
+
+Group = dist.ProcessGroup | None
+Sizes = tuple[int, ...]
+GradScale = Literal["up", "down"] | None
+Exchange = Callable[[Tensor, int, int, Sizes, Sizes], Tensor]
+"""An all-to-all without gradients, of (tensor, scatter_dim, gather_dim, scatter_sizes, gather_sizes)."""
+
+
+def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed.
+
+    Uneven shares travel padded to the longest.
+
+    Args:
+        x: this rank's share.
+        group: the ranks.
+        dim: may be negative.
+        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
+
+    Raises:
+        ValueError: the share does not have the size it should have.
+    """
+    if _alone(group):
+        return x
+    return _apply(_AllGather, x, group, dim % x.ndim, _shares_of(x, group, dim, sizes))
+
+
+def reduce_scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return this rank's share of the sum over all ranks, divided along `dim` in the order of ranks.
+
+    Uneven shares travel padded to the longest.
+
+    Args:
+        x: of the same shape on all ranks.
+        group: the ranks.
+        dim: may be negative.
+        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
+
+    Raises:
+        ValueError: the sizes are not those of the whole.
+    """
+    if _alone(group):
+        return x
+    return _apply(_ReduceScatter, x, group, dim % x.ndim, _of_whole(x, dist.get_world_size(group), dim, sizes))
+
+
+def all_to_all(
+    input_: Tensor,
+    process_group: Group,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Divide a tensor along one dimension and join it along another: what was whole becomes a share, and vice versa.
+
+    Nothing is padded.
+
+    Args:
+        input_: whole along `scatter_dim`, this rank's share along `gather_dim`.
+        process_group: the ranks.
+        scatter_dim: is divided; may be negative.
+        gather_dim: is joined; another than `scatter_dim`.
+        scatter_sizes: the lengths of the shares along `scatter_dim`, one for each rank; None: all are equal.
+        gather_sizes: the same along `gather_dim`.
+
+    Raises:
+        ValueError: the tensor does not have the sizes it should have, or both dimensions are the same.
+    """
+    if process_group is None or _alone(process_group):
+        return input_
+    ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    exchange = partial(exchange_once, process_group)
+    return exchange_with_gradient(exchange, ranks, rank, input_, scatter_dim, gather_dim, scatter_sizes, gather_sizes)
+
+
+def exchange_with_gradient(
+    exchange: Exchange,
+    ranks: int,
+    rank: int,
+    input_: Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    scatter_sizes: Sequence[int] | None,
+    gather_sizes: Sequence[int] | None,
+) -> Tensor:
+    """Do what `all_to_all` does, forward and backward, by way of `exchange`; `rank` is one of `ranks`."""
+    scatter, gather = scatter_dim % input_.ndim, gather_dim % input_.ndim
+    if scatter == gather:
+        raise ValueError(f"dimension {scatter} cannot be divided and joined at once")
+    scattered = _of_whole(input_, ranks, scatter, scatter_sizes)
+    gathered = _of_shares(input_, ranks, rank, gather, gather_sizes)
+    return _apply(_AllToAll, input_, exchange, scatter, gather, scattered, gathered)
+
+
+def gather_forward_split_backward(
+    input_: Tensor, dim: int, process_group: Group, grad_scale: GradScale = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Join the shares of all ranks along `dim`; backward, take this rank's share of the gradient.
+
+    This is right where all ranks go on to compute the same from the whole, and its loss counts once; `all_gather` sums.
+
+    Args:
+        input_: this rank's share.
+        dim: may be negative.
+        process_group: the ranks.
+        grad_scale: `up` multiplies the gradient by the number of ranks, `down` divides it.
+        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
+
+    Raises:
+        ValueError: the share does not have the size it should have.
+    """
+    if _alone(process_group):
+        return input_
+    sizes = _shares_of(input_, process_group, dim, sizes)
+    return _apply(_GatherSplit, input_, process_group, dim % input_.ndim, sizes, _factor(grad_scale, process_group))
+
+
+def split_forward_gather_backward(
+    input_: Tensor, dim: int, process_group: Group, grad_scale: GradScale = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Take this rank's share along `dim` of what all ranks hold; backward, join the gradients of all.
+
+    Args:
+        input_: the same on all ranks.
+        dim: may be negative.
+        process_group: the ranks.
+        grad_scale: `up` multiplies the gradient by the number of ranks, `down` divides it.
+        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
+
+    Raises:
+        ValueError: the sizes are not those of the whole.
+    """
+    if _alone(process_group):
+        return input_
+    sizes = _of_whole(input_, dist.get_world_size(process_group), dim, sizes)
+    return _apply(_SplitGather, input_, process_group, dim % input_.ndim, sizes, _factor(grad_scale, process_group))
+
+
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+    """Return the sum over all ranks; the gradient passes unchanged.
+
+    This is right where all ranks go on to compute the same from the sum, and its loss counts once: after a linear layer
+    whose input features are divided.
+    """
+    return x if _alone(group) else _apply(_AllReduce, x, group)
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x` unchanged; its gradients of all ranks are summed.
+
+    This is right where all ranks hold the same, and each computes a part from it: before a linear layer whose output
+    features are divided.
+    """
+    return x if _alone(group) else _apply(_Copy, x, group)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _gathered(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scatter(gradient, ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _reduced(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(gradient, ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, exchange: Exchange, scatter: int, gather: int, scattered: Sizes, gathered: Sizes
+    ) -> Tensor:
+        ctx.exchange, ctx.back = exchange, (gather, scatter, gathered, scattered)
+        return exchange(x, scatter, gather, scattered, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(_AllToAll, gradient, ctx.exchange, *ctx.back), None, None, None, None, None
+
+
+class _GatherSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, factor: float) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes, ctx.factor = group, dim, sizes, factor
+        return _gathered(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        share = split_forward_gather_backward(gradient, ctx.dim, ctx.group, sizes=ctx.sizes)
+        return _times(share, ctx.factor), None, None, None, None
+
+
+class _SplitGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, factor: float) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes, ctx.factor = group, dim, sizes, factor
+        # A copy: a view would keep the whole alive for as long as the share is.
+        return torch.split(x, list(sizes), dim)[dist.get_rank(group)].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        whole = gather_forward_split_backward(gradient, ctx.dim, ctx.group, sizes=ctx.sizes)
+        return _times(whole, ctx.factor), None, None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return copy_to_group(gradient, ctx.group), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduce_sum(gradient, ctx.group), None
+
+
+def exchange_once(
+    group: dist.ProcessGroup, x: Tensor, scatter: int, gather: int, scattered: Sizes, gathered: Sizes
+) -> Tensor:
+    """Be the `Exchange` of a group in which every rank sends to every other."""
+    own, length, others = scattered[dist.get_rank(group)], x.shape[gather], elements_beside(x, scatter, gather)
+    received = exchange_flat(
+        packed(x, scattered, scatter),
+        [others * length * size for size in scattered],
+        [others * own * size for size in gathered],
+        group,
+    )
+    shape = list(x.shape)
+    shape[scatter], shape[gather] = own, sum(gathered)
+    return joined(received, shape, gathered, gather)
+
+
+def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send every rank its part of a flat tensor and return the parts that came, in the order of ranks.
+
+    Args:
+        sent: the parts one after the other, in the order of ranks.
+        lengths: of the parts that are sent, in elements.
+        expected: lengths of the parts that come.
+        group: the ranks.
+    """
+    received = sent.new_empty(sum(expected))
+    dist.all_to_all_single(_wire(received), _wire(sent), expected, lengths, group=group)
+    return received
+
+
+def elements_beside(x: Tensor, *dims: int) -> int:
+    """Return the number of elements of a slice of `x` that is one long along each of `dims`."""
+    return prod(size for index, size in enumerate(x.shape) if index not in dims)
+
+
+def packed(x: Tensor, sizes: Sizes, dim: int) -> Tensor:
+    """Return the parts of `x` along `dim` one after the other, flat; without a copy where they already lie so."""
+    if x.is_contiguous() and prod(x.shape[:dim]) == 1:
+        return x.view(-1)
+    flat = x.new_empty(x.numel())
+    for piece, part in zip(torch.split(x, list(sizes), dim), _parts(flat, x.shape, sizes, dim), strict=True):
+        part.copy_(piece)
+    return flat
+
+
+def joined(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> Tensor:
+    """Undo `packed`: return the tensor of `shape` whose parts along `dim` `flat` holds."""
+    return flat.view(shape) if prod(shape[:dim]) == 1 else torch.cat(_parts(flat, shape, sizes, dim), dim)
+
+
+def _parts(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> list[Tensor]:
+    shapes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+    pieces = torch.split(flat, [prod(part) for part in shapes])
+    return [piece.view(part) for piece, part in zip(pieces, shapes, strict=True)]
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    padded = _with_length(x, dim, max(sizes))
+    flat = padded.new_empty(len(sizes) * padded.numel())
+    all_gather_single(_wire(flat), _wire(padded.view(-1)), group=group)
+    if min(sizes) == max(sizes):
+        return joined(flat, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]), sizes, dim)
+    parts = flat.view(len(sizes), *padded.shape)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+
+def _reduced(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    longest = max(sizes)
+    shape = (*x.shape[:dim], longest, *x.shape[dim + 1 :])
+    own = x.new_empty(shape)
+    if min(sizes) == longest:
+        sent = packed(x, sizes, dim)
+    else:
+        sent = torch.cat([_with_length(piece, dim, longest).view(-1) for piece in torch.split(x, list(sizes), dim)])
+    reduce_scatter_single(own.view(-1), sent, group=group)
+    return own.narrow(dim, 0, sizes[dist.get_rank(group)]).contiguous()
+
+
+def _wire(flat: Tensor) -> Tensor:
+    # gloo does not know fp8, but to move them, bytes are bytes.
+    return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
+
+
+def _with_length(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = length
+    padded = x.new_zeros(shape)
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _alone(group: Group) -> bool:
+    return group is None or dist.get_world_size(group) == 1
+
+
+def _of_whole(x: Tensor, ranks: int, dim: int, sizes: Sequence[int] | None) -> Sizes:
+    total = x.shape[dim]
+    if sizes is None:
+        if total % ranks:
+            raise ValueError(f"{total} along dimension {dim} are not {ranks} equal shares: name the sizes")
+        return (total // ranks,) * ranks
+    if len(sizes) != ranks or sum(sizes) != total:
+        raise ValueError(f"sizes={tuple(sizes)} are not those of {total} along dimension {dim} over {ranks} ranks")
+    return tuple(sizes)
+
+
+def _of_shares(x: Tensor, ranks: int, rank: int, dim: int, sizes: Sequence[int] | None) -> Sizes:
+    own = x.shape[dim]
+    if sizes is None:
+        return (own,) * ranks
+    if len(sizes) != ranks or sizes[rank] != own:
+        raise ValueError(f"sizes={tuple(sizes)} are not those of {ranks} ranks of which rank {rank} has {own}")
+    return tuple(sizes)
+
+
+def _shares_of(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sizes:
+    return _of_shares(x, dist.get_world_size(group), dist.get_rank(group), dim, sizes)
+
+
+def _factor(grad_scale: GradScale, group: Group) -> float:
+    ranks = dist.get_world_size(group)
+    match grad_scale:
+        case None:
+            return 1.0
+        case "up":
+            return float(ranks)
+        case "down":
+            return 1.0 / ranks
+
+
+def _times(gradient: Tensor, factor: float) -> Tensor:
+    return gradient if factor == 1.0 else gradient * factor
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return out

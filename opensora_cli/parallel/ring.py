@@ -1,0 +1,135 @@
+"""Ring attention (Liu et al. 2023): queries stay where they are, keys and values go round.
+
+Each rank holds some tokens. At every step it attends to the keys and values at hand, while they are already on their
+way to the next rank and those of the rank before come in. No rank holds more than three shares of keys at a time.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from opensora_cli.parallel.attention_parts import accumulation_dtype, merge, part_kernel
+from opensora_cli.parallel.lengths import SequenceLengths
+
+
+class RingAttention:
+    """Self-attention over tokens that are divided between the ranks of a ring, any number on each but none.
+
+    Partial results are merged, and gradients summed, in at least fp32. Backward, keys and values go round once more
+    with their gradients behind them, so that no more is kept for it than by attention of one process.
+
+    Args:
+        group: the ranks, in the order of the ring.
+        lengths: how many tokens each has (`of_ring`) whenever this is called.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
+        self._group = group
+        self._lengths = lengths
+
+    def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
+        """Return attention of this rank's queries to the keys of all ranks, (B, H, N, D).
+
+        Raises:
+            ValueError: the tokens are not as many as `lengths` says, or a rank has none.
+        """
+        lengths, rank = self._lengths.of_ring, dist.get_rank(self._group)
+        tokens = {tensor.shape[2] for tensor in (q_BHND, k_BHND, v_BHND)}
+        if len(lengths) != dist.get_world_size(self._group) or tokens != {lengths[rank]} or not all(lengths):
+            raise ValueError(f"{sorted(tokens)} tokens at place {rank} of a ring whose ranks should have {lengths}")
+        # Outside of the function that keeps them, so that only what is sent is kept.
+        k_BHND, v_BHND = k_BHND.contiguous(), v_BHND.contiguous()
+        out: Tensor = _Ring.apply(q_BHND, k_BHND, v_BHND, self._group, lengths)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, lengths: tuple[int, ...]
+    ) -> Tensor:
+        attend = part_kernel(q, k, v).attend
+        out: Tensor | None = None
+        for tensors in _going_round([k, v], group, lengths):
+            part, part_lse = attend(q, tensors[0], tensors[1])
+            if out is None:
+                out, lse = part.to(accumulation_dtype(q.dtype)), part_lse
+            else:
+                lse = merge(out, lse, part, part_lse)
+            # Or it would still be held while the next is computed.
+            del part
+        assert out is not None
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.lengths = group, lengths
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group, lengths = ctx.group, ctx.lengths
+        gradients = part_kernel(q, k, v).gradients
+        dtype = accumulation_dtype(q.dtype)
+        grad_q = torch.zeros_like(q, dtype=dtype)
+        coming: _Coming | None = None
+        for step, tensors in zip(range(len(lengths)), _going_round([k, v], group, lengths), strict=True):
+            part_q, *sums = gradients(gradient, q, tensors[0], tensors[1], out, lse)
+            grad_q += part_q
+            del part_q
+            if coming is None:
+                sums = [part.to(dtype).contiguous() for part in sums]
+            else:
+                sums = [before.add_(part) for before, part in zip(coming.wait(), sums, strict=True)]
+            # After those keys and values, and at last to the rank that these came from.
+            coming = _pass_on(sums, group, lengths, step) if len(lengths) > 1 else None
+        grad_k, grad_v = sums if coming is None else coming.wait()
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+class _Coming:
+    """Tensors on their way from the rank before, and to the next."""
+
+    def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
+        self._works = works
+        # What is still being sent must live, though nobody else may want it any more.
+        self._sent = sent
+        self._received = received
+
+    def wait(self) -> list[Tensor]:
+        """Return what has come, once; nothing is held here from then on."""
+        for work in self._works:
+            work.wait()
+        received = self._received
+        self._works, self._sent, self._received = [], [], []
+        return received
+
+
+def _going_round(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple[int, ...]) -> Iterator[list[Tensor]]:
+    """Yield this rank's tensors, then those of the rank before, and so on; the next ones are already on their way.
+
+    It is one list that is filled anew each time, so that whoever still has it holds nothing that is of no more use.
+    """
+    at_hand = list(tensors)
+    for step in range(len(lengths) - 1):
+        coming = _pass_on(at_hand, group, lengths, step)
+        yield at_hand
+        at_hand[:] = coming.wait()
+    yield at_hand
+
+
+def _pass_on(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple[int, ...], step: int) -> _Coming:
+    """Begin to send to the next rank what has come `step` places to here, and to receive the same from the one before.
+
+    All ranks begin all transfers in the same order, which is how they are told apart.
+    """
+    rank, ranks = dist.get_rank(group), len(lengths)
+    length = lengths[(rank - step - 1) % ranks]
+    received = [tensor.new_empty(*tensor.shape[:2], length, tensor.shape[3]) for tensor in tensors]
+    transfers = [dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks) for tensor in tensors]
+    transfers += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=(rank - 1) % ranks) for tensor in received]
+    return _Coming(dist.batch_isend_irecv(transfers), list(tensors), received)

@@ -1,0 +1,106 @@
+"""One sample whose tokens are divided between ranks: each computes with its share, and they meet in the attention."""
+
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.parallel.attention_parts import Attention
+from opensora_cli.parallel.collectives import (
+    copy_to_group,
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+)
+from opensora_cli.parallel.lengths import SequenceLengths
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.ring import RingAttention
+from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.ulysses import UlyssesAttention
+
+
+def sequence_attention(attention: Attention, mesh: ParallelMesh, lengths: SequenceLengths) -> Attention:
+    """Return attention between the tokens of all sequence-parallel ranks, to hand into a model in place of `attention`.
+
+    Ulysses goes around the ring (USP, Fang & Zhao 2024); where both have one rank it is `attention` itself.
+
+    Args:
+        attention: for the tokens of one process; a ring does without, because it needs each part's log-sum-exp.
+        mesh: its axes `ring` and `ulysses` say which scheme.
+        lengths: the one that the `SequenceParallel` around the model has.
+    """
+    if mesh.shape.ring > 1:
+        attention = RingAttention(mesh.group("ring"), lengths)
+    if mesh.shape.ulysses > 1:
+        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths)
+    return attention
+
+
+class SequenceParallel:
+    """A model that computes with this rank's share of the tokens, seen from outside as if it computed with all.
+
+    All ranks of the group call it with the same arguments, and all get the whole result. Its loss counts once: each
+    rank's gradients of the weights are those of its tokens, and must be summed over the group; gradients of inputs are
+    whole.
+
+    Args:
+        model: has the attention of `sequence_attention`, and otherwise treats every token by itself.
+        group: the ranks, those of one ring place after those of another: `mesh.group("ring", "ulysses")`.
+        lengths: the one that the attention has.
+        sequence_inputs: arguments that hold one entry per token of the result -> dimension of the tokens, the one that
+            is positional first. The result has its tokens where that one has them.
+        text_sequence_inputs: arguments that hold one entry per token of the text -> dimension of the tokens.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Tensor],
+        group: dist.ProcessGroup,
+        lengths: SequenceLengths,
+        *,
+        sequence_inputs: Mapping[str, int],
+        text_sequence_inputs: Mapping[str, int],
+    ) -> None:
+        self.model = model
+        self._group = group
+        self._lengths = lengths
+        self._inputs = dict(sequence_inputs)
+        self._text_inputs = dict(text_sequence_inputs)
+
+    def __call__(self, tokens: Tensor, /, **inputs: Tensor | None) -> Tensor:
+        """Return `model(tokens, **inputs)`. The names of the arguments are the model's.
+
+        Args:
+            tokens: the first of `sequence_inputs`.
+            inputs: the others; what is in neither table goes to every rank whole.
+
+        Raises:
+            RequestError: there are more ranks than tokens.
+        """
+        first, dim = next(iter(self._inputs.items()))
+        sizes, text_sizes = self._shares(tokens.shape[dim], inputs)
+        self._lengths.of_ranks = tuple(map(sum, zip(sizes, text_sizes, strict=True)))
+        own: dict[str, Tensor | None] = {}
+        for name, value in {first: tokens, **inputs}.items():
+            if value is None:
+                own[name] = None
+            elif name in self._inputs:
+                own[name] = split_forward_gather_backward(value, self._inputs[name], self._group, sizes=sizes)
+            elif name in self._text_inputs:
+                own[name] = split_forward_gather_backward(value, self._text_inputs[name], self._group, sizes=text_sizes)
+            else:
+                own[name] = copy_to_group(value, self._group) if value.requires_grad else value
+        result = self.model(own.pop(first), **own)
+        return gather_forward_split_backward(result, dim, self._group, sizes=sizes)
+
+    def _shares(self, length: int, inputs: Mapping[str, Tensor | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ranks = dist.get_world_size(self._group)
+        if length < ranks:
+            raise RequestError(
+                f"{length} latent tokens cannot be divided between {ranks} ranks: each needs at least one",
+                hint=f"ulysses_degree x ring_degree may be {length} at most for a video of this size",
+            )
+        texts = [(inputs.get(name), dim) for name, dim in self._text_inputs.items()]
+        text_length = next((text.shape[dim] for text, dim in texts if text is not None), 0)
+        # The other way round, so that who has a latent token more has a text token less.
+        return shares(length, ranks), shares(text_length, ranks)[::-1]

@@ -1,0 +1,159 @@
+"""Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): ranks divide the heads and features of each block.
+
+All ranks hold the same tokens. Between a layer divided by its output features and the next one, divided by its input
+features, each rank computes with its own features; one sum over the ranks ends the pair.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.parallel.collectives import all_reduce_sum, copy_to_group
+from opensora_cli.parallel.shares import shares, span
+
+
+class LinearPlan(Protocol):
+    """Which features of a linear layer are divided, and how."""
+
+    @property
+    def path(self) -> str:
+        """Module path inside the block."""
+
+    @property
+    def split(self) -> str:
+        """`column`: by output features; `row`: by input features."""
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """Sizes of the parts, in order, of which each is divided by itself."""
+
+    @property
+    def units(self) -> Sequence[int]:
+        """For each piece, how many neighbouring features stay together."""
+
+
+class ColumnLinear(nn.Module):
+    """Some of the output features of a linear layer.
+
+    Args:
+        linear: computes them.
+        group: the ranks that have the others.
+    """
+
+    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        # A layer of its own, so that who replaces linear layers by others leaves the exchange around it.
+        self.linear = linear
+        self._group = group
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows, (out_features, in_features)."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """This rank's entries, (out_features)."""
+        return self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's features of what all ranks hold; (..., in_features) -> (..., out_features)."""
+        out: Tensor = self.linear(copy_to_group(x, self._group))
+        return out
+
+
+class RowLinear(nn.Module):
+    """A linear layer of which this rank has some of the input features.
+
+    Args:
+        linear: takes them, and has no bias.
+        bias: of the whole, added after the sum; None: there is none.
+        group: the ranks that have the others.
+    """
+
+    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+        self._group = group
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's columns, (out_features, in_features)."""
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks; (..., in_features) -> (..., out_features), the same on all."""
+        out = all_reduce_sum(self.linear(x), self._group)
+        return out if self.bias is None else out + self.bias
+
+
+def shard_linears(
+    block: nn.Module, linears: Iterable[LinearPlan], group: dist.ProcessGroup, *, used_by_all_heads: Iterable[str] = ()
+) -> None:
+    """Replace linear layers inside a block by this rank's shares of them, one after the other.
+
+    Only the share is copied: weights may be mapped from a file, or be on the meta device. With the loss counted once,
+    gradients of shares are those of the whole's features, and all others are whole on every rank.
+
+    Args:
+        block: the same on all ranks.
+        linears: what is divided; all else stays whole.
+        group: the ranks.
+        used_by_all_heads: parameters that stay whole, but of whose gradients each rank computes a part. They are summed
+            during the backward pass, for those that require a gradient by now.
+
+    Raises:
+        RequestError: there are more ranks than units in a piece.
+        ValueError: a layer is no plain `nn.Linear`, or does not have the features of the plan.
+    """
+    for plan in linears:
+        whole = block.get_submodule(plan.path)
+        if type(whole) is not nn.Linear:
+            raise ValueError(f"{plan.path} is a {type(whole).__name__}, not an nn.Linear as at first")
+        block.set_submodule(plan.path, _share(whole, plan, group))
+    for path in used_by_all_heads:
+        parameter = block.get_parameter(path)
+        if parameter.requires_grad:
+            parameter.register_hook(partial(all_reduce_sum, group=group))  # type: ignore[no-untyped-call]
+
+
+def _share(whole: nn.Linear, plan: LinearPlan, group: dist.ProcessGroup) -> nn.Module:
+    by_rows = plan.split == "column"
+    features = whole.out_features if by_rows else whole.in_features
+    if sum(plan.pieces) != features:
+        raise ValueError(f"{plan.path} has {features} features, not {plan.pieces}")
+    spans = _own_spans(plan, group)
+    weight = _cut(whole.weight, spans, dim=0 if by_rows else 1)
+    bias = _cut(whole.bias, spans, dim=0) if by_rows and whole.bias is not None else None
+    # On meta first: what torch would draw there is of no use.
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = weight
+    if bias is not None:
+        linear.bias = bias
+    share = ColumnLinear(linear, group) if by_rows else RowLinear(linear, whole.bias, group)
+    return share.train(whole.training)
+
+
+def _own_spans(plan: LinearPlan, group: dist.ProcessGroup) -> list[slice]:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    spans, start = [], 0
+    for piece, unit in zip(plan.pieces, plan.units, strict=True):
+        units = piece // unit
+        if units < ranks:
+            raise RequestError(f"tensor_parallel_degree={ranks} is over the {units} parts of {plan.path}")
+        own = span([count * unit for count in shares(units, ranks)], rank)
+        spans.append(slice(start + own.start, start + own.stop))
+        start += piece
+    return spans
+
+
+def _cut(whole: Tensor, spans: list[slice], *, dim: int) -> nn.Parameter:
+    parts = [whole.detach().narrow(dim, part.start, part.stop - part.start) for part in spans]
+    # Of one part, `cat` makes a copy too.
+    return nn.Parameter(torch.cat(parts, dim), requires_grad=whole.requires_grad)

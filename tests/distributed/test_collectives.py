@@ -1,0 +1,301 @@
+"""Collectives and their gradients against one process that holds everything, in fp64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.parallel.collectives import (
+    all_gather,
+    all_reduce_sum,
+    all_to_all,
+    copy_to_group,
+    gather_forward_split_backward,
+    reduce_scatter,
+    split_forward_gather_backward,
+)
+from opensora_cli.parallel.shares import shares, span
+
+_SHAPE = (3, 5, 6, 2)
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _cut(whole: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> Tensor:
+    """Return a rank's share, as a view that is not contiguous."""
+    return whole.narrow(dim, span(sizes, rank).start, sizes[rank])
+
+
+def _group() -> tuple[dist.ProcessGroup | None, int, int]:
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def _gradient(function: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result, and the gradient of a loss that is not linear in it."""
+    leaf = x.detach().clone().requires_grad_()
+    out = function(leaf.transpose(0, -1).contiguous().transpose(0, -1))
+    loss = (out.sin() * weights).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return out.detach(), gradient
+
+
+def _equal(ours: Tensor, expected: Tensor) -> None:
+    assert ours.shape == expected.shape
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def _gather_and_reduce(uneven: bool) -> int:
+    group, rank, ranks = _group()
+    checked = 0
+    for dim in (*range(len(_SHAPE)), -1):
+        shape = list(_SHAPE)
+        shape[dim] = 2 * ranks + 1 if uneven else 2 * ranks
+        sizes = tuple(reversed(shares(shape[dim], ranks)))
+        given = sizes if uneven else None
+        whole = _random(*shape, seed=dim)
+        weights = [_random(*shape, seed=10 + other) for other in range(ranks)]
+
+        # One process: each rank computes its own loss from the whole.
+        _, expected = _gradient(lambda x: x, whole, sum(weights, torch.zeros(())))
+        out, gradient = _gradient(
+            lambda x, dim=dim, given=given: all_gather(x, group, dim=dim, sizes=given),
+            _cut(whole, dim, sizes, rank),
+            weights[rank],
+        )
+        _equal(out, whole)
+        _equal(gradient, _cut(expected, dim, sizes, rank))
+
+        # One process: the loss is that of the sum, and every addend has the sum's gradient.
+        addends = [_random(*shape, seed=20 + other) for other in range(ranks)]
+        total = torch.stack(addends).sum(0)
+        _, expected = _gradient(lambda x: x, total, weights[0])
+        out, gradient = _gradient(
+            lambda x, dim=dim, given=given: reduce_scatter(x, group, dim=dim, sizes=given),
+            addends[rank],
+            _cut(weights[0], dim, sizes, rank),
+        )
+        _equal(out, _cut(total, dim, sizes, rank))
+        _equal(gradient, expected)
+        assert out.is_contiguous()
+        checked += 1
+    return checked
+
+
+def _exchange(uneven: bool) -> int:
+    group, rank, ranks = _group()
+    checked = 0
+    for scatter_dim in range(4):
+        for gather_dim in {0, 1, 2, 3, -1} - {scatter_dim, scatter_dim - 4}:
+            shape = list(_SHAPE)
+            # One less than two each: with uneven shares the last rank has one, and of three over four none.
+            shape[scatter_dim] = 2 * ranks - 1 if uneven else 2 * ranks
+            shape[gather_dim] = ranks - 1 if uneven else ranks
+            scattered, gathered = shares(shape[scatter_dim], ranks), shares(shape[gather_dim], ranks)
+            whole, weights = _random(*shape, seed=1), _random(*shape, seed=2)
+            _, expected = _gradient(lambda x: x, whole, weights)
+            out, gradient = _gradient(
+                lambda x, s=scatter_dim, g=gather_dim, ss=scattered, gs=gathered: all_to_all(
+                    x, group, s, g, scatter_sizes=ss if uneven else None, gather_sizes=gs if uneven else None
+                ),
+                _cut(whole, gather_dim, gathered, rank),
+                _cut(weights, scatter_dim, scattered, rank),
+            )
+            _equal(out, _cut(whole, scatter_dim, scattered, rank))
+            _equal(gradient, _cut(expected, gather_dim, gathered, rank))
+            checked += 1
+    return checked
+
+
+def _gather_and_split(grad_scale: Any) -> int:
+    group, rank, ranks = _group()
+    factor = {None: 1.0, "up": float(ranks), "down": 1.0 / ranks}[grad_scale]
+    checked = 0
+    for dim in (0, 1, -1):
+        for uneven in (False, True):
+            shape = list(_SHAPE)
+            shape[dim] = 2 * ranks - (1 if uneven else 0)
+            sizes = shares(shape[dim], ranks)
+            given = sizes if uneven else None
+            whole, weights = _random(*shape, seed=3), _random(*shape, seed=4)
+            _, expected = _gradient(lambda x: x, whole, weights)
+            out, gradient = _gradient(
+                lambda x, d=dim, s=given: gather_forward_split_backward(x, d, group, grad_scale, sizes=s),
+                _cut(whole, dim, sizes, rank),
+                weights,
+            )
+            _equal(out, whole)
+            _equal(gradient, factor * _cut(expected, dim, sizes, rank))
+            out, gradient = _gradient(
+                lambda x, d=dim, s=given: split_forward_gather_backward(x, d, group, grad_scale, sizes=s),
+                whole,
+                _cut(weights, dim, sizes, rank),
+            )
+            _equal(out, _cut(whole, dim, sizes, rank))
+            _equal(gradient, factor * expected)
+            checked += 1
+    return checked
+
+
+def _two_linears() -> None:
+    """Column-parallel, then row-parallel, against both layers in one process."""
+    group, rank, ranks = _group()
+    x, first, second = _random(3, 5, seed=1), _random(7, 5, seed=2), _random(4, 7, seed=3)
+    own = span(shares(7, ranks), rank)
+
+    def linears(x: Tensor, first: Tensor, second: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        return all_reduce_sum((copy_to_group(x, group) @ first.T).tanh() @ second.T, group)
+
+    whole = [tensor.clone().requires_grad_() for tensor in (x, first, second)]
+    parts = [tensor.clone().requires_grad_() for tensor in (x, first[own], second[:, own])]
+    expected, out = linears(*whole, None), linears(*parts, group)
+    _equal(out, expected)
+    expected.sin().sum().backward()
+    out.sin().sum().backward()
+    for part, gradient in zip(parts, (whole[0].grad, whole[1].grad[own], whole[2].grad[:, own]), strict=True):
+        _equal(part.grad, gradient)
+
+
+def _twice() -> None:
+    """The gradient of a gradient passes through the backward's collectives."""
+    group, rank, ranks = _group()
+    sizes = shares(2 * ranks + 1, ranks)
+    whole = _random(2 * ranks + 1, 4, seed=5)
+
+    def second(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad((function(leaf) ** 3).sum(), leaf, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), leaf)[0]
+
+    for dim, scatter in ((0, 1), (0, -1)):
+        exchanged = second(
+            _cut(whole, dim, sizes, rank), lambda x, s=scatter: all_to_all(x, group, s, 0, gather_sizes=sizes)
+        )
+        _equal(exchanged, _cut(second(whole, lambda x: x), dim, sizes, rank))
+
+
+def _types() -> int:
+    group, rank, ranks = _group()
+    types = (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.bool,
+    )
+    for dtype in types:
+        for sizes in (shares(2 * ranks, ranks), shares(2 * ranks - 1, ranks)):
+            whole = _random(sum(sizes), 2 * ranks, seed=6).to(dtype)
+            out = all_gather(_cut(whole, 0, sizes, rank), group, dim=0, sizes=sizes)
+            exchanged = all_to_all(_cut(whole, 0, sizes, rank), group, 1, 0, gather_sizes=sizes)
+            assert out.dtype == exchanged.dtype == dtype
+            assert torch.equal(out.float(), whole.float())
+            assert torch.equal(exchanged.float(), whole.float()[:, 2 * rank : 2 * rank + 2])
+    return len(types)
+
+
+def _subset() -> int:
+    """Ranks 1 and 3 of four."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return 0
+    rank, whole, sizes = dist.get_rank(group), _random(3, 4, seed=7), (2, 1)
+    share = _cut(whole, 0, sizes, rank)
+    _equal(all_gather(share, group, dim=0, sizes=sizes), whole)
+    _equal(all_to_all(share, group, 1, 0, gather_sizes=sizes), whole[:, 2 * rank : 2 * rank + 2])
+    _equal(reduce_scatter(whole, group, dim=0, sizes=sizes), 2 * share)
+    _equal(split_forward_gather_backward(whole, 0, group, sizes=sizes), share)
+    _equal(gather_forward_split_backward(share, 0, group, sizes=sizes), whole)
+    _equal(all_reduce_sum(whole, group), 2 * whole)
+    return dist.get_world_size(group)
+
+
+def _kept() -> tuple[int, bool]:
+    """Return how many tensors were saved for the backward, and whether a share keeps the whole alive."""
+    group, _, ranks = _group()
+    saved = []
+    x = _random(2 * ranks, 2 * ranks, seed=8).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
+        share = split_forward_gather_backward(x, 0, group)
+        all_to_all(gather_forward_split_backward(share, 0, group), group, 1, 0)
+        reduce_scatter(all_gather(share, group, dim=0), group, dim=1)
+        copy_to_group(all_reduce_sum(x, group), group)
+    return len(saved), share.untyped_storage().nbytes() == share.nbytes
+
+
+def _refusals() -> list[str]:
+    group, _, ranks = _group()
+    x = torch.zeros(2 * ranks + 1, 2)
+    messages = []
+    for call in (
+        lambda: reduce_scatter(x, group, dim=0),
+        lambda: reduce_scatter(x, group, dim=0, sizes=(1,) * ranks),
+        lambda: all_gather(x, group, dim=0, sizes=(1,) * ranks),
+        lambda: all_gather(x, group, dim=0, sizes=(2 * ranks + 1,)),
+        lambda: all_to_all(x, group, 1, -1),
+        lambda: split_forward_gather_backward(x, 0, group),
+    ):
+        with pytest.raises(ValueError, match=r"shares|sizes|divided") as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_gathering_and_reducing(pool: Callable[[int], Any], ranks: int, uneven: bool) -> None:
+    assert pool(ranks).run(_gather_and_reduce, uneven) == [5] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_exchanging(pool: Callable[[int], Any], ranks: int, uneven: bool) -> None:
+    assert pool(ranks).run(_exchange, uneven) == [15] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("grad_scale", [None, "up", "down"])
+def test_the_pair(pool: Callable[[int], Any], ranks: int, grad_scale: str | None) -> None:
+    assert pool(ranks).run(_gather_and_split, grad_scale) == [6] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parallel_linears(pool: Callable[[int], Any], ranks: int) -> None:
+    pool(ranks).run(_two_linears)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_second_gradients(pool: Callable[[int], Any], ranks: int) -> None:
+    pool(ranks).run(_twice)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_types(pool: Callable[[int], Any], ranks: int) -> None:
+    assert pool(ranks).run(_types) == [6] * ranks
+
+
+def test_some_of_the_ranks(pool: Callable[[int], Any]) -> None:
+    assert pool(4).run(_subset) == [0, 2, 0, 2]
+
+
+def test_nothing_needless_is_kept(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_kept) == [(0, True)] * 2
+
+
+def test_wrong_sizes_are_refused_before_anything_is_sent(pool: Callable[[int], Any]) -> None:
+    for messages in pool(2).run(_refusals):
+        assert len(messages) == 6
+        assert messages[0] == "5 along dimension 0 are not 2 equal shares: name the sizes"
+
+
+def test_one_rank_has_nothing_to_do() -> None:
+    x = torch.ones(2, 3, 4)
+    assert all_to_all(x, None) is x
+    assert all_gather(x, None, dim=0) is reduce_scatter(x, None, dim=0) is x
+    assert gather_forward_split_backward(x, 0, None) is split_forward_gather_backward(x, 0, None) is x
+    assert all_reduce_sum(x, None) is copy_to_group(x, None) is x

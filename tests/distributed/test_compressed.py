@@ -1,0 +1,100 @@
+"""The compressed all-to-all against the plain one: how wrong it is, and what it sends."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.parallel.collectives import all_to_all
+from opensora_cli.parallel.compressed import WireFormat, compressed_all_to_all
+
+_RANKS = 4
+
+
+def _allowed(exact: Tensor, wire: WireFormat) -> Tensor:
+    """Return what the docstring allows, and the rounding of fp32 beside it."""
+    if wire == "bf16":
+        return exact.abs() / 256
+    of_row = exact.abs().amax(-1, keepdim=True) * 2.0**-18
+    return torch.maximum(exact.abs() / 16, of_row) * (1 + 1e-5)
+
+
+def _errors(wire: WireFormat) -> tuple[float, float]:
+    """Return the largest error of the result and of the gradient, relative to what is allowed."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    # Rows of very different size, elements too, and a row of zeros.
+    x = torch.randn(2, 6, 8, 16, generator=generator) * torch.logspace(-6, 6, 8).view(8, 1)
+    x = x * torch.logspace(-7, 0, 16)
+    x[0, 0, 0] = 0.0
+    weights = torch.randn(2, 24, 2, 16, generator=generator)
+    ratios = []
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    outs = [
+        compressed_all_to_all(leaves[0], dist.group.WORLD, wire=wire),
+        all_to_all(leaves[1], dist.group.WORLD),
+    ]
+    for out in outs:
+        (out * weights).sum().backward()
+    for ours, exact in ((outs[0], outs[1]), (leaves[0].grad, leaves[1].grad)):
+        assert ours.shape == exact.shape
+        error, allowed = (ours - exact).detach().abs(), _allowed(exact.detach(), wire)
+        assert (error <= allowed).all()
+        ratios.append(float((error / allowed.clamp(min=1e-30)).max()))
+    return ratios[0], ratios[1]
+
+
+def _bytes(wire: WireFormat | None) -> list[int]:
+    x = torch.ones(1, 3, 4, 32, requires_grad=True)
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        compressed_all_to_all(x, dist.group.WORLD, wire=wire).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    return [call.args[1].nbytes for call in sent.call_args_list]
+
+
+def _special() -> None:
+    x = torch.ones(1, 2, 4, 8)
+    x[0, 0, dist.get_rank(), 3] = float("inf")
+    out = compressed_all_to_all(x, dist.group.WORLD, wire="fp8")
+    rows = out[0, :, 0].isfinite().all(-1)
+    # This rank receives the row for its own place from each: only its own row was infinite.
+    assert rows.tolist() == [not (row % 2 == 0 and row // 2 == dist.get_rank()) for row in range(8)]
+    assert torch.equal(out[0, :, 0][rows], torch.ones(7, 8))
+    with pytest.raises(ValueError, match="can be neither divided nor joined"):
+        compressed_all_to_all(x, dist.group.WORLD, 3, 1, wire="fp8")
+
+
+def _types() -> None:
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+    assert torch.equal(compressed_all_to_all(x, dist.group.WORLD, wire="bf16"), all_to_all(x, dist.group.WORLD))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert compressed_all_to_all(x.to(dtype), dist.group.WORLD, wire="fp8").dtype == dtype
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_the_error_is_as_stated(pool: Callable[[int], Any], wire: WireFormat) -> None:
+    for forward, backward in pool(_RANKS).run(_errors, wire):
+        # Also not far below: the bound says something.
+        assert 0.5 < forward <= 1.0
+        assert 0.5 < backward <= 1.0
+
+
+@pytest.mark.parametrize(("wire", "sent"), [(None, 1536), ("bf16", 768), ("fp8", 384 + 12 * 4)])
+def test_bytes_on_the_wire(pool: Callable[[int], Any], wire: WireFormat | None, sent: int) -> None:
+    assert pool(_RANKS).run(_bytes, wire) == [[sent, sent]] * _RANKS
+
+
+def test_what_is_not_finite(pool: Callable[[int], Any]) -> None:
+    pool(_RANKS).run(_special)
+
+
+def test_types(pool: Callable[[int], Any]) -> None:
+    pool(_RANKS).run(_types)
+
+
+def test_one_rank_has_nothing_to_do() -> None:
+    x = torch.ones(2, 3, 4)
+    assert compressed_all_to_all(x, None, wire="fp8") is x

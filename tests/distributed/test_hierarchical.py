@@ -1,0 +1,94 @@
+"""The all-to-all of two machines with two ranks each against the plain one, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.parallel.collectives import all_to_all
+from opensora_cli.parallel.compressed import compressed_all_to_all
+from opensora_cli.parallel.hierarchical import hierarchical_all_to_all, node_groups
+from opensora_cli.parallel.shares import shares
+
+_RANKS = 4
+
+
+def _with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    out = function(leaf)
+    (gradient,) = torch.autograd.grad(out.sin().sum(), leaf)
+    return out.detach(), gradient
+
+
+def _compare(uneven: bool) -> int:
+    assert dist.group.WORLD is not None
+    groups = node_groups(dist.group.WORLD, ranks_per_node=2)
+    rank, checked = dist.get_rank(), 0
+    for dims in ((2, 1), (1, 2), (0, -1), (3, 0)):
+        shape = [2, 3, 2, 3]
+        # With uneven shares the last rank scatters to none.
+        scattered, gathered = shares(3, _RANKS) if uneven else (2,) * _RANKS, (2, 0, 3, 1) if uneven else (2,) * _RANKS
+        shape[dims[0]], shape[dims[1]] = sum(scattered), gathered[rank]
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        sizes = {"scatter_sizes": scattered, "gather_sizes": gathered} if uneven else {}
+        expected, expected_gradient = _with_gradient(
+            lambda x, d=dims, s=sizes: all_to_all(x, dist.group.WORLD, *d, **s), x
+        )
+        out, gradient = _with_gradient(lambda x, d=dims, s=sizes: hierarchical_all_to_all(x, *groups, *d, **s), x)
+        assert torch.equal(out, expected)
+        assert torch.equal(gradient, expected_gradient)
+        assert gradient.any() == bool(gathered[rank])
+        checked += 1
+    return checked
+
+
+def _messages() -> tuple[list[int], list[int]]:
+    """Return the ranks and elements of each group in which something was sent."""
+    assert dist.group.WORLD is not None
+    groups = node_groups(dist.group.WORLD, ranks_per_node=2)
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        hierarchical_all_to_all(torch.zeros(1, 3, 8, 5), *groups)
+    return [call.kwargs["group"].size() for call in sent.call_args_list], [
+        call.args[1].numel() for call in sent.call_args_list
+    ]
+
+
+def _compressed() -> int:
+    assert dist.group.WORLD is not None
+    groups = node_groups(dist.group.WORLD, ranks_per_node=2)
+    x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    formats = ("bf16", "fp8")
+    for wire in formats:
+        ours = _with_gradient(lambda x, w=wire: hierarchical_all_to_all(x, *groups, wire=w), x)
+        theirs = _with_gradient(lambda x, w=wire: compressed_all_to_all(x, dist.group.WORLD, wire=w), x)
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+        assert not torch.equal(ours[0], all_to_all(x, dist.group.WORLD))
+    return len(formats)
+
+
+def _refused() -> None:
+    assert dist.group.WORLD is not None
+    with pytest.raises(ValueError, match="4 ranks are not machines of 3 each"):
+        node_groups(dist.group.WORLD, ranks_per_node=3)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_it_is_the_plain_one(pool: Callable[[int], Any], uneven: bool) -> None:
+    assert pool(_RANKS).run(_compare, uneven) == [4] * _RANKS
+
+
+def test_one_message_goes_inside_and_one_between(pool: Callable[[int], Any]) -> None:
+    assert pool(_RANKS).run(_messages) == [([2, 2], [120, 120])] * _RANKS
+
+
+def test_it_can_be_compressed(pool: Callable[[int], Any]) -> None:
+    assert pool(_RANKS).run(_compressed) == [2] * _RANKS
+
+
+def test_unequal_machines_are_refused(pool: Callable[[int], Any]) -> None:
+    pool(_RANKS).run(_refused)

@@ -1,0 +1,71 @@
+"""A T5 whose heads and features are divided between real processes against the same in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from shared_tokens import mesh_of
+from torch import nn
+
+from opensora_cli.engine.tensor_parallel import shard_t5
+from opensora_cli.models.text.encoders import T5Encoder
+
+Pool = Callable[[int], Any]
+
+
+class _Words:
+    """A tokenizer: one token for each letter."""
+
+    def __call__(self, texts: list[str], *, max_length: int, **_: object) -> Any:
+        ids = torch.zeros(len(texts), max_length, dtype=torch.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = torch.tensor([ord(letter) % 32 for letter in text])
+        return transformers.BatchEncoding({"input_ids": ids})
+
+
+def _encoder(mlp: str) -> T5Encoder:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=4, d_ff=22, num_layers=3, num_heads=6, feed_forward_proj=mlp
+    )
+    model = transformers.T5EncoderModel(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.3)
+    return T5Encoder(model=model, tokenizer=_Words(), max_length=40, device="cpu")
+
+
+def _bytes(modules: nn.Module | list[nn.Module]) -> int:
+    return sum(weight.nbytes for weight in modules.parameters())
+
+
+def _sharded(mlp: str) -> tuple[float, list[int], list[tuple[int, ...]]]:
+    """Return the error of the states, bytes of the layers before and after, and the shapes of the first layer."""
+    encoder = _encoder(mlp)
+    texts = ["raining, sea", "a red boat on the sea at night"]
+    expected = encoder.encode(texts)
+    before = _bytes(encoder.blocks)
+    shard_t5(encoder, mesh_of(tensor=dist.get_world_size()).group("tensor"))
+    states = encoder.encode(texts)
+    assert states.shape == (2, 40, 16)
+    shapes = [tuple(weight.shape) for weight in encoder.blocks[0].parameters()]
+    return ((states - expected).abs().max() / expected.abs().max()).item(), [before, _bytes(encoder.blocks)], shapes
+
+
+@pytest.mark.parametrize("mlp", ["gated-gelu", "relu"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_and_bytes(pool: Pool, ranks: int, mlp: str) -> None:
+    answers = pool(ranks).run(_sharded, mlp)
+    heads, features = {2: [3, 3], 4: [2, 2, 1, 1]}[ranks], {2: [11, 11], 4: [6, 6, 5, 5]}[ranks]
+    inward = 2 if mlp == "gated-gelu" else 1
+    norms, buckets = 2 * 16, 32
+    for (error, (before, after), shapes), own_heads, own_features in zip(answers, heads, features, strict=True):
+        assert error < 1e-5
+        layer = 4 * 16 * 4 * own_heads + (inward + 1) * 16 * own_features + norms
+        assert after == 4 * (3 * layer + buckets * own_heads)
+        assert before > after
+        attention = [(4 * own_heads, 16)] * 3 + [(16, 4 * own_heads), (buckets, own_heads)]
+        assert sorted(shapes) == sorted([*attention, *[(own_features, 16)] * inward, (16, own_features), (16,), (16,)])

@@ -1,0 +1,194 @@
+"""Watched collectives: what ranks are told when one of them does something else, or nothing."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel.collectives import all_gather, all_reduce_sum
+from opensora_cli.parallel.watching import Watched, init_with_retry, rebuilt_group
+
+
+def _sum(x: Tensor) -> Tensor:
+    return all_reduce_sum(x, dist.group.WORLD)
+
+
+def _message(watched: Watched, tensor: Tensor, **named: Any) -> str:
+    with pytest.raises(HardwareError) as raised:
+        watched(_sum, tensor, **{"name": "sum of keys", **named})
+    return raised.value.message
+
+
+def _different() -> list[str]:
+    assert dist.group.WORLD is not None
+    rank = dist.get_rank()
+    watched = Watched(dist.group.WORLD, check_shapes=True, check_finite=True)
+    broken = torch.ones(3)
+    if rank == 1:
+        broken[1] = float("nan")
+    messages = [
+        _message(watched, torch.ones(3 + rank)),
+        _message(watched, torch.ones(3, dtype=(torch.float32, torch.float64)[rank])),
+        _message(watched, broken),
+        _message(watched, broken.to(torch.float8_e4m3fn)),
+        _message(watched, torch.ones(3), name=f"sum {rank}"),
+    ]
+    # Nothing was sent, so the group still works; shapes may differ where it is said.
+    assert watched(_sum, torch.ones(3), name="sum").tolist() == [2.0] * 3
+    gathered = watched(
+        lambda x: all_gather(x, dist.group.WORLD, dim=0, sizes=(3, 4)),
+        torch.ones(3 + rank, 2),
+        name="all_gather",
+        uneven_dim=0,
+    )
+    assert gathered.shape == (7, 2)
+    return messages
+
+
+def _late() -> str:
+    assert dist.group.WORLD is not None
+    watched = Watched(dist.group.WORLD, timeout_s=0.2)
+    if dist.get_rank() == 1:
+        dist.barrier()
+    message = _message(watched, torch.ones(2, 3))
+    if dist.get_rank() == 0:
+        dist.barrier()
+    assert watched(_sum, torch.ones(3), name="sum").tolist() == [2.0] * 3
+    return message
+
+
+def _unwatched() -> int:
+    """Return how many keys the store has more after calls that nothing was asked of."""
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    assert Watched(dist.group.WORLD)(_sum, torch.ones(3), name="sum").tolist() == [2.0] * 3
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_ranks_that_bring_something_else(pool: Callable[[int], Any]) -> None:
+    first, second = pool(2).run(_different)
+    assert first == second
+    assert first == [
+        "sum of keys: ranks bring different tensors: rank 0: (3,) float32, rank 1: (4,) float32",
+        "sum of keys: ranks bring different tensors: rank 0: (3,) float32, rank 1: (3,) float64",
+        "sum of keys, (3,) float32: not finite on rank 1",
+        "sum of keys, (3,) float8_e4m3fn: not finite on rank 1",
+        "ranks call different collectives: rank 0: sum 0, rank 1: sum 1",
+    ]
+
+
+def test_a_rank_that_comes_too_late(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_late) == [
+        "sum of keys, (2, 3) float32: rank 1 did not come to rank 0 within 0.2 s",
+        "sum of keys, (2, 3) float32: rank 0 did not come to rank 1 within 0.2 s",
+    ]
+
+
+def test_what_is_not_asked_for_costs_nothing(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_unwatched) == [0, 0]
+
+
+def test_a_group_that_broke_is_rebuilt_by_all_or_by_none(tmp_path: Path) -> None:
+    out = _run("_break_and_rebuild", f"file://{tmp_path / 'meeting_place'}")
+    first, second = out[0].splitlines(), out[1].splitlines()
+    assert first[0].startswith("sum of keys, (4,) float32: failed on rank 0 after ")
+    assert first[1] == "sum of keys: an earlier collective of this group failed"
+    assert second[0].startswith("sum of keys, (4,) float32: failed on rank 1 after ")
+    assert first[2] == second[1] == "[3.0, 3.0]"
+    assert first[3] == "the group cannot be rebuilt: rank 1 did not come within 1 s"
+    assert (len(first), len(second)) == (4, 2)
+
+
+def test_the_rendezvous_is_tried_again() -> None:
+    assert _run("_meet", f"tcp://127.0.0.1:{_free_port()}") == ["[2.0]\n", "[2.0]\n"]
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    place = f"tcp://127.0.0.1:{_free_port()}"
+    with pytest.raises(HardwareError, match=f"rank 1: no answer from {place} in 3 attempts of 0.1 s"):
+        init_with_retry("cpu", init_method=place, rank=1, world_size=2, attempts=3, connect_s=0.1, first_pause_s=0.5)
+    assert pauses == [0.5, 1.0]
+    assert not dist.is_initialized()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _run(scenario: str, place: str) -> list[str]:
+    """Run a scenario below in two processes of their own, which it may break, and return what they print."""
+    command = [sys.executable, __file__, scenario, place]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        answers = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], answers
+    return [out for out, _ in answers]
+
+
+def _break_and_rebuild(place: str, rank: int) -> None:
+    init_with_retry("cpu", init_method=place, rank=rank, world_size=2)
+    dist.barrier()  # The short limit is also one for making the group.
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    watched = Watched(group, check_shapes=True)
+
+    def total(x: Tensor) -> Tensor:
+        if rank == 1:
+            # It came, and then is silent for longer than the group waits.
+            dist.distributed_c10d._get_default_store().wait(["given up"])
+        return all_reduce_sum(x, group)
+
+    try:
+        watched(total, torch.ones(4), name="sum of keys")
+    except HardwareError as error:
+        print(error.message)
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set("given up", "")
+        try:
+            watched(total, torch.ones(4), name="sum of keys")
+        except HardwareError as error:
+            print(error.message)
+    fresh = rebuilt_group(group, timeout_s=30)
+    print(all_reduce_sum(torch.full((2,), 1.0 + rank), fresh).tolist(), flush=True)
+    if rank == 0:
+        try:
+            rebuilt_group(fresh, timeout_s=1)
+        except HardwareError as error:
+            print(error.message, flush=True)
+    os._exit(0)  # With a broken group the threads of gloo may abort an ordinary end.
+
+
+def _meet(place: str, rank: int) -> None:
+    if rank == 0:
+        time.sleep(2)  # The other finds nobody at first.
+    init_with_retry("cpu", init_method=place, rank=rank, world_size=2, attempts=100, connect_s=0.2, first_pause_s=0.0)
+    print(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist(), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,98 @@
+"""Collectives over NCCL against the same over gloo, in processes of their own, and the time limit of a device."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel.collectives import all_gather, all_reduce_sum, all_to_all, reduce_scatter
+from opensora_cli.parallel.compressed import compressed_all_to_all
+from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.watching import Watched, init_with_retry
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_nccl_does_what_gloo_does(tmp_path: Path) -> None:
+    _run("_compare", tmp_path, ranks=min(4, torch.cuda.device_count()))
+
+
+def test_a_device_that_does_not_finish(tmp_path: Path) -> None:
+    _run("_stall", tmp_path, ranks=1)
+
+
+def _run(scenario: str, folder: Path, *, ranks: int) -> None:
+    command = [sys.executable, __file__, scenario, f"file://{folder / 'meeting_place'}", str(ranks)]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=180)
+            assert process.returncode == 0, out
+            assert out.endswith("done\n")
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _compare(ranks: int, rank: int) -> None:
+    group, sizes, columns = dist.group.WORLD, shares(2 * ranks + 1, ranks), shares(3 * ranks - 1, ranks)
+
+    def results(device: str) -> list[Tensor]:
+        """Return results and gradients: with integers in fp32 no order of sums matters."""
+        generator = torch.Generator().manual_seed(rank)
+        share = torch.randint(-9, 9, (2, sizes[rank], sum(columns), 8), generator=generator).float().to(device)
+        share.requires_grad_()
+        whole = all_gather(share, group, dim=1, sizes=sizes)
+        outs = [
+            whole,
+            all_reduce_sum(whole, group),
+            reduce_scatter(whole, group, dim=1, sizes=sizes),
+            all_to_all(share, group, scatter_sizes=columns, gather_sizes=sizes),
+            compressed_all_to_all(share, group, scatter_sizes=columns, gather_sizes=sizes, wire="fp8"),
+        ]
+        sum((out * out.detach()).sum() for out in outs[:4]).backward()
+        return [tensor.detach().cpu() for tensor in (*outs, share.grad)]
+
+    for over_nccl, over_gloo in zip(results("cuda"), results("cpu"), strict=True):
+        assert over_nccl.any()
+        assert torch.equal(over_nccl, over_gloo)
+
+
+def _stall(ranks: int, rank: int) -> None:
+    assert ranks == 1
+    assert dist.group.WORLD is not None
+    watched = Watched(dist.group.WORLD, timeout_s=0.2)
+    x = torch.ones(4, device="cuda")
+    assert watched(lambda x: x * 2, x, name="nothing").tolist() == [2.0] * 4
+
+    def stall(x: Tensor) -> Tensor:
+        torch.cuda._sleep(4 * 10**9)
+        return x
+
+    start = time.monotonic()
+    with pytest.raises(HardwareError, match=r"long, \(4,\) float32: failed on rank 0 .* not finished within 0\.2 s"):
+        watched(stall, x, name="long")
+    assert time.monotonic() - start < 1.0
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _, _scenario, _place, _ranks, _rank = sys.argv
+    torch.cuda.set_device(int(_rank))
+    init_with_retry("cuda", init_method=_place, rank=int(_rank), world_size=int(_ranks))
+    globals()[_scenario](int(_ranks), int(_rank))
+    dist.destroy_process_group()
+    print("done")

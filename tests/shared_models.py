@@ -1,0 +1,68 @@
+"""Transformers whose work is divided between ranks, against the same in one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from golden.compare import read_golden_file
+from shared_tokens import mesh_of
+from torch import Tensor
+
+from opensora_cli.models.attention import sdpa
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
+from opensora_cli.models.mmdit.layout import converter
+from opensora_cli.parallel.lengths import SequenceLengths
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+
+GOLDEN = Path(__file__).parent / "golden" / "data"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How many ranks each way of dividing has."""
+
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.ring * self.ulysses * self.tensor
+
+    def mesh(self) -> ParallelMesh:
+        """Return the mesh of this process."""
+        return mesh_of(ring=self.ring, ulysses=self.ulysses, tensor=self.tensor)
+
+
+def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:
+    """Return the model of a golden file, its inputs, latents first, and the velocity that was recorded."""
+    file = read_golden_file(GOLDEN / f"{name}.safetensors")
+    config = MMDiTConfig.from_reference(file.config)
+    model = MMDiT(config)
+    model.load_state_dict(dict(converter(config, interleaved=not file.config["use_liger_rope"])(file.params)))
+    names = {
+        "packed_latents_BND": "img",
+        "position_ids_BN3": "img_ids",
+        "timesteps_B": "timesteps",
+        "prompt_embeds_BLC": "txt",
+        "pooled_prompt_embeds_BV": "y_vec",
+        "conditioning_BNK": "cond",
+        "embedded_guidance_B": "guidance",
+    }
+    given = {ours: file.inputs[theirs] for ours, theirs in names.items() if theirs in file.inputs}
+    return model, given, file.outputs["velocity"]
+
+
+def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:
+    """Let a model compute with this rank's share of the tokens."""
+    lengths = SequenceLengths.of_mesh(mesh)
+    model.set_attention(sequence_attention(sdpa, mesh, lengths))
+    return SequenceParallel(
+        model,
+        mesh.group("ring", "ulysses"),
+        lengths,
+        sequence_inputs=SEQUENCE_INPUTS,
+        text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
+    )
