@@ -1,6 +1,7 @@
 """From an exception to a message and an exit code: the one place that knows both."""
 
 import _thread
+import os
 import signal
 import sys
 import threading
@@ -12,7 +13,9 @@ from types import FrameType
 import typer
 
 from opensora_cli.cli import output
+from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.ranks import RankContext, find_context
 
 INTERRUPTED = 130
 
@@ -168,18 +171,33 @@ def run(command: Callable[[], object]) -> int:
     Errors that a user can act on are told in a few lines on stderr. Any other is a bug: it is raised, so that Python
     prints the traceback and exits with 1.
 
+    Where this process is one of several ranks, the launcher that started it is told instead, and tells it once.
+
     Args:
         command: returns an exit code, or anything else for success.
     """
-    try:
-        code = command()
-    except Exception as error:
-        failure = explain_failure(error)
-        if failure is None:
-            raise
-        output.print_failure(failure.lines, hint=failure.hint)
-        return failure.exit_code
+    with rank_link.linked(_context()):
+        try:
+            code = command()
+        except Exception as error:
+            failure = explain_failure(error)
+            if failure is None:
+                if rank_link.report_bug(error):
+                    return OsoraError.exit_code
+                raise
+            message = "\n".join(failure.lines)
+            if not rank_link.report_failure(message, hint=failure.hint, exit_code=failure.exit_code):
+                output.print_failure(failure.lines, hint=failure.hint)
+            return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _context() -> RankContext | None:
+    try:
+        return find_context(os.environ)
+    except RequestError:
+        # Half-set variables are told by the commands to which they matter.
+        return None
 
 
 def explain_failure(error: Exception) -> Failure | None:

@@ -1,0 +1,159 @@
+"""Which of several processes this one is, as torchrun, Slurm or our own launcher say in the environment."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from opensora_cli.core.exceptions import RequestError
+
+LOG_VARIABLE = "OSORA_RANK_LOG"
+"""Set by our launcher: the log file of a rank."""
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Below the ports that Linux hands out by itself, from 32768 on.
+_FIRST_PORT, _PORTS = 12_000, 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What one of several processes knows of itself and of where to meet the others."""
+
+    rank: int
+    """0 to world_size - 1."""
+    local_rank: int
+    """Among those on this machine: which card it takes."""
+    world_size: int
+    nnodes: int
+    """Number of machines."""
+    master_addr: str
+    """Host of the store through which the ranks find each other."""
+    master_port: int
+    log: Path | None = None
+    """This rank's log file; None where our launcher did not start it."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes results."""
+        return self.rank == 0
+
+
+def find_context(environment: Mapping[str, str]) -> RankContext | None:
+    """Return which rank this process is, or None where it runs alone.
+
+    The variables of torchrun, which our launcher sets too, count before those of Slurm: ranks that torchrun started in
+    a Slurm job have both. Of Slurm only what `srun` started counts: the script of a batch job has most of the
+    variables too, but is no rank.
+
+    Args:
+        environment: as of `os.environ`.
+
+    Raises:
+        RequestError: variables are missing, no numbers, or contradict each other; they are named.
+    """
+    is_slurm_step = "SLURM_PROCID" in environment and {"SLURM_STEP_ID", "SLURM_STEPID"} & environment.keys()
+    # Scripts for srun often export WORLD_SIZE and the master's address, but can't know a rank.
+    if {"RANK", "LOCAL_RANK"} & environment.keys() or ("WORLD_SIZE" in environment and not is_slurm_step):
+        return _of_torchrun(environment)
+    return _of_slurm(environment) if is_slurm_step else None
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host that Slurm's short form of a list of hosts means: `node01` of `node[01-04,7],login`.
+
+    Raises:
+        RequestError: it is no such list.
+    """
+    match = re.fullmatch(r"((?:[^,\[\]\s]|\[[\d,-]+\])+)(?:,.*)?", nodelist)
+    first = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[1]) if match else ""
+    if not first or "[" in first:
+        raise RequestError(f"SLURM_NODELIST={nodelist!r} is no list of hosts such as node[01-04,7]")
+    return first
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
+    missing = [name for name in _TORCHRUN if not environment.get(name)]
+    if missing:
+        there = [name for name in _TORCHRUN[:3] if name in environment]
+        raise RequestError(
+            f"{' and '.join(there)} {_is(there)} set, but {' and '.join(missing)} {_is(missing)} not: torchrun sets "
+            f"all of {', '.join(_TORCHRUN)}",
+            hint=f"start with torchrun or --gpus; to run alone: unset {' '.join(there)}",
+        )
+    rank, local_rank, world_size, port = (_number(environment, name) for name in _TORCHRUN if name != "MASTER_ADDR")
+    nnodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else 1
+    _require_below(("RANK", rank), ("WORLD_SIZE", world_size))
+    _require_below(("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size))
+    log = environment.get(LOG_VARIABLE)
+    return RankContext(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        nnodes=nnodes,
+        master_addr=environment["MASTER_ADDR"],
+        master_port=_port(port),
+        log=Path(log) if log else None,
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
+    rank_name, local_name, job_name = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"
+    # A step may be smaller than its job.
+    tasks_name = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes_name = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    hosts_name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    missing = [name for name in (local_name, tasks_name, nodes_name, hosts_name, job_name) if name not in environment]
+    if missing:
+        raise RequestError(
+            f"{rank_name} is set, but {' and '.join(missing)} {_is(missing)} not: srun sets all of them",
+            hint=f"start with srun; to run alone: unset {rank_name}",
+        )
+    rank, local_rank = _number(environment, rank_name), _number(environment, local_name)
+    world_size, nnodes = _number(environment, tasks_name), _number(environment, nodes_name)
+    _require_below((rank_name, rank), (tasks_name, world_size))
+    _require_below((local_name, local_rank), (tasks_name, world_size))
+    if "WORLD_SIZE" in environment and _number(environment, "WORLD_SIZE") != world_size:
+        raise RequestError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} contradicts {tasks_name}={world_size}", hint="unset WORLD_SIZE"
+        )
+    if world_size == 1:
+        return None
+    port = _FIRST_PORT + _number(environment, job_name) % _PORTS
+    return RankContext(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        nnodes=nnodes,
+        master_addr=environment.get("MASTER_ADDR") or first_host(environment[hosts_name]),
+        master_port=_port(_number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else port),
+    )
+
+
+def _first_set(environment: Mapping[str, str], *names: str) -> str:
+    """Return the first name that is set, or the best-known one of them for a message."""
+    return next((name for name in names if name in environment), names[1])
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise RequestError(f"{name}={text!r} must be a whole number from 0 on")
+    return int(text)
+
+
+def _require_below(smaller: tuple[str, int], larger: tuple[str, int]) -> None:
+    if smaller[1] >= larger[1]:
+        raise RequestError(
+            f"{smaller[0]}={smaller[1]} contradicts {larger[0]}={larger[1]}: ranks are 0 to {larger[0]} - 1"
+        )
+
+
+def _port(number: int) -> int:
+    if not 0 < number < 2**16:
+        raise RequestError(f"MASTER_PORT={number} must be 1 to 65535")
+    return number

@@ -1,0 +1,145 @@
+"""Why a run of several ranks ends early, told in one message."""
+
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.core.listing import plain
+from opensora_cli.core.rank_link import INTERRUPTED, RankReport
+from opensora_cli.engine.launch.process import RankProcess
+
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "if nobody killed it, the system did for want of memory: see the system's log (dmesg)",
+    signal.SIGBUS: "a file that it read was cut short, or /dev/shm is full",
+}
+_OUT_OF_MEMORY_HINT = "use fewer --gpus on this machine, stronger --offload, or a smaller --res"
+_SILENT_HINT = "its log says where it hung; osora bench-comm says whether the links are good"
+
+
+class RankFailure(OsoraError):
+    """A rank failed, and with it the run.
+
+    Args:
+        message: which rank on which host failed in which stage, why, and where its log is.
+        hint: how to mend it.
+        exit_code: of the run.
+    """
+
+    def __init__(self, message: str, *, hint: str | None, exit_code: int) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What happened to one rank.
+
+    Args:
+        weight: how likely it is the origin of all that happened; smaller is likelier.
+        rank: which one.
+        failure: how to tell it.
+    """
+
+    weight: int
+    rank: int
+    failure: RankFailure
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether a better one may show: it may follow from another, or others are about to say the same."""
+        return self.weight >= _WEIGHTS["abort"] or self.weight == _WEIGHTS["error"]
+
+
+# A rank that dies takes its peers with it: they find their connections closed, and NCCL's watch aborts them for it.
+_WEIGHTS = {
+    "signal": 0,
+    "frozen": 1,
+    "error": 2,
+    "bug": 3,
+    "exit": 3,
+    "interrupted": 4,
+    "silent": 5,
+    "abort": 6,
+    "lost": 7,
+}
+
+
+def origin(causes: Iterable[Cause]) -> Cause:
+    """Return the cause that explains the others."""
+    return min(causes, key=lambda cause: (cause.weight, cause.rank))
+
+
+def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
+    """Return why a rank that has ended with `code`, not 0, did so.
+
+    Args:
+        process: the rank.
+        code: negative for a signal.
+        out_of_memory: whether the system has killed processes for want of memory meanwhile.
+    """
+    report = process.report
+    if code < 0 and report is None:
+        return _killed(process, -code, out_of_memory=out_of_memory)
+    if report is None:
+        last = process.last_line()
+        cause = f"ended with exit code {code}" + (f": {plain(last)}" if last else "")
+        return _cause(process, "exit", cause, hint=None, exit_code=code)
+    if report.kind == "error":
+        return Cause(_WEIGHTS["error"], process.rank, _told(process, report))
+    if report.kind == "interrupted":
+        return _cause(process, "interrupted", "interrupted", hint=report.hint, exit_code=INTERRUPTED)
+    hint = _SILENT_HINT if report.kind == "silent" else report.hint
+    cause = f"lost the others: {report.message}" if report.kind == "lost" else report.message
+    return _cause(process, report.kind, cause, hint=hint, exit_code=report.exit_code)
+
+
+def frozen(process: RankProcess, silent_s: float) -> Cause:
+    """Return that a rank gives no sign of life."""
+    how = "stopped (SIGSTOP)" if process.is_stopped() else "frozen"
+    cause = f"{how}, no sign of life for {silent_s:.0f} s"
+    return _cause(process, "frozen", cause, hint=None, exit_code=HardwareError.exit_code)
+
+
+def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    cause, hint = f"{'crashed' if number in _CRASHES else 'killed'} ({name})", _HINTS.get(number)
+    if number == signal.SIGKILL and out_of_memory:
+        cause, hint = f"out of memory: the system killed it ({name})", _OUT_OF_MEMORY_HINT
+    exit_code = OsoraError.exit_code if number in _CRASHES else HardwareError.exit_code
+    kind = "abort" if number == signal.SIGABRT else "signal"
+    return _cause(process, kind, cause, hint=hint, exit_code=exit_code)
+
+
+def _told(process: RankProcess, report: RankReport) -> RankFailure:
+    """Return an error that a user can act on, in its own words: most often all ranks have the same."""
+    hints = [report.hint] if report.hint else []
+    if process.rank != 0:
+        hints.append(f"so says {_where(process)}")
+    return RankFailure(report.message, hint="\n".join(hints) or None, exit_code=report.exit_code)
+
+
+def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exit_code: int) -> Cause:
+    message = f"{_where(process)}: {cause}"
+    log = f"log: {process.log}"
+    failure = RankFailure(message, hint=f"{hint}\n{log}" if hint else log, exit_code=exit_code)
+    return Cause(_WEIGHTS[kind], process.rank, failure)
+
+
+def _where(process: RankProcess) -> str:
+    return f"rank {process.rank} on {socket.gethostname()}, in the stage {process.stage}"
+
+
+def count_memory_kills() -> int:
+    """Return how many processes this system has killed for want of memory since it started; 0 where unknown."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,220 @@
+"""Starts the ranks of a run on this machine, watches them, and ends them all when one fails.
+
+A rank gets the environment that torchrun gives, so that `--gpus 2` and `torchrun -m opensora_cli` are the same to it.
+The agent of torchrun itself is not used, since it is in the way of what is promised here. It only sees ranks that exit,
+not those that stop; after a failure it waits 30 s, a number written into it, for a stopped rank to take SIGTERM; it
+says nothing to the agents of other machines; it leaves ranks behind when it is killed; and it shows a rank's output by
+reading its log file, where no bar can be drawn.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.rank_link import INTERRUPTED
+from opensora_cli.engine.launch import failures
+from opensora_cli.engine.launch.failures import Cause, RankFailure
+from opensora_cli.engine.launch.meeting import Meeting, Neighbours, meet
+from opensora_cli.engine.launch.process import RankProcess
+from opensora_cli.engine.launch.request import LaunchRequest
+
+COMMAND = (sys.executable, "-m", "opensora_cli")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often the launcher looks, and how long it waits; all in seconds.
+
+    From the moment a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end, and at most four
+    seconds more where it has several machines.
+    """
+
+    look_s: float = 0.1
+    frozen_s: float = 10.0
+    """Without a sign of life, after which a stopped rank, or a machine, counts as frozen."""
+    starved_s: float = 60.0
+    """The same for a rank that is not stopped: it may be waiting for a disk, or for its turn on a busy machine."""
+    settle_s: float = 2.0
+    """For the origin to show, when a rank says only what may follow from it."""
+    interrupt_s: float = 4.0
+    """For the ranks to end by themselves when they are asked to."""
+    terminate_s: float = 1.0
+    """The same, the second time; then they are killed."""
+    meet_s: float = 300.0
+    """For the launchers of all machines to come."""
+
+
+def launch(
+    request: LaunchRequest, arguments: Sequence[str], *, command: Sequence[str] = COMMAND, pace: Pace | None = None
+) -> None:
+    """Run `osora` with `arguments` on all ranks of `request`, and return when all are done.
+
+    Rank 0 prints; the others write to their log files. However this function ends, no rank is left. Signals are the
+    caller's: what is raised while it waits, as Ctrl-C does, ends the ranks.
+
+    Args:
+        request: how many ranks, and where.
+        arguments: of the command line, as each rank gets them.
+        command: what gets them.
+        pace: times of the launcher; None: the usual.
+
+    Raises:
+        RequestError: the request contradicts itself or that of another machine.
+        HardwareError: there are fewer cards, or the machines cannot meet.
+        OutputError: the log files cannot be written.
+        RankFailure: a rank failed; its exit code is that of the rank's error.
+        KeyboardInterrupt: its argument says what is kept.
+    """
+    pace = pace or Pace()
+    request.check()
+    try:
+        request.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
+    meeting = meet(request, wait_s=pace.meet_s)
+    neighbours = Neighbours(meeting, lost_s=pace.frozen_s, interval_s=min(1.0, pace.frozen_s / 4))
+    with _Run(pace) as run, neighbours.watched():
+        try:
+            run.start(request, meeting, [*command, *arguments])
+            failure = run.first_failure(neighbours)
+        except KeyboardInterrupt:
+            where = f" at machine {request.node_rank}" if request.nnodes > 1 else ""
+            neighbours.tell(RankFailure(f"interrupted{where}", hint=None, exit_code=INTERRUPTED))
+            run.end()
+            raise KeyboardInterrupt(*run.kept()) from None
+        if failure is not None:
+            neighbours.tell(failure)
+            run.end()
+            hints = [failure.hint] if failure.hint else []
+            raise RankFailure(
+                failure.message, hint="\n".join([*hints, *run.kept()]) or None, exit_code=failure.exit_code
+            )
+
+
+class _Run:
+    """The ranks of this machine."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._ranks: list[RankProcess] = []
+        self._memory_kills = failures.count_memory_kills()
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.close()
+
+    def start(self, request: LaunchRequest, meeting: Meeting, command: Sequence[str]) -> None:
+        """Start all ranks."""
+        shared = _environment(request, meeting)
+        for local_rank in range(request.gpus):
+            number = meeting.first_rank + local_rank
+            environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
+            log = request.log_dir / f"rank{number}.log"
+            try:
+                self._ranks.append(RankProcess(number, command, environment, log))
+            except OSError as error:
+                raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
+
+    def first_failure(self, neighbours: Neighbours) -> RankFailure | None:
+        """Wait until all ranks of all machines are done, and return None, or until one fails, and return why."""
+        settle_until: float | None = None
+        last_look = time.monotonic()
+        while True:
+            self._listen(since_last_look=time.monotonic() - last_look)
+            last_look = time.monotonic()
+            if (elsewhere := neighbours.failure()) is not None:
+                return elsewhere
+            have_ended = all(rank.exit_code() is not None for rank in self._ranks)
+            causes = self._causes()
+            if causes:
+                cause = failures.origin(causes)
+                settle_until = settle_until or time.monotonic() + self._pace.settle_s
+                is_all = have_ended and not neighbours
+                if not cause.may_follow or is_all or time.monotonic() > settle_until:
+                    return cause.failure
+            elif all(rank.exit_code() == 0 for rank in self._ranks) and neighbours.all_finished():
+                return None
+            time.sleep(self._pace.look_s)
+
+    def end(self) -> None:
+        """Ask the ranks to end, in a voice that grows louder; a second Ctrl-C kills them at once."""
+        for rank in self._ranks:
+            rank.mute()
+        try:
+            for rank in self._ranks:
+                rank.interrupt()
+            self._wait(self._pace.interrupt_s)
+            for rank in self._ranks:
+                rank.send(signal.SIGTERM)
+            self._wait(self._pace.terminate_s)
+        except KeyboardInterrupt:
+            pass
+        for rank in self._ranks:
+            rank.kill()
+            rank.listen()
+
+    def kept(self) -> list[str]:
+        """Return what the first rank that was interrupted says of what it finished; nothing if none was."""
+        reports = [rank.report for rank in self._ranks if rank.report is not None]
+        return [report.hint for report in reports if report.kind == "interrupted" and report.hint][:1]
+
+    def _listen(self, *, since_last_look: float) -> None:
+        for rank in self._ranks:
+            rank.listen()
+            if since_last_look > self._pace.frozen_s / 2:  # this process was stopped itself, maybe with all the ranks
+                rank.forgive()
+
+    def _causes(self) -> list[Cause]:
+        found = []
+        for rank in self._ranks:
+            code = rank.exit_code()
+            if code is None:
+                silent_s = rank.silent_s()
+                if silent_s > (self._pace.frozen_s if rank.is_stopped() else self._pace.starved_s):
+                    found.append(failures.frozen(rank, silent_s))
+            elif code != 0:
+                rank.listen()  # what it told between the last look and its end
+                out_of_memory = failures.count_memory_kills() > self._memory_kills
+                found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
+        return found
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(
+            rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks
+        ):
+            time.sleep(self._pace.look_s)
+
+
+def _environment(request: LaunchRequest, meeting: Meeting) -> dict[str, str]:
+    """Return what all ranks of this machine have in common, under torchrun's names."""
+    threads = max(1, (os.cpu_count() or 1) // request.gpus)
+    environment = {
+        # Several ranks that each take all cores slow each other down.
+        "OMP_NUM_THREADS": str(threads),
+        # The errors that these warnings announce are told by the launcher, in one message.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,
+        "MASTER_ADDR": meeting.host,
+        "MASTER_PORT": str(meeting.port),
+        "WORLD_SIZE": str(meeting.world_size),
+        "LOCAL_WORLD_SIZE": str(request.gpus),
+        "GROUP_RANK": str(request.node_rank),
+        "GROUP_WORLD_SIZE": str(request.nnodes),
+        # The store runs in the launcher: no rank starts one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # What a rank printed before it was killed is in its log.
+        "PYTHONUNBUFFERED": "1",
+    }
+    devices = request.visible_devices()
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    return environment

@@ -1,0 +1,94 @@
+"""Settings of a run on several devices: how many there are, and how they share the work."""
+
+from math import prod
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from opensora_cli.settings.base import Section
+
+DEGREES = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
+
+
+class ParallelSettings(Section):
+    """Which devices take part, and how many of them share what. Degrees that are not set are chosen."""
+
+    gpus: PositiveInt | None = Field(
+        default=None, description="devices of this machine, or with runtime.device=cpu processes; none: 1, or devices"
+    )
+    devices: tuple[NonNegativeInt, ...] | None = Field(
+        default=None, min_length=1, description="numbers of the cards, as in 0,2; none: the first ones"
+    )
+    nnodes: PositiveInt = Field(default=1, description="machines, each with as many devices")
+    node_rank: NonNegativeInt = Field(default=0, description="number of this machine, from 0")
+    rdzv_endpoint: str | None = Field(
+        default=None, min_length=1, description="HOST:PORT at which the machines meet: that of machine 0"
+    )
+    ulysses_degree: PositiveInt | None = Field(default=None, description="devices that exchange tokens for heads")
+    ring_degree: PositiveInt | None = Field(default=None, description="devices round which keys and values are passed")
+    cfg_parallel_degree: PositiveInt | None = Field(
+        default=None, le=3, description="devices that share the branches of guidance"
+    )
+    tensor_parallel_degree: PositiveInt | None = Field(
+        default=None, description="devices that share heads and features of each block, and so its weights"
+    )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes on this machine, one for each device."""
+        return self.gpus or len(self.devices or (0,))
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all machines."""
+        return self.nnodes * self.ranks_per_node
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees that are set."""
+        return {name: degree for name in DEGREES if (degree := getattr(self, name)) is not None}
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        problems = [*self._node_problems(), *self._device_problems(), *self._degree_problems()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _node_problems(self) -> list[str]:
+        problems = []
+        if self.node_rank >= self.nnodes:
+            problems.append(
+                f"parallel.node_rank={self.node_rank} must be below parallel.nnodes={self.nnodes}: "
+                "machines are counted from 0"
+            )
+        if self.nnodes > 1 and self.rdzv_endpoint is None:
+            problems.append(
+                f"parallel.nnodes={self.nnodes} needs parallel.rdzv_endpoint: use HOST:PORT of machine 0 on each"
+            )
+        if self.rdzv_endpoint is not None:
+            host, _, port = self.rdzv_endpoint.rpartition(":")
+            if self.nnodes == 1:
+                problems.append(
+                    f"parallel.rdzv_endpoint={self.rdzv_endpoint} has no effect on one machine: set parallel.nnodes"
+                )
+            elif not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                problems.append(f"parallel.rdzv_endpoint={self.rdzv_endpoint} must be HOST:PORT, as in node0:29500")
+        return problems
+
+    def _device_problems(self) -> list[str]:
+        if self.devices is None:
+            return []
+        if len(set(self.devices)) < len(self.devices):
+            return [f"parallel.devices={','.join(map(str, self.devices))} names a card twice"]
+        if self.gpus not in (None, len(self.devices)):
+            count = len(self.devices)
+            return [f"parallel.gpus={self.gpus} must be the number of parallel.devices, {count}: drop one of them"]
+        return []
+
+    def _degree_problems(self) -> list[str]:
+        product = prod(self.degrees.values())
+        if self.world_size % product:
+            named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
+            return [f"{named} must divide the {self.world_size} devices: use degrees whose product does"]
+        return []

@@ -1,0 +1,112 @@
+"""A rank for the tests of the launcher: goes through stages, and in one of them one rank does something else.
+
+`launch_rank.py MARK --rank 1 --stage denoise --act kill`. Without `--gloo` it needs no torch, and starts at once.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure
+from opensora_cli.core.ranks import RankContext, find_context
+
+STAGES = ("load", "denoise", "decode")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mark", type=Path)
+    parser.add_argument("--rank", type=int, default=-1)
+    parser.add_argument("--stage", default="denoise")
+    parser.add_argument("--act", default="none")
+    parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--silence", type=float, default=60.0)
+    asked = parser.parse_args()
+    context = find_context(os.environ)
+    assert context is not None
+    if asked.stage == "start":
+        act(asked, context, "start")
+    with linked(context, silence_s=asked.silence, silent_steps=2):
+        try:
+            work(asked, context)
+        except OsoraError as error:
+            report_failure(error.message, hint=error.hint, exit_code=error.exit_code)
+            return error.exit_code
+        except KeyboardInterrupt:
+            report_failure("interrupted", hint=f"kept by rank {context.rank}", exit_code=INTERRUPTED)
+            return INTERRUPTED
+        except Exception as error:
+            report_bug(error)
+            return 1
+    print(f"result of rank {context.rank} of {context.world_size} on {context.nnodes}")
+    return 0
+
+
+def work(asked: argparse.Namespace, context: RankContext) -> None:
+    if asked.gloo:
+        from opensora_cli.engine.launch.joining import joined
+    with joined(context, device_type="cpu", timeout_s=30.0) if asked.gloo else nullcontext():
+        for stage in STAGES:
+            beat(stage)
+            (asked.mark / f"{stage}{context.rank}").touch()
+            act(asked, context, stage)
+            if asked.gloo:
+                together(context)
+
+
+def together(context: RankContext) -> None:
+    import torch
+    import torch.distributed as dist
+
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    assert number.item() == context.world_size
+
+
+def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
+    if stage != asked.stage or asked.act == "none":
+        return
+    if asked.rank not in (context.rank, -1):
+        if not asked.gloo and stage != "start":  # as a rank that waits for the others
+            time.sleep(120)
+        return
+    while stage != "start" and not all((asked.mark / f"{stage}{rank}").exists() for rank in range(context.world_size)):
+        time.sleep(0.01)
+    match asked.act:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise ValueError("the sky is green\nand more")
+        case "refuse":
+            raise CheckpointError("weights.safetensors is cut short", hint="download it again")
+        case "exit":
+            print("no luck")
+            os._exit(7)
+        case "wait" if stage == "start":  # as an import does
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline:
+                pass
+        case "wait":
+            time.sleep(120)
+        case "ignore":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", str(asked.mark)])
+            time.sleep(120)
+        case "silence":
+            beat(stage, 0.01)
+            time.sleep(120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

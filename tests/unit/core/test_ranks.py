@@ -1,0 +1,128 @@
+"""Which rank a process is, from the environment of torchrun and of Slurm."""
+
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.ranks import RankContext, find_context, first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_NODELIST": "node[03-04]",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def without(environment, *names):
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+class TestAlone:
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            {},
+            {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+            without(SLURM, "SLURM_STEP_ID"),  # the script of a batch job
+            {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"},
+        ],
+    )
+    def test_is_no_rank(self, environment):
+        assert find_context(environment) is None
+
+
+class TestTorchrun:
+    def test_found(self):
+        assert find_context(TORCHRUN) == RankContext(
+            rank=5, local_rank=1, world_size=8, nnodes=2, master_addr="node0", master_port=29500
+        )
+
+    def test_counts_before_slurm(self):
+        context = find_context({**SLURM, **TORCHRUN, "RANK": "7"})
+        assert context.rank == 7
+        assert context.master_addr == "node0"
+
+    def test_of_our_launcher(self):
+        context = find_context({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "OSORA_RANK_LOG": "/logs/rank0.log"})
+        assert context.log == Path("/logs/rank0.log")
+        assert context.is_main
+
+    @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+    def test_half_set(self, missing):
+        with pytest.raises(RequestError, match=f"but {missing} is not") as caught:
+            find_context(without(TORCHRUN, missing))
+        assert "unset" in caught.value.hint
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"RANK": "8"}, "RANK=8 contradicts WORLD_SIZE=8"),
+            ({"LOCAL_RANK": "9"}, "LOCAL_RANK=9 contradicts WORLD_SIZE=8"),
+            ({"RANK": "-1"}, "RANK='-1' must be a whole number"),
+            ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' must be a whole number"),
+            ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be 1 to 65535"),
+        ],
+    )
+    def test_contradictions(self, changes, message):
+        with pytest.raises(RequestError, match=message):
+            find_context({**TORCHRUN, **changes})
+
+
+class TestSlurm:
+    def test_found(self):
+        assert find_context(SLURM) == RankContext(
+            rank=5, local_rank=1, world_size=8, nnodes=2, master_addr="node03", master_port=12000 + 1234567 % 20000
+        )
+
+    def test_a_step_smaller_than_its_job(self):
+        step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node04"}
+        context = find_context({**SLURM, **step})
+        assert (context.world_size, context.nnodes, context.master_addr) == (6, 1, "node04")
+
+    def test_address_of_the_script(self):
+        context = find_context({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "WORLD_SIZE": "8"})
+        assert (context.master_addr, context.master_port) == ("10.0.0.1", 1234)
+
+    @pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODELIST"])
+    def test_half_set(self, missing):
+        with pytest.raises(RequestError, match=f"SLURM_PROCID is set, but {missing} is not"):
+            find_context(without(SLURM, missing))
+
+    def test_contradictions(self):
+        with pytest.raises(RequestError, match="WORLD_SIZE=4 contradicts SLURM_NTASKS=8"):
+            find_context({**SLURM, "WORLD_SIZE": "4"})
+        with pytest.raises(RequestError, match="SLURM_PROCID=8 contradicts SLURM_NTASKS=8"):
+            find_context({**SLURM, "SLURM_PROCID": "8"})
+
+    @pytest.mark.parametrize(
+        ("nodelist", "first"),
+        [
+            ("login", "login"),
+            ("a,b", "a"),
+            ("node[01-04,7]", "node01"),
+            ("node[7,01-04],login", "node7"),
+            ("rack[2-3]-n[08-10].example.org,x", "rack2-n08.example.org"),
+        ],
+    )
+    def test_first_host(self, nodelist, first):
+        assert first_host(nodelist) == first
+
+    @pytest.mark.parametrize("nodelist", ["", ",a", "node[", "node[]", "node[a-b]", "a b"])
+    def test_no_list_of_hosts(self, nodelist):
+        with pytest.raises(RequestError, match="SLURM_NODELIST"):
+            first_host(nodelist)
