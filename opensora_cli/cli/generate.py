@@ -43,6 +43,11 @@ def generate(
     offload: options.Offload = None,
     resident_blocks: options.ResidentBlocks = None,
     memory_limit: options.MemoryLimit = None,
+    gpus: options.Gpus = None,
+    devices: options.Devices = None,
+    nnodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv_endpoint: options.Rendezvous = None,
     dry_run: options.DryRun = False,
     config: options.Config = None,
     set_: options.Assignments = None,
@@ -91,6 +96,11 @@ def generate(
         "memory.offload": ("--offload", offload),
         "memory.resident_blocks": ("--resident-blocks", resident_blocks),
         "memory.limit": ("--memory-limit", memory_limit),
+        "parallel.gpus": ("--gpus", gpus),
+        "parallel.devices": ("--devices", devices),
+        "parallel.nnodes": ("--nnodes", nnodes),
+        "parallel.node_rank": ("--node-rank", node_rank),
+        "parallel.rdzv_endpoint": ("--rdzv-endpoint", rdzv_endpoint),
     }
     with errors.interruptible():
         request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)
@@ -126,16 +136,23 @@ def _request(
 
 
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    from opensora_cli.core.ranks import find_context
+
     with errors.uninterrupted():
         from opensora_cli.engine import generate as engine
 
-    reporter = output.make_reporter(quiet=quiet)
+    context = find_context(os.environ)
+    is_main = context is None or context.is_main
+    reporter = output.make_reporter(quiet=quiet or not is_main)
     if dry_run:
         plan = engine.plan_from_request(request, reporter=reporter)
         output.print_result(plan, as_json=as_json)
         plan.require_fit()
-    else:
-        output.print_result(engine.generate_from_request(request, reporter=reporter), as_json=as_json)
+        return
+    flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
+    result = engine.generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
+    if result is not None and is_main:
+        output.print_result(result, as_json=as_json)
 
 
 def _print_presets(*, as_json: bool) -> None:

@@ -22,6 +22,7 @@ _VIDEO = "Video"
 _SAMPLING = "Sampling"
 _REFERENCE = "Reference"
 _OUTPUT = "Output"
+MACHINES = "Several devices"
 _MACHINE = "Model and machine"
 _SETTINGS = "Settings"
 
@@ -173,6 +174,40 @@ MemoryLimit = Annotated[
         metavar="SIZE",
         help="Most memory of the device to use, as in 24GiB. Default: what is free.",
         rich_help_panel=_MACHINE,
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        metavar="N",
+        help="Devices of this machine that share the work; with --device cpu processes. Default: 1.",
+        rich_help_panel=MACHINES,
+    ),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="LIST", help="Which cards, as in 0,2. Default: the first ones.", rich_help_panel=MACHINES
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nnodes", metavar="N", help="Machines, each with as many devices. Default: 1.", rich_help_panel=MACHINES
+    ),
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option("--node-rank", metavar="N", help="Number of this machine, from 0.", rich_help_panel=MACHINES),
+]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Where the machines meet: machine 0, and a free port of it.",
+        rich_help_panel=MACHINES,
     ),
 ]
 DryRun = Annotated[

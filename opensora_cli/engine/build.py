@@ -7,6 +7,7 @@ from itertools import chain
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from opensora_cli.checkpoint.load import load_into_module
@@ -14,6 +15,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.configs import mmdit_config, transformer_on_meta, vae_on_meta
 from opensora_cli.engine.offload import STREAMED_LAYERS
 from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.tensor_parallel import shard_t5, shard_transformer
 from opensora_cli.engine.weights import Component
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
@@ -28,19 +30,29 @@ Advance = Callable[[int], None]
 """Called with the bytes of each tensor as it is loaded."""
 
 
-def load_t5(plan: ExecutionPlan) -> T5Encoder:
+def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
     """Return the T5 encoder; with `stream_text` its layers stay on the CPU, for `streamed_layers`.
+
+    Args:
+        plan: where it goes.
+        group: ranks that share its layers, if these don't stay on the CPU and have a head for each.
 
     Raises:
         CheckpointError: its folder is missing, incomplete or broken.
     """
-    return T5Encoder.from_folder(
+    streams = plan.offload.stream_text
+    t5 = T5Encoder.from_folder(
         plan.weights.path(Component.T5),
         max_length=plan.settings.text.t5_max_length,
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
-        blocks_on_host=plan.offload.stream_text,
+        blocks_on_host=streams or group is not None,
     )
+    if group is not None and not streams:
+        if dist.get_world_size(group) <= t5.model.config.num_heads:
+            shard_t5(t5, group)
+        t5.blocks.to(plan.hardware.device)
+    return t5
 
 
 def load_clip(plan: ExecutionPlan) -> ClipEncoder:
@@ -58,10 +70,17 @@ def load_clip(plan: ExecutionPlan) -> ClipEncoder:
     )
 
 
-def load_transformer(plan: ExecutionPlan, *, advance: Advance | None = None) -> MMDiT:
+def load_transformer(
+    plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None, advance: Advance | None = None
+) -> MMDiT:
     """Return the transformer; a file in another published layout is converted.
 
     Where blocks are offloaded they stay on the CPU, for `streamed_blocks`.
+
+    Args:
+        plan: what goes where.
+        group: ranks that share each block's heads and features.
+        advance: told of bytes as they are loaded.
 
     Raises:
         CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
@@ -71,6 +90,7 @@ def load_transformer(plan: ExecutionPlan, *, advance: Advance | None = None) -> 
     checkpoint = open_checkpoint(path)
     rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
     streams = offload.mode is OffloadMode.BLOCKS
+    changes = offload.fp8_storage or group is not None
     stacks = repeated_blocks(transformer.config)
     load_into_module(
         transformer,
@@ -78,13 +98,16 @@ def load_transformer(plan: ExecutionPlan, *, advance: Advance | None = None) -> 
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
         convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
-        keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or offload.fp8_storage else (),
+        keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or changes else (),
         advance=advance,
     )
     transformer.requires_grad_(False).eval()
-    if offload.fp8_storage:
+    if group is not None:
+        shard_transformer(transformer, group)
+    if changes:
         for block in chain.from_iterable(_stacks(transformer)):
-            store_in_fp8(block)
+            if offload.fp8_storage:
+                store_in_fp8(block)
             if not streams:
                 block.to(plan.hardware.device)
     transformer.set_sequence_chunk(offload.chunk_tokens)

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from opensora_cli.engine import build
 from opensora_cli.engine.configs import vae_tiling
@@ -15,6 +16,7 @@ from opensora_cli.engine.offload import DENOISE, ENCODE, TEXT
 from opensora_cli.engine.outputs import SampleFiles
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.prompts import PromptEmbeds, encode_prompts, read_vocabulary, warn_about_prompts
+from opensora_cli.engine.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.references import Reference, encode_references
 from opensora_cli.engine.run import RunRecord, retried
 from opensora_cli.engine.sampling.conditioning import prepare_inference_condition, restore_references
@@ -24,7 +26,6 @@ from opensora_cli.engine.sampling.schedule import noise_latents
 from opensora_cli.engine.sidecar import sample_settings
 from opensora_cli.engine.velocity import GuidedVelocity
 from opensora_cli.engine.weights import Component
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.enums import OffloadMode
 
 
@@ -44,6 +45,8 @@ def draw_samples(
     references: Sequence[Reference],
     vae: KeptVAE,
     record: RunRecord,
+    *,
+    ranks: Ranks | None = None,
 ) -> list[DrawnSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
@@ -53,14 +56,17 @@ def draw_samples(
         references: what is given.
         vae: encodes it.
         record: told of stages and saved latents.
+        ranks: that draw them together; references and files are rank 0's. None: there is only this one.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
         OutputError: latents cannot be written.
         HardwareError: out of memory.
     """
-    embeds, _ = retried(lambda plan: _prompt_embeds(plan, record), plan, TEXT, record)
+    embeds, _ = retried(lambda plan: _prompt_embeds(plan, record, ranks), plan, TEXT, record)
     reference_latents = _reference_latents(plan, references, vae, record)
+    if ranks is not None and plan.mode.needs_reference:
+        reference_latents = agreed_tensors(reference_latents, device=ranks.device)
     drawn: list[DrawnSample] = []
 
     def draw_the_rest(plan: ExecutionPlan) -> None:
@@ -68,22 +74,24 @@ def draw_samples(
             vae.put_away()
         missing = files[len(drawn) :]
         with (
-            loaded_transformer(plan, record) as transformer,
+            loaded_transformer(plan, record, group=None if ranks is None else ranks.tensor_group) as transformer,
             record.stage(DENOISE, total=plan.evaluations_per_sample * len(missing), unit="evaluations") as progress,
         ):
+            evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
             for sample in missing:
                 start = time.perf_counter()
                 latents_1CTHW = sample_latents(
                     plan,
-                    transformer,
+                    evaluate,
                     embeds,
                     reference_latents,
                     seed=sample.seed,
+                    ranks=ranks,
                     on_evaluation=progress.advance,
                 )
                 latents_CTHW = latents_1CTHW[0].cpu()
                 drawn.append(DrawnSample(latents_CTHW, time.perf_counter() - start))
-                if sample.latents is not None:
+                if sample.latents is not None and (ranks is None or ranks.is_main):
                     # Remembered first: an interruption may come before the call that makes the file returns.
                     record.kept_latents.append(sample.latents)
                     save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
@@ -95,21 +103,23 @@ def draw_samples(
 
 def sample_latents(
     plan: ExecutionPlan,
-    transformer: MMDiT,
+    transformer: Callable[..., torch.Tensor],
     embeds: PromptEmbeds,
     reference_latents: Sequence[torch.Tensor] | None,
     *,
     seed: int,
+    ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Return latents_1CTHW of one sample, given frames put back.
 
     Args:
         plan: sizes, timesteps and guidance.
-        transformer: on the plan's device.
+        transformer: on the plan's device; called like `MMDiT`.
         embeds: the two prompts.
         reference_latents: latents_CTHW of each reference; None without any.
         seed: of the noise.
+        ranks: that share it; all get the latents. None: there is only this one.
         on_evaluation: called after each evaluation of the transformer.
     """
     device, settings = plan.hardware.device, plan.settings
@@ -126,6 +136,9 @@ def sample_latents(
         spatial_compression=settings.vae.spatial_compression_ratio,
         patch_size=patch_size,
     )
+    if ranks is not None:
+        # The same numbers for the same seed are promised of one kind of device only.
+        [noise_1CTHW] = agreed_tensors([noise_1CTHW], device=device)
     mask_11THW, given_1CTHW = prepare_inference_condition(
         noise_1CTHW, plan.mode, None if reference_latents is None else [reference_latents], lengths=plan.lengths
     )
@@ -143,7 +156,7 @@ def sample_latents(
         packed_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=plan.timesteps)
     else:
         packed_1ND = denoise(
-            velocity,
+            velocity if ranks is None else ranks.share_branches(velocity),
             packed_1ND,
             timesteps=plan.timesteps,
             guidance=plan.guidance,
@@ -158,10 +171,10 @@ def sample_latents(
     return latents_1CTHW
 
 
-def _prompt_embeds(plan: ExecutionPlan, record: RunRecord) -> PromptEmbeds:
+def _prompt_embeds(plan: ExecutionPlan, record: RunRecord, ranks: Ranks | None) -> PromptEmbeds:
     with ExitStack() as stack:
         with record.stage("load", total=2, unit="encoders") as progress:
-            t5 = build.load_t5(plan)
+            t5 = build.load_t5(plan, group=None if ranks is None else dist.group.WORLD)
             progress.advance()
             clip = build.load_clip(plan)
             progress.advance()

@@ -10,7 +10,7 @@ products of cuBLAS do), the CUDA context, and what an allocator rounds up or can
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from opensora_cli.engine.configs import mmdit_config, vae_config, vae_tiling
 from opensora_cli.engine.empty_decoder import EmptyDecoder
+from opensora_cli.engine.empty_ranks import EmptySequenceParallel, empty_attention
 from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.prompts import PromptEmbeds
 from opensora_cli.engine.references import to_uint8
@@ -45,11 +46,12 @@ from opensora_cli.memory.block_weights import ALIGNMENT, slot_bytes
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.text.folder import load_config
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -70,6 +72,8 @@ class GenerationSizes:
     mode: ConditionMode
     lengths: ReferenceLengths
     guidance: Guidance
+    mesh: MeshShape = field(default_factory=MeshShape)
+    """Ranks, of which this is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +127,14 @@ def estimate_generation(
 
     lengths = settings.text.t5_max_length, settings.text.clip_max_length
     folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
-    text = _text(weights, lengths, folders, dtype, device_type, streamed=offload.stream_text)
+    text = _text(weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size)
     config = mmdit_config(settings.model)
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
     workspace = _multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
     parts = reference_parts(sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.time_compression_ratio)
     kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
-    transformer = kept + _transformer_bytes(config, weights[Component.TRANSFORMER], dtype, offload)
+    whole = weights[Component.TRANSFORMER]
+    transformer = kept + _transformer_bytes(config, whole, dtype, offload, tensor=sizes.mesh.tensor)
     stages = [text, StageMemory(DENOISE, transformer, denoising.data, denoising.activations + workspace), decode]
     if parts:
         frames = tuple(part.num_frames for part in parts)
@@ -155,10 +160,14 @@ def _denoising(
     )
     with without_memory(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        transformer = empty_module(lambda: MMDiT(_with_depth(config, 2)), device=device, dtype=dtype)
+        attention = empty_attention(sizes.mesh)
+        transformer = empty_module(
+            lambda: MMDiT(_with_depth(config, 2), attention=attention), device=device, dtype=dtype
+        )
         transformer.set_sequence_chunk(chunk_tokens)
         transformer.double_blocks = _repeated(transformer.double_blocks)
         transformer.single_blocks = _repeated(transformer.single_blocks)
+        shared = EmptySequenceParallel(transformer, sizes.mesh)
         with TensorBytes(device_type=device.type) as counter:
             embeds = PromptEmbeds(
                 empty(2, text_length, config.context_in_dim),
@@ -171,7 +180,7 @@ def _denoising(
                 noise_1CTHW, sizes.mode, [references], lengths=sizes.lengths
             )
             velocity = GuidedVelocity(
-                transformer,
+                shared,
                 embeds,
                 conditioning_1NK=pack_conditioning(mask_11THW, given_1CTHW, patch) if config.cond_embed else None,
                 position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
@@ -255,12 +264,15 @@ def _text(
     device_type: str,
     *,
     streamed: bool,
+    ranks: int,
 ) -> StageMemory:
     t5, t5_blocks, saved = _t5(lengths[0], folders[0], dtype, device_type)
     clip = _clip(lengths[1], folders[1], dtype, device_type)
     weight_bytes = weights[Component.T5] + weights[Component.CLIP]
     if streamed:
         weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
+    else:  # each rank has its share of the layers
+        weight_bytes -= saved - saved // ranks
     # One after the other; what the first gives is there while the second computes.
     activations = max(t5.activations, clip.activations + clip.data)
     return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations)
@@ -322,29 +334,40 @@ def _encoder_need(encode: Callable[[Tensor], Tensor], length: int, device: torch
         return need
 
 
-def _transformer_bytes(config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan) -> int:
-    """Return what of the transformer's weights is on the device."""
-    if offload.mode is not OffloadMode.BLOCKS and not offload.fp8_storage:
+def _transformer_bytes(
+    config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int
+) -> int:
+    """Return what of the transformer's weights is on the device of one of `tensor` ranks that share the blocks."""
+    if offload.mode is not OffloadMode.BLOCKS and not offload.fp8_storage and tensor == 1:
         return whole
-    blocks = _blocks(config, dtype)
-    rest = whole - sum(count * _weight_bytes(block) for count, block in blocks)
-    slots = [size for count, block in blocks for size in [_slot_bytes(block, fp8=offload.fp8_storage)] * count]
+    rest = whole - sum(stack.count * _weight_bytes(block) for stack, block in _stacks(config, dtype))
+    slots = [
+        size
+        for stack, block in _stacks(config, dtype)
+        for size in [round(_slot_bytes(block, fp8=offload.fp8_storage) * _share(stack, block, tensor))] * stack.count
+    ]
     if offload.mode is not OffloadMode.BLOCKS:
         return rest + sum(slots)
     return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
 
 
 @lru_cache(maxsize=16)
-def _blocks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[int, nn.Module], ...]:
-    """Return one block of every stack, without weights, and how many there are."""
+def _stacks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
+    """Return every stack, and one of its blocks without weights."""
     with torch.device("meta"):
         model = MMDiT(
             replace(config, depth=min(config.depth, 1), depth_single_blocks=min(config.depth_single_blocks, 1))
         )
     model.to(dtype)
     return tuple(
-        (stack.count, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
+        (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
     )
+
+
+def _share(stack: RepeatedBlocks, block: nn.Module, ranks: int) -> float:
+    """Return which part of a block's weights each of the ranks has that share it."""
+    divided = sum(_weight_bytes(block.get_submodule(linear.path)) for linear in stack.linears)
+    return 1 - divided / _weight_bytes(block) * (1 - 1 / ranks)
 
 
 def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:
@@ -373,6 +396,6 @@ def _slot_bytes(block: nn.Module, *, fp8: bool) -> int:
 def _multiplied_out_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the largest weight of a linear layer of the blocks: so much is multiplied out at a time."""
     return max(
-        (weight.nbytes for _, block in _blocks(config, dtype) for weight in block.parameters() if weight.ndim == 2),
+        (weight.nbytes for _, block in _stacks(config, dtype) for weight in block.parameters() if weight.ndim == 2),
         default=0,
     )

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from opensora_cli.engine.loaded import KeptVAE
 from opensora_cli.engine.offload import DECODE
 from opensora_cli.engine.outputs import SampleFiles, refuse_existing_results
 from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.ranks import Ranks
 from opensora_cli.engine.references import GivenFramesPSNR, Reference, to_uint8
 from opensora_cli.engine.run import RunRecord, retried
 from opensora_cli.engine.sidecar import media_tags, write_sidecar
@@ -46,6 +48,8 @@ def process_and_save(
     references: Sequence[Reference],
     vae: KeptVAE,
     record: RunRecord,
+    *,
+    ranks: Ranks | None = None,
 ) -> tuple[GeneratedVideo, ...]:
     """Decode and save every sample; the latents that this run saved are removed once their result is complete.
 
@@ -58,12 +62,20 @@ def process_and_save(
         references: what was given, to say how well it came back.
         vae: decodes them.
         record: told of stages and results.
+        ranks: that decode together; rank 0 saves, and the others return nothing. None: there is only this one.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
         OutputError: a result cannot be written, or has appeared since the run began.
         HardwareError: out of memory.
     """
+    if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+        decoder = vae.share_tiles()
+        if not ranks.is_main:
+            _decode_for_others(plan, drawn, vae.on_device(), record)
+            decoder.finish()
+    if ranks is not None and not ranks.is_main:
+        return ()
     videos = []
     for sample, latents in zip(files, drawn, strict=True):
         save = partial(_decode_and_save, sample=sample, drawn=latents, references=references, vae=vae, record=record)
@@ -76,6 +88,15 @@ def process_and_save(
             )
         videos.append(video)
     return tuple(videos)
+
+
+def _decode_for_others(plan: ExecutionPlan, drawn: Sequence[DrawnSample], vae: HunyuanVAE, record: RunRecord) -> None:
+    """Decode this rank's tiles of every sample, of which rank 0 makes the videos."""
+    with record.stage(DECODE, total=len(drawn), unit="samples") as progress:
+        for sample in drawn:
+            # What comes out here has no pixels.
+            deque(_pieces(plan, vae, sample.latents_CTHW), maxlen=0)
+            progress.advance()
 
 
 def _decode_and_save(
@@ -153,22 +174,24 @@ def decode_latents(
         latents_CTHW: of one sample.
         on_tile: called after each run of the decoder, for progress.
     """
-    settings, offload = plan.settings, plan.offload
 
     def shown(piece_1CTHW: torch.Tensor) -> torch.Tensor:
         return to_uint8(piece_1CTHW[0, :, :, : plan.height, : plan.width])
 
     with vae.decoder.register_forward_hook(lambda *_: on_tile()):
-        pieces_1CTHW = vae.decode_pieces(
-            latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
-            tiling=vae_tiling(settings.vae),
-            chunk_frames=offload.chunk_frames,
-            store=_HOST if offload.store_on_host else None,
-            canvas=_HOST,
-        )
-        missing = settings.video.num_frames
+        missing = plan.settings.video.num_frames
         # Unlike a loop over the pieces themselves, map keeps none of them while its frames are used.
-        for frames_THWC in map(shown, pieces_1CTHW):
+        for frames_THWC in map(shown, _pieces(plan, vae, latents_CTHW)):
             missing -= len(frames_THWC)
             yield frames_THWC[: len(frames_THWC) + min(missing, 0)]
             del frames_THWC
+
+
+def _pieces(plan: ExecutionPlan, vae: HunyuanVAE, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+    return vae.decode_pieces(
+        latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
+        tiling=vae_tiling(plan.settings.vae),
+        chunk_frames=plan.offload.chunk_frames,
+        store=_HOST if plan.offload.store_on_host else None,
+        canvas=_HOST,
+    )

@@ -1,7 +1,7 @@
 """`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,21 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.build import release_memory
+from opensora_cli.engine.division import describe_mesh
 from opensora_cli.engine.draw import DrawnSample, draw_samples
 from opensora_cli.engine.finish import GeneratedVideo, process_and_save
 from opensora_cli.engine.hardware import limited_memory, peak_memory_gib, start_peak_memory
 from opensora_cli.engine.latents import load_latents
+from opensora_cli.engine.launch.reporting import WatchedReporter
 from opensora_cli.engine.loaded import KeptVAE
 from opensora_cli.engine.outputs import check_outputs, sample_files
 from opensora_cli.engine.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.references import Reference, read_references, with_mode
 from opensora_cli.engine.run import RunRecord
+from opensora_cli.engine.together import planned_together, start_ranks
 from opensora_cli.engine.weights import Component, choose_model, report_decision
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -68,9 +73,33 @@ class GenerateResult:
         return [str(video.path) for video in self.videos]
 
 
-def generate_from_request(request: GenerateRequest, *, reporter: Reporter) -> GenerateResult:
-    """Choose the model, complete the settings, and generate; errors are those of `generate` and of the next two."""
-    return generate(resolve_generate_settings(request, reporter=reporter), reporter=reporter)
+def generate_from_request(
+    request: GenerateRequest,
+    *,
+    reporter: Reporter,
+    context: RankContext | None = None,
+    rank_flags: Sequence[str] = (),
+) -> GenerateResult | None:
+    """Choose the model, complete the settings, and generate, with several devices in processes of their own.
+
+    Args:
+        request: what was asked for.
+        reporter: shown progress and warnings.
+        context: which of several ranks this process is; None: it runs alone.
+        rank_flags: of the command line of ranks that are started here.
+
+    Returns:
+        The result; None where ranks were started, of which the first has printed it.
+
+    Raises:
+        RankFailure: a rank failed.
+        OsoraError: as `generate` and the next two.
+    """
+    settings = resolve_generate_settings(request, reporter=reporter)
+    if context is None and settings.parallel.world_size > 1:
+        start_ranks(settings, flags=rank_flags)
+        return None
+    return generate(settings, reporter=reporter, context=context)
 
 
 def plan_from_request(request: GenerateRequest, *, reporter: Reporter) -> ExecutionPlan:
@@ -113,7 +142,9 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> Execut
     return plan
 
 
-def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) -> GenerateResult:
+def generate(
+    settings: GenerateSettings, *, reporter: Reporter | None = None, context: RankContext | None = None
+) -> GenerateResult:
     """Make the videos that `settings` describe.
 
     Everything that can be checked is checked before the first weight is read. The latents of all samples are made
@@ -123,9 +154,10 @@ def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) ->
     Args:
         settings: what to make.
         reporter: shown progress and warnings; None: nobody.
+        context: which of several ranks this process is; all call this. None: it runs alone.
 
     Raises:
-        RequestError: the request contradicts itself.
+        RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
         MediaError: a reference is missing, broken or too short.
         CheckpointError: weights are missing (all are named) or broken, or saved latents are.
         OutputError: a result exists already, or cannot be written.
@@ -133,23 +165,39 @@ def generate(settings: GenerateSettings, *, reporter: Reporter | None = None) ->
         KeyboardInterrupt: its argument says what is finished and how to go on.
     """
     reporter = reporter or SilentReporter()
-    plan = make_plan(with_mode(settings, reporter))
+    if context is not None:
+        reporter = WatchedReporter(reporter)
+        with planned_together(settings, context, reporter) as (plan, ranks):
+            return _carry_out(plan, reporter, ranks)
+    if settings.parallel.world_size > 1:
+        raise RequestError(
+            f"{settings.parallel.world_size} devices are asked for, and this is one process",
+            hint="start with osora generate --gpus N, torchrun or srun",
+        )
+    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None)
+
+
+def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> GenerateResult:
+    is_main = ranks is None or ranks.is_main
     _require_weights(plan, reporter)
     plan.require_fit()
+    if plan.mesh.size > 1:
+        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     files = sample_files(plan)
-    references = _read_references(plan, reporter)
-    saved = _saved_sample(plan)
-    check_outputs(files, plan, create=True)
+    references = _read_references(plan, reporter) if is_main else []
+    saved = _saved_sample(plan, ranks)
+    if is_main:
+        check_outputs(files, plan, create=True)
     record = RunRecord(reporter)
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))
     vae = KeptVAE(plan, record)
     start_peak_memory(plan.hardware.device)
     with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
-        drawn = [saved] if saved is not None else draw_samples(plan, files, references, vae, record)
-        videos = process_and_save(plan, files, drawn, references, vae, record)
+        drawn = [saved] if saved is not None else draw_samples(plan, files, references, vae, record, ranks=ranks)
+        videos = process_and_save(plan, files, drawn, references, vae, record, ranks=ranks)
     del vae
     release_memory(plan.hardware.device)
     return GenerateResult(
@@ -190,12 +238,16 @@ def _read_references(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]
     )
 
 
-def _saved_sample(plan: ExecutionPlan) -> DrawnSample | None:
-    """Return the sample to go on from, if that is asked for."""
+def _saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DrawnSample | None:
+    """Return the sample to go on from, if that is asked for; rank 0 reads it."""
     source = plan.settings.from_latents
     if source is None:
         return None
-    latents_CTHW = load_latents(source).latents_CTHW
+    if ranks is None:
+        latents_CTHW = load_latents(source).latents_CTHW
+    else:
+        read = [load_latents(source).latents_CTHW] if ranks.is_main else None
+        [latents_CTHW] = agreed_tensors(read, device=ranks.device)
     if tuple(latents_CTHW.shape) != plan.latent_shape:
         raise RequestError(
             f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",

@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine import build
 from opensora_cli.engine.plan import ExecutionPlan
+from opensora_cli.engine.ranks import SharedDecoder
 from opensora_cli.engine.run import OutOfMemoryError, RunRecord
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.mmdit import MMDiT
@@ -17,14 +21,21 @@ from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 
 @contextmanager
-def loaded_transformer(plan: ExecutionPlan, record: RunRecord) -> Iterator[MMDiT]:
+def loaded_transformer(
+    plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGroup | None = None
+) -> Iterator[MMDiT]:
     """Yield the transformer, ready to run, with as much of it on the device as the plan says.
 
     Its loading is shown as part of the stage `load`.
+
+    Args:
+        plan: what goes where.
+        record: told of stages.
+        group: ranks that share each block's heads and features.
     """
     with ExitStack() as stack:
         with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
-            transformer = build.load_transformer(plan, advance=advance)
+            transformer = build.load_transformer(plan, group=group, advance=advance)
         if plan.offload.mode is OffloadMode.BLOCKS:
             with record.stage("offload"):
                 _stream(plan, transformer, stack, record)
@@ -68,6 +79,17 @@ class KeptVAE:
             with self._record.stage("load"):
                 self._vae.to(self._plan.hardware.device)
         return self._vae
+
+    def share_tiles(self) -> SharedDecoder:
+        """Let the ranks decode in turn from now on; returns what does that in the place of the decoder.
+
+        Raises:
+            CheckpointError, OutOfMemoryError: as `on_device`.
+        """
+        vae = self.on_device()
+        decoder = SharedDecoder(vae)
+        vae.decoder = cast(Any, decoder)
+        return decoder
 
     def put_away(self) -> None:
         """Make room on the device: if it is there, it waits in the host's memory."""

@@ -1,7 +1,7 @@
 """What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.configs import count_parameters, mmdit_config
+from opensora_cli.engine.division import choose_mesh, describe_mesh
 from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
 from opensora_cli.engine.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
@@ -19,6 +20,7 @@ from opensora_cli.engine.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.engine.sampling.sizes import image_size
 from opensora_cli.engine.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import DType, HostWeights, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -45,9 +47,11 @@ class ExecutionPlan:
     timesteps: tuple[float, ...]
     evaluations_per_sample: int
     """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
+    mesh: MeshShape = field(default_factory=MeshShape)
+    """How ranks share it."""
     offload: OffloadPlan
     stages: tuple[StageMemory, ...]
-    """With that offload."""
+    """With that offload, on each of the ranks; rank 0 alone encodes references."""
 
     @property
     def decodes_only(self) -> bool:
@@ -95,7 +99,12 @@ class ExecutionPlan:
         return self.peak_bytes <= self.budget_bytes
 
     def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
-        """Return a plan under which `stage` needs much less memory; None where there is none."""
+        """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.
+
+        What one rank is short of the others don't know: they would wait for it.
+        """
+        if self.mesh.size > 1:
+            return None
         stronger = stronger_offload(self.offload, stage, num_blocks=_num_blocks(self.settings))
         return None if stronger is None else replace(self, offload=stronger)
 
@@ -162,6 +171,7 @@ class ExecutionPlan:
             "peak_gib": self.peak_bytes / GIB,
             "free_gib": hardware.free_bytes / GIB,
             "budget_gib": self.budget_bytes / GIB,
+            "mesh": asdict(self.mesh),
             "offload": asdict(self.offload),
             "fits": self.fits,
             "weights": {component.value: str(path) for component, path in self.weights.paths.items()},
@@ -186,6 +196,7 @@ class ExecutionPlan:
             f"sampling  {self.mode.name}, {len(self.timesteps) - 1} steps, "
             f"{self.evaluations_per_sample * self.num_samples} model evaluations",
             f"memory    {memory}",
+            *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
             f"offload   {'; '.join(self.offload.lines()) or 'none'}",
             f"peak      {_size(self.peak_bytes)} of {_size(self.budget_bytes)} "
             f"{'allowed' if self.budget_bytes < hardware.free_bytes else 'free'}: "
@@ -213,19 +224,20 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
         yield f"--num-frames {frames}", {"video.num_frames": frames}
 
 
-def make_plan(settings: GenerateSettings) -> ExecutionPlan:
+def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -> ExecutionPlan:
     """Return the plan for `settings` on this machine.
 
     Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`.
 
     Args:
         settings: with the condition mode filled in (`references.with_mode`).
+        hardware: where one of several ranks runs; None: what `settings` name, of which each rank has its share.
 
     Raises:
         RequestError: sizes that contradict each other.
         HardwareError: there is no such device.
     """
-    hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
+    hardware = hardware or rank_hardware(settings)
     num_blocks, resident = _num_blocks(settings), settings.memory.resident_blocks
     if resident is not None and resident > num_blocks:
         raise RequestError(f"memory.resident_blocks={resident} must be at most the {num_blocks} of the model")
@@ -243,8 +255,10 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
     guidance = guidance_of(settings)
     sampling = settings.sampling
 
+    tokens_per_frame = rows * columns // settings.model.patch_size**2
+    mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
     sizes = GenerationSizes(
-        height=height, width=width, latent_shape=latent_shape, mode=mode, lengths=lengths, guidance=guidance
+        height=height, width=width, latent_shape=latent_shape, mode=mode, lengths=lengths, guidance=guidance, mesh=mesh
     )
     parameters = count_parameters(settings, weights)
 
@@ -264,7 +278,7 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
         estimate,
         budget=_budget(settings, hardware),
         num_blocks=num_blocks,
-        host_weights=_host_weights(hardware, parameters[Component.TRANSFORMER] * hardware.dtype.itemsize),
+        host_weights=_host_weights(hardware, parameters[Component.TRANSFORMER] * hardware.dtype.itemsize, mesh),
     )
     return ExecutionPlan(
         settings=settings,
@@ -279,15 +293,32 @@ def make_plan(settings: GenerateSettings) -> ExecutionPlan:
         timesteps=tuple(
             flow_timesteps(
                 sampling.num_inference_steps,
-                tokens_per_frame=rows * columns // settings.model.patch_size**2,
+                tokens_per_frame=tokens_per_frame,
                 num_latent_frames=settings.num_latent_frames,
                 flow_shift=sampling.flow_shift,
             )
         ),
         evaluations_per_sample=_evaluations(settings, guidance, mode),
+        mesh=mesh,
         offload=offload,
         stages=estimate(offload),
     )
+
+
+def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
+    """Return the device of a rank; ranks on the CPU of one machine share its memory.
+
+    Args:
+        settings: what was asked for.
+        device: the rank's; None: what `settings` say.
+
+    Raises:
+        HardwareError: there is no such device.
+    """
+    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
+    if hardware.device.type == "cuda":
+        return hardware
+    return replace(hardware, free_bytes=hardware.free_bytes // settings.parallel.ranks_per_node)
 
 
 def guidance_of(settings: GenerateSettings) -> Guidance:
@@ -306,8 +337,13 @@ def _budget(settings: GenerateSettings, hardware: Hardware) -> int:
     return min(hardware.free_bytes, settings.memory.limit or hardware.free_bytes)
 
 
-def _host_weights(hardware: Hardware, transformer_bytes: int) -> HostWeights:
-    """Return where offloaded blocks wait best: for a GPU in a page-locked copy, if the machine has room for it."""
+def _host_weights(hardware: Hardware, transformer_bytes: int, mesh: MeshShape) -> HostWeights:
+    """Return where offloaded blocks wait best: for a GPU in a page-locked copy, if the machine has room for it.
+
+    Several ranks would each make a copy; the mapped file they share.
+    """
+    if mesh.size > 1:
+        return HostWeights.MAPPED
     is_cuda, free = hardware.device.type == "cuda", psutil.virtual_memory().available
     return HostWeights.PINNED if is_cuda and 1.25 * transformer_bytes < free else HostWeights.MAPPED
 

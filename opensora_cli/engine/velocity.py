@@ -6,7 +6,6 @@ import torch
 
 from opensora_cli.engine.prompts import PromptEmbeds
 from opensora_cli.engine.sampling.guidance import Branch
-from opensora_cli.models.mmdit import MMDiT
 
 
 class GuidedVelocity:
@@ -16,7 +15,7 @@ class GuidedVelocity:
     neither the peak of memory nor the result depends on the step.
 
     Args:
-        transformer: on its device.
+        transformer: on its device; called like `MMDiT`.
         embeds: the two prompts.
         conditioning_1NK: packed mask and reference latents; None for a model without a condition embedding.
         position_ids_1N3: frame, row and column of every token.
@@ -26,7 +25,7 @@ class GuidedVelocity:
 
     def __init__(
         self,
-        transformer: MMDiT,
+        transformer: Callable[..., torch.Tensor],
         embeds: PromptEmbeds,
         *,
         conditioning_1NK: torch.Tensor | None,

@@ -22,6 +22,7 @@ from opensora_cli.settings.enums import (
     OffloadChoice,
     OutputFormat,
 )
+from opensora_cli.settings.parallel import ParallelSettings
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
 MAX_SEED = 2**62
@@ -218,6 +219,7 @@ class GenerateSettings(Section):
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     memory: MemorySettings = MemorySettings()
+    parallel: ParallelSettings = ParallelSettings()
 
     @property
     def num_latent_frames(self) -> int:
@@ -238,6 +240,7 @@ class GenerateSettings(Section):
             *_length_problems(self),
             *_seed_problems(self),
             *_condition_problems(self),
+            *_parallel_problems(self),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -336,6 +339,33 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
             f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode} "
             f"gives {given} latent frames: use at least {shortest}"
             + (" or another mode" if shortest > settings.video.max_frames else "")
+        )
+    return problems
+
+
+def _parallel_problems(settings: GenerateSettings) -> list[str]:
+    parallel, model = settings.parallel, settings.model
+    problems = []
+    if parallel.devices is not None and settings.runtime.device != "auto":
+        problems.append(
+            f"parallel.devices and runtime.device={settings.runtime.device} both name devices: drop one of them"
+        )
+    if parallel.world_size > 1 and settings.runtime.device.startswith("cuda:"):
+        problems.append(
+            f"runtime.device={settings.runtime.device} is one card, and parallel.gpus asks for more: use --devices"
+        )
+    tensor = parallel.tensor_parallel_degree or 1
+    if model.num_heads % tensor:
+        fitting = [str(degree) for degree in range(1, model.num_heads + 1) if model.num_heads % degree == 0]
+        problems.append(
+            f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={model.num_heads}: "
+            f"use {_either(fitting)}"
+        )
+    heads = model.num_heads // tensor
+    if parallel.ulysses_degree is not None and parallel.ulysses_degree > heads:
+        problems.append(
+            f"parallel.ulysses_degree={parallel.ulysses_degree} must be at most the {heads} heads of a device: "
+            "use parallel.ring_degree for more"
         )
     return problems
 

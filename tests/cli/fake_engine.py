@@ -1,10 +1,11 @@
 """A fake engine: the command line is tested without torch and without weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
@@ -38,7 +39,9 @@ class FakeEngine:
     shortage: HardwareError | None = None
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
-    def generate_from_request(self, request: GenerateRequest, *, reporter: Reporter) -> FakeResult:
+    def generate_from_request(
+        self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None, rank_flags: Sequence[str]
+    ) -> FakeResult:
         return self._resolve(request, reporter)
 
     def plan_from_request(self, request: GenerateRequest, *, reporter: Reporter) -> FakeResult:

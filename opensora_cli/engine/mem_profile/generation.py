@@ -65,6 +65,8 @@ def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tupl
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
         for stage in plan.stages:
             reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
+            if plan.mesh.size > 1:
+                reason = f"this is one of {plan.mesh.size} ranks, and the others are not there"
             if reason is not None:
                 profiles.append(_predicted(stage, reason))
             else:

@@ -103,8 +103,8 @@ def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     loaded = []
     load = build.load_transformer
 
-    def remember(plan, advance):
-        loaded.append((load(plan, advance=advance), plan.offload))
+    def remember(plan, group, advance):
+        loaded.append((load(plan, group=group, advance=advance), plan.offload))
         return loaded[-1][0]
 
     monkeypatch.setattr(build, "load_transformer", remember)

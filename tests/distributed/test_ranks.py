@@ -1,0 +1,96 @@
+"""Work that the ranks of a generation share, beside the transformer's: branches of guidance, and tiles."""
+
+import torch
+import torch.distributed as dist
+
+from opensora_cli.engine.ranks import Ranks, SharedBranches, SharedDecoder, agreed, agreed_tensors, least
+from opensora_cli.engine.sampling.guidance import Branch
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.parallel.mesh import MeshShape
+
+CPU = torch.device("cpu")
+
+
+def ranks():
+    return Ranks(MeshShape(guidance=dist.get_world_size()), CPU)
+
+
+def _agreed():
+    rank = dist.get_rank()
+    tensors = [torch.arange(6.0).view(2, 3), torch.ones(1, dtype=torch.bfloat16)] if rank == 0 else None
+    return ranks().is_main, agreed({"from": rank}), agreed_tensors(tensors, device=CPU), least(5 - rank)
+
+
+def test_what_rank_0_says_is_agreed(pool):
+    answers = pool(2).run(_agreed)
+    assert [main for main, *_ in answers] == [True, False]
+    for _, value, (first, second), smallest in answers:
+        assert value == {"from": 0}
+        assert first.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert (second.dtype, second.tolist()) == (torch.bfloat16, [1])
+        assert smallest == 4
+
+
+def _branches(branches):
+    group = ranks().mesh.group("guidance")
+    computed = []
+
+    def velocity(packed_latents_1ND, t, branches):
+        computed.extend(branches)
+        return {branch: packed_latents_1ND * list(Branch).index(branch) + t for branch in branches}
+
+    shared = SharedBranches(velocity, group)(torch.ones(1, 4, 3), 0.5, tuple(branches))
+    return computed, shared
+
+
+def test_branches_are_shared(pool):
+    for branches in (list(Branch), [Branch.UNCOND, Branch.COND], [Branch.COND]):
+        answers = pool(2).run(_branches, branches)
+        assert [computed for computed, _ in answers] == [branches[::2], branches[1::2]]
+        for _, shared in answers:
+            assert list(shared) == branches
+            for branch, velocity in shared.items():
+                assert torch.equal(velocity, torch.full((1, 4, 3), list(Branch).index(branch) + 0.5))
+
+
+def tiny_vae():
+    config = HunyuanVAEConfig(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        sample_size=32,
+        sample_tsize=16,
+    )
+    torch.manual_seed(1)
+    return HunyuanVAE(config).requires_grad_(False).eval()
+
+
+def _decoded(shared, temporal):
+    vae, latents = tiny_vae(), torch.randn(1, 4, 9, 6, 9, generator=torch.Generator().manual_seed(2))
+    runs = 0
+
+    def count(*_):
+        nonlocal runs
+        runs += 1
+
+    vae.decoder.register_forward_hook(count)
+    tiling = Tiling(spatial=True, temporal=temporal)
+    if shared:
+        decoder = vae.decoder = SharedDecoder(vae)
+    pixels = torch.cat(list(vae.decode_pieces(latents, tiling=tiling, canvas=CPU)), dim=2)
+    if shared:
+        decoder.finish()
+    return runs, None if pixels.is_meta else pixels
+
+
+def test_tiles_are_shared(pool):
+    for temporal in (False, True):
+        (alone, expected), _ = pool(2).run(_decoded, False, temporal)
+        (first, pixels), (second, outline) = pool(2).run(_decoded, True, temporal)
+        assert torch.equal(pixels, expected)
+        assert outline is None
+        assert first + second == alone >= 4
+        assert abs(first - second) <= 1
