@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -175,6 +176,19 @@ def _nvml() -> ModuleType | None:
     except nvml.NVMLError:
         return None
     return nvml
+
+
+@contextmanager
+def nvml_card(index: int) -> Iterator[tuple[ModuleType, object] | None]:
+    """Yield nvidia-ml-py and its handle of torch's card `index`; None where it is not installed or finds no driver."""
+    nvml = _nvml()
+    if nvml is None:
+        yield None
+        return
+    try:
+        yield nvml, _nvml_handle(nvml, index)
+    finally:
+        nvml.nvmlShutdown()
 
 
 def read_driver() -> DriverFacts:

@@ -1,0 +1,1 @@
+"""`osora bench-comm`: whether the links between ranks are good, by nccl-tests' conventions."""

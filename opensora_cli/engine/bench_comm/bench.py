@@ -1,0 +1,249 @@
+"""`osora bench-comm` on one rank: all ranks measure together, and each gets the whole report."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # it ships none
+import torch
+import torch.distributed as dist
+
+from opensora_cli.core.exceptions import HardwareError, OutputError
+from opensora_cli.core.files import refuse_special, write_bytes_atomic
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.bench_comm.buffers import communication_buffers
+from opensora_cli.engine.bench_comm.fit import LatencyBandwidth, fit_latency_bandwidth
+from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
+from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
+from opensora_cli.engine.bench_comm.picture import html_page, svg_picture
+from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
+from opensora_cli.engine.bench_comm.scaling import ScalingTable, Workload, measure_scaling
+from opensora_cli.engine.bench_comm.shapes import ModelShapes, released_shapes
+from opensora_cli.engine.bench_comm.timing import Repeats, measure
+from opensora_cli.engine.bench_comm.topology import Header, gather_header
+from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
+from opensora_cli.settings.bench_comm import BenchCommSettings, Collective
+
+Show = Callable[[Sequence[str]], None]
+
+_DTYPE = torch.float32
+"""As nccl-tests' default."""
+_USABLE = 0.4
+"""Of the free memory: torch keeps what smaller sizes took, which together is as much again."""
+_HEADROOM = 256 * 2**20
+"""For what checking makes, and the backend's own buffers."""
+_LEAST_BATCH = 8
+_STEPS = 20
+_FAR = 4
+"""How far beyond what was measured a line still holds."""
+
+
+def bench_comm(
+    settings: BenchCommSettings,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    environment: Mapping[str, str],
+    reporter: Reporter | None = None,
+    show: Show | None = None,
+) -> BenchReport:
+    """Measure what `settings` ask for; all ranks of the group call this together, and the first writes the picture.
+
+    Args:
+        settings: the same on all ranks.
+        group: all ranks, at least 2.
+        device: of this one.
+        environment: variables of this process, for the header.
+        reporter: shown progress; None: nobody.
+        show: gets the header and each row as soon as it is there; None: nobody.
+
+    Raises:
+        OutputError: the picture exists already, or cannot be written.
+        HardwareError: not even the smallest size fits into memory.
+    """
+    writes = settings.plot is not None and dist.get_rank(group) == 0
+    if writes:
+        check_picture(settings)
+    bench = _Bench(settings, Place(group, device), reporter or SilentReporter(), show or (lambda lines: None))
+    with communication_buffers(group, device) as buffers:
+        header = gather_header(group, device, environment=environment, buffers=buffers)
+        bench.show([*header.lines(), "", TABLE_HEAD])
+        rows, notes = bench.measure_all()
+    tables, table_notes = bench.measure_scaling(rows, is_gloo=header.is_gloo)
+    report = BenchReport(
+        header=header,
+        rows=tuple(rows),
+        verdicts=tuple(_verdict(header, of_one) for of_one in _by_collective(rows).values()),
+        fits={of: _fit(of_one) for of, of_one in _by_collective(rows).items() if len(of_one) > 1},
+        scaling=tuple(tables),
+        notes=(*notes, *table_notes),
+        files={} if settings.plot is None else {"plot": settings.plot},
+    )
+    if writes and settings.plot is not None:
+        is_page = settings.plot.lower().endswith(".html")
+        write_bytes_atomic(settings.plot, (html_page(report) if is_page else svg_picture(report)).encode())
+    return report
+
+
+def check_picture(settings: BenchCommSettings) -> None:
+    """Raise OutputError where the picture could not be written, before anything is measured."""
+    if settings.plot is None:
+        return
+    path = Path(settings.plot)
+    refuse_special(path)
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder", hint="name a file in it")
+    if path.exists() and not settings.overwrite:
+        raise OutputError(f"{path} exists already", hint="choose another name, or add --overwrite")
+
+
+def doubling_sizes(smallest: int, largest: int) -> list[int]:
+    """Return the sizes from `smallest` on, each twice the one before, up to `largest`."""
+    sizes = []
+    while smallest <= largest:
+        sizes.append(smallest)
+        smallest *= 2
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    settings: BenchCommSettings
+    place: Place
+    reporter: Reporter
+    show: Show
+
+    def measure_all(self) -> tuple[list[Row], list[str]]:
+        """Return all rows, and what is to be said of sizes that were left out."""
+        asked = self.settings.largest_bytes(on_gpu=self.place.device.type == "cuda")
+        largest = min(asked, affordable_bytes(self.place))
+        sizes = doubling_sizes(self.settings.min_bytes, largest)
+        if not sizes:
+            raise HardwareError(
+                f"min_bytes={self.settings.min_bytes} needs {BUFFERS} buffers on each rank, and memory is free for "
+                f"sizes up to {largest}",
+                hint="ask for a smaller size, or close what else uses the memory",
+            )
+        notes = []
+        if largest < asked:
+            notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
+        shapes = released_shapes() if not all(collective.has_sizes for collective in self.settings.measured) else None
+        rows: list[Row] = []
+        for collective in self.settings.measured:
+            if not collective.has_sizes and shapes is not None:
+                size = shapes.size_bytes(collective, self.place.ranks)
+                if size > largest:
+                    notes.append(f"{collective} is left out: its {size} bytes are over the largest size, {largest}")
+                    continue
+            with self.reporter.stage(collective.value, total=len(sizes) if collective.has_sizes else 1) as progress:
+                for operation in self._operations(collective, sizes, shapes):
+                    row = self._row(collective, operation)
+                    rows.append(row)
+                    self.show([row.line()])
+                    progress.advance()
+        return rows, notes
+
+    def _operations(
+        self, collective: Collective, sizes: Sequence[int], shapes: ModelShapes | None
+    ) -> Iterator[Operation]:
+        if not collective.has_sizes:
+            assert shapes is not None
+            yield shapes.build(collective, self.place)
+            return
+        before = 0
+        for size in sizes:
+            operation = BUILDERS[collective](self.place, size, _DTYPE)
+            # The smallest sizes may all be one element for each rank.
+            if operation.size_bytes != before:
+                before = operation.size_bytes
+                yield operation
+
+    def _row(self, collective: Collective, operation: Operation) -> Row:
+        times, repeats = measure(
+            operation.run,
+            Repeats(self.settings.warmup, self.settings.iters),
+            device=self.place.device,
+            group=self.place.group,
+        )
+        wrong = torch.tensor([operation.count_wrong()], dtype=torch.int64, device=self.place.device)
+        dist.all_reduce(wrong, group=self.place.group)
+        return Row(
+            collective=collective,
+            size_bytes=operation.size_bytes,
+            dtype=str(operation.dtype).removeprefix("torch."),
+            repeats=repeats,
+            times=times,
+            bus_factor=bus_factor(collective, self.place.ranks),
+            wrong=int(wrong),
+        )
+
+    def measure_scaling(self, rows: Sequence[Row], *, is_gloo: bool) -> tuple[list[ScalingTable], list[str]]:
+        """Return a table for each kind of step, and what is to be said of them."""
+        scaling, device, ranks = self.settings.scaling, self.place.device, self.place.ranks
+        tables: list[ScalingTable] = []
+        notes: list[str] = []
+        if scaling is None:
+            return tables, notes
+        workloads: list[Workload] = [
+            DenoisingStep(device=device),
+            TrainingStep(device=device, batch=max(_LEAST_BATCH, ranks)),
+        ]
+        for workload in workloads:
+            known = [row for row in rows if row.collective is workload.sends]
+            with self.reporter.stage(workload.name):
+                table = measure_scaling(
+                    workload,
+                    scaling,
+                    fit=_fit(known),
+                    group=self.place.group,
+                    device=device,
+                    steps=min(self.settings.iters, _STEPS),
+                    is_gloo=is_gloo,
+                )
+            tables.append(table)
+            sent = workload.traffic(ranks, scaling)
+            at_once, largest = sent.num_bytes / ranks / sent.collectives, max(row.wire_bytes for row in known)
+            if at_once > _FAR * largest:
+                notes.append(
+                    f"a {workload.name} sends {at_once:.0f} bytes at a time, and {workload.sends} was measured up to "
+                    f"{largest:.0f}: the share of communication and predictions are rough; raise --max-bytes"
+                )
+        return tables, notes
+
+
+def affordable_bytes(place: Place) -> int:
+    """Return the largest size for which all ranks have memory, the same on all of them."""
+    if place.device.type == "cuda":
+        free, sharing = torch.cuda.mem_get_info(place.device)[0], 1
+    else:
+        # Ranks of one host share it; here all are counted, since more hosts have more.
+        free, sharing = psutil.virtual_memory().available, place.ranks
+    own = int((free * _USABLE / sharing - _HEADROOM) / BUFFERS)
+    least = torch.tensor([own], dtype=torch.int64, device=place.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=place.group)
+    return max(int(least), 0)
+
+
+def _by_collective(rows: Sequence[Row]) -> dict[Collective, list[Row]]:
+    grouped: dict[Collective, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(row.collective, []).append(row)
+    return grouped
+
+
+def _fit(rows: Sequence[Row]) -> LatencyBandwidth:
+    return fit_latency_bandwidth([row.wire_bytes for row in rows], [row.times.avg_s for row in rows])
+
+
+def _verdict(header: Header, rows: Sequence[Row]) -> Verdict:
+    collective = rows[0].collective
+    return judge(
+        collective,
+        best_gb_per_s=max(row.bus_bandwidth_gb_per_s for row in rows),
+        largest_bytes=max(row.size_bytes for row in rows),
+        wrong=sum(row.wrong for row in rows),
+        is_gloo=header.is_gloo,
+        expected=expected_bandwidth(
+            collective, inside=header.inside, between=header.between, ranks=header.ranks, hosts=len(header.hosts)
+        ),
+    )

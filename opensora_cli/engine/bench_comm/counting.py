@@ -1,0 +1,120 @@
+"""Counting what this rank sends, whoever asks for it: every collective of torch passes the dispatcher."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_cli.parallel.shares import shares
+
+
+@dataclass(slots=True)
+class SentBytes:
+    """What one rank put on the wire, by algorithms that send as little as possible.
+
+    An all-reduce is counted as a ring's: 2(n-1) parts of n. Summed over all ranks of a group, counts are exact.
+    """
+
+    num_bytes: int = 0
+    collectives: int = 0
+    """Calls that sent something, or waited for others that did."""
+
+
+@contextmanager
+def counted_bytes() -> Iterator[SentBytes]:
+    """Count inside the block, forward and backward, in this process.
+
+    Barriers count nothing. So do the functional collectives of `torch.compile`, which osora does not use.
+    """
+    sent = SentBytes()
+    with _Counting(sent):
+        yield sent
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, sent: SentBytes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sent = sent
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func.namespace == "c10d":
+            count = _COUNTS.get(func._opname)
+            if count is not None:
+                self._sent.num_bytes += count(args)
+                self._sent.collectives += 1
+        return func(*args, **(kwargs or {}))
+
+
+# The arguments are those of c10d's operators (torch/csrc/distributed/c10d/Ops.cpp), the same since torch 2.1.
+
+
+def _all_reduce(args: tuple[Any, ...]) -> int:
+    tensors, group = args[0], _group(args[1])
+    return sum(_ring_share(2 * (group.size() - 1) * tensor.nbytes, group) for tensor in tensors)
+
+
+def _broadcast(args: tuple[Any, ...]) -> int:
+    tensors, group, root = args[0], _group(args[1]), args[2]
+    # Passed on from rank to rank: all but the last send it once.
+    is_last = group.rank() == (root - 1) % group.size()
+    return 0 if is_last else sum(tensor.nbytes for tensor in tensors)
+
+
+def _all_gather_whole(args: tuple[Any, ...]) -> int:
+    own, group = args[1], _group(args[2])
+    return int(own.nbytes * (group.size() - 1))
+
+
+def _all_gather_pieces(args: tuple[Any, ...]) -> int:
+    group = _group(args[2])
+    return sum(own.nbytes * (group.size() - 1) for own in args[1])
+
+
+def _reduce_scatter_whole(args: tuple[Any, ...]) -> int:
+    own, group = args[0], _group(args[2])
+    return int(own.nbytes * (group.size() - 1))
+
+
+def _all_to_all_whole(args: tuple[Any, ...]) -> int:
+    sent, group, lengths = args[1], _group(args[2]), args[4]
+    rows = lengths[group.rank()] if lengths else sent.shape[0] // group.size()
+    return int(sent.nbytes - sent[:rows].nbytes)
+
+
+def _all_to_all_pieces(args: tuple[Any, ...]) -> int:
+    group = _group(args[2])
+    return sum(piece.nbytes for rank, piece in enumerate(args[1]) if rank != group.rank())
+
+
+def _send(args: tuple[Any, ...]) -> int:
+    return sum(tensor.nbytes for tensor in args[0])
+
+
+_COUNTS: Mapping[str, Callable[[tuple[Any, ...]], int]] = {
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "_allgather_base_": _all_gather_whole,
+    "allgather_": _all_gather_pieces,
+    "_reduce_scatter_base_": _reduce_scatter_whole,
+    "alltoall_base_": _all_to_all_whole,
+    "alltoall_": _all_to_all_pieces,
+    "send": _send,
+}
+
+
+def _group(boxed: torch.ScriptObject) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def _ring_share(total: int, group: dist.ProcessGroup) -> int:
+    return shares(total, group.size())[group.rank()]

@@ -1,0 +1,208 @@
+"""How a step of real work grows faster with the ranks, and what the latency-bandwidth model says of more ranks."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.fit import LatencyBandwidth
+from opensora_cli.engine.bench_comm.timing import meet
+from opensora_cli.engine.bench_comm.wire import Traffic
+from opensora_cli.settings.bench_comm import Collective, Scaling
+
+_PREDICTED_DOUBLINGS = 3
+
+
+class Workload(Protocol):
+    """A step of real work that some ranks do together."""
+
+    name: str
+    """For people: `denoising step`."""
+    sends: Collective
+    """What it sends most, whose fit is taken for all of it."""
+
+    def prepare(self, group: dist.ProcessGroup, scaling: Scaling) -> Callable[[], object]:
+        """Return the step for the ranks of a group, of which each calls it once for every step.
+
+        Args:
+            group: the ranks, from one on.
+            scaling: whether the work as a whole, or that of each rank, is the same for any number of them.
+        """
+
+    def traffic(self, ranks: int, scaling: Scaling) -> Traffic:
+        """Return what a step of so many ranks sends, by formula."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRow:
+    """A step at one number of ranks."""
+
+    ranks: int
+    step_s: float
+    """The median of a few steps on the slowest rank; of more ranks than there are, as the model predicts."""
+    is_predicted: bool
+    sent_bytes: int
+    """By all ranks, counted; predicted: by formula."""
+    communication_share: float
+    """The model's time for what is sent, over that of the step; at most 1."""
+    efficiency: float | None
+    """Of one rank's throughput, per rank; None where it would mean nothing, on gloo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingTable:
+    """A workload at 1, 2, 4 .. ranks, and predicted beyond."""
+
+    workload: str
+    scaling: Scaling
+    rows: tuple[ScalingRow, ...]
+    is_gloo: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {**asdict(self), "shows": "function" if self.is_gloo else "speed"}
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        found = [
+            f"{self.scaling} scaling of a {self.workload}",
+            f"{'ranks':>8}{'step (ms)':>14}{'sent (MiB)':>14}{'communication':>16}{'efficiency':>14}",
+        ]
+        for row in self.rows:
+            efficiency = "-" if row.efficiency is None else f"{row.efficiency:.1%}"
+            cells = f"{row.step_s * 1e3:>14.2f}{row.sent_bytes / 2**20:>14.3f}{row.communication_share:>16.1%}"
+            found.append(f"{row.ranks:>8}{cells}{efficiency:>14}{'  predicted' if row.is_predicted else ''}")
+        if self.is_gloo:
+            found.append("on gloo this shows function, never efficiency: ranks share one machine's cores")
+        return found
+
+
+def ranks_to_time(ranks: int) -> list[int]:
+    """Return 1, 2, 4 .. below `ranks`, and `ranks` itself."""
+    doubling = [2**power for power in range(ranks.bit_length()) if 2**power < ranks]
+    return [*doubling, ranks]
+
+
+def measure_scaling(
+    workload: Workload,
+    scaling: Scaling,
+    *,
+    fit: LatencyBandwidth,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    steps: int,
+    is_gloo: bool,
+) -> ScalingTable:
+    """Time a workload at 1, 2, 4 .. ranks of a group, which all call this together.
+
+    Args:
+        workload: what is done.
+        scaling: what stays the same.
+        fit: of what communication takes.
+        group: the most ranks.
+        device: of this rank.
+        steps: timed ones, after one to warm up; at least 1.
+        is_gloo: whether times say nothing.
+    """
+    measured: dict[int, tuple[float, Traffic]] = {}
+    for ranks in ranks_to_time(group.size()):
+        members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
+        part = dist.new_group(members)
+        seconds, num_bytes, calls = 0.0, 0, 0
+        if dist.get_rank(group) < ranks:
+            seconds, num_bytes, calls = _time_steps(workload.prepare(part, scaling), part, device, steps)
+        # The others wait here, and do not disturb.
+        slowest = _reduced(seconds, dist.ReduceOp.MAX, group, device)
+        sent = int(_reduced(num_bytes, dist.ReduceOp.SUM, group, device))
+        most_calls = int(_reduced(calls, dist.ReduceOp.MAX, group, device))
+        measured[ranks] = slowest, Traffic(sent, most_calls)
+        if dist.get_rank(group) < ranks:
+            dist.destroy_process_group(part)
+    return scaling_table(workload, scaling, measured, fit=fit, is_gloo=is_gloo)
+
+
+def scaling_table(
+    workload: Workload,
+    scaling: Scaling,
+    measured: Mapping[int, tuple[float, Traffic]],
+    *,
+    fit: LatencyBandwidth,
+    is_gloo: bool,
+) -> ScalingTable:
+    """Return the table of what was measured, and of what is predicted for three more doublings. Pure.
+
+    The model of a step: the time of one rank, divided by the ranks if the work is, plus latency and bytes of what is
+    sent. It takes computation to be divided evenly, and nothing to overlap.
+
+    Args:
+        workload: what is done.
+        scaling: what stays the same.
+        measured: ranks -> seconds of a step, and what it sent; one rank is among them.
+        fit: of what communication takes.
+        is_gloo: whether times say nothing.
+    """
+    alone_s = measured[1][0]
+    rows = []
+    for ranks, (seconds, sent) in measured.items():
+        communication = _communication_s(fit, sent, ranks)
+        rows.append(_row(ranks, seconds, sent, communication, alone_s, scaling, is_gloo, is_predicted=False))
+    for doubling in range(1, _PREDICTED_DOUBLINGS + 1):
+        ranks = max(measured) * 2**doubling
+        sent = workload.traffic(ranks, scaling)
+        communication = _communication_s(fit, sent, ranks)
+        seconds = communication + (alone_s / ranks if scaling is Scaling.STRONG else alone_s)
+        rows.append(_row(ranks, seconds, sent, communication, alone_s, scaling, is_gloo, is_predicted=True))
+    return ScalingTable(workload=workload.name, scaling=scaling, rows=tuple(rows), is_gloo=is_gloo)
+
+
+def _row(
+    ranks: int,
+    seconds: float,
+    sent: Traffic,
+    communication_s: float,
+    alone_s: float,
+    scaling: Scaling,
+    is_gloo: bool,
+    *,
+    is_predicted: bool,
+) -> ScalingRow:
+    ideal = alone_s / ranks if scaling is Scaling.STRONG else alone_s
+    return ScalingRow(
+        ranks=ranks,
+        step_s=seconds,
+        is_predicted=is_predicted,
+        sent_bytes=sent.num_bytes,
+        communication_share=min(communication_s / seconds, 1.0),
+        efficiency=None if is_gloo else ideal / seconds,
+    )
+
+
+def _communication_s(fit: LatencyBandwidth, sent: Traffic, ranks: int) -> float:
+    return fit.seconds(sent.num_bytes / ranks, collectives=sent.collectives)
+
+
+def _time_steps(
+    step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int
+) -> tuple[float, int, int]:
+    """Return the median seconds of a step, and the bytes and calls that this rank sends in one."""
+    with counted_bytes() as sent:
+        step()
+    seconds: list[float] = []
+    for _ in range(steps):
+        meet(device, group)
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2], sent.num_bytes, sent.collectives
+
+
+def _reduced(value: float, operation: Any, group: dist.ProcessGroup, device: torch.device) -> float:
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(total, operation, group=group)
+    return float(total)

@@ -1,0 +1,107 @@
+"""The shapes in which this project sends most: tokens for heads (Ulysses attention), and the weights of a block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from opensora_cli.engine.bench_comm import pattern
+from opensora_cli.engine.bench_comm.operations import Operation, Place, all_gather
+from opensora_cli.engine.configs import mmdit_config
+from opensora_cli.engine.sampling.schedule import latent_size
+from opensora_cli.engine.sampling.sizes import image_size
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.parallel.collectives import all_to_all
+from opensora_cli.parallel.shares import shares, span
+from opensora_cli.settings.bench_comm import Collective
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
+
+DTYPE = torch.bfloat16
+"""In which the model computes on GPUs."""
+
+_QKV = 3
+"""Tensors that Ulysses attention exchanges at once."""
+_PRESETS = {Collective.ULYSSES_256PX: "256px", Collective.ULYSSES_768PX: "768px"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
+    """What of a model decides how much is sent."""
+
+    tokens: Mapping[Collective, int]
+    """Text and video together, of one sample, for each Ulysses exchange."""
+    num_heads: int
+    head_dim: int
+    block_parameters: int
+    """Of the larger kind of block."""
+
+    def size_bytes(self, collective: Collective, ranks: int) -> int:
+        """Return the size of the largest rank's buffer, by the convention of nccl-tests."""
+        if collective is Collective.BLOCK_GATHER:
+            return -(-self.block_parameters // ranks) * ranks * DTYPE.itemsize
+        return shares(self.tokens[collective], ranks)[0] * self.num_heads * self.head_dim * _QKV * DTYPE.itemsize
+
+    def build(self, collective: Collective, place: Place) -> Operation:
+        """Make a collective ready in its one shape."""
+        if collective is Collective.BLOCK_GATHER:
+            return all_gather(place, self.size_bytes(collective, place.ranks), DTYPE)
+        return ulysses(place, tokens=self.tokens[collective], num_heads=self.num_heads, head_dim=self.head_dim)
+
+
+def released_shapes() -> ModelShapes:
+    """Return the shapes of the released model, as its presets sample: no weights are needed."""
+    tokens = {}
+    for collective, preset in _PRESETS.items():
+        settings = load_preset(preset, prompt="any")
+        tokens[collective] = _video_tokens(settings) + settings.text.t5_max_length
+        config = mmdit_config(settings.model)
+    with torch.device("meta"):
+        model = MMDiT(replace(config, depth=1, depth_single_blocks=1))
+    blocks = (model.double_blocks[0], model.single_blocks[0])
+    return ModelShapes(
+        tokens=tokens,
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        block_parameters=max(sum(weight.numel() for weight in block.parameters()) for block in blocks),
+    )
+
+
+def _video_tokens(settings: GenerateSettings) -> int:
+    video, patch_size = settings.video, settings.model.patch_size
+    height, width = image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple)
+    rows, columns = latent_size(
+        height, width, spatial_compression=settings.vae.spatial_compression_ratio, patch_size=patch_size
+    )
+    return settings.num_latent_frames * rows * columns // patch_size**2
+
+
+def ulysses(place: Place, *, tokens: int, num_heads: int, head_dim: int) -> Operation:
+    """Exchange tokens for heads, as before the attention of one block: q, k and v of one sample together.
+
+    Args:
+        place: where it runs.
+        tokens: of the whole sequence; shares may be uneven, and so may those of heads.
+        num_heads: attention heads.
+        head_dim: width of one.
+    """
+    rank, ranks = place.rank, place.ranks
+    lengths, heads = shares(tokens, ranks), shares(num_heads, ranks)
+    width = _QKV * head_dim
+    own_BHND = place.empty(num_heads * lengths[rank] * width, DTYPE).view(1, num_heads, lengths[rank], width)
+
+    def run() -> torch.Tensor:
+        return all_to_all(own_BHND, place.group, 1, 2, scatter_sizes=heads, gather_sizes=lengths)
+
+    def count_wrong() -> int:
+        pattern.fill(own_BHND, scale=rank + 1)
+        received = run()
+        wrong = 0
+        for source, part in enumerate(torch.split(received, list(lengths), dim=2)):
+            sent = own_BHND.new_empty(1, num_heads, lengths[source], width)
+            pattern.fill(sent, scale=source + 1)
+            wrong += int((part != sent[:, span(heads, rank)]).sum())
+        return wrong
+
+    size_bytes = num_heads * lengths[0] * width * DTYPE.itemsize
+    return Operation(size_bytes, DTYPE, run, count_wrong)

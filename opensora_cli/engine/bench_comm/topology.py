@@ -1,0 +1,241 @@
+"""What connects the ranks, gathered from all of them: hosts, devices, links, networks, versions, variables."""
+
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # it ships none
+import torch
+import torch.distributed as dist
+
+import opensora_cli
+from opensora_cli.engine.bench_comm.links import (
+    Expectation,
+    NetworkPort,
+    PortFacts,
+    expectation_between,
+    expectation_inside,
+)
+from opensora_cli.engine.env_check import reading
+from opensora_cli.engine.env_check.environment import is_relevant
+from opensora_cli.engine.env_check.facts import LinkFacts, LinkKind
+from opensora_cli.engine.env_check.redaction import shown_value
+
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLinks:
+    """One host: its ranks' devices, and what connects them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+    """Of the ranks."""
+    cards: tuple[int, ...] = ()
+    """Their numbers; none on CPUs."""
+    links: tuple[LinkFacts, ...] = ()
+    ports: tuple[PortFacts, ...] = ()
+    network: tuple[NetworkPort, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Where the measurement took place."""
+
+    backend: str
+    versions: Mapping[str, str]
+    ranks: int
+    hosts: tuple[HostLinks, ...]
+    environment: Mapping[str, str]
+    """The variables that matter here, of the first rank, secrets hidden."""
+    buffers: str
+    """How the memory is known to the backend."""
+    inside: Expectation | None
+    """Of the links between the cards of a host."""
+    between: Expectation | None
+    """Of the network between hosts."""
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether it shows function only."""
+        return self.backend == "gloo"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
+        found = [
+            f"backend     {self.backend}, {self.ranks} ranks on {hosts}, {self.buffers}",
+            f"versions    {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
+        ]
+        for host in self.hosts:
+            found += [f"host        {line}" for line in _host_lines(host)]
+        for expected in (self.inside, self.between):
+            if expected is not None:
+                found.append(f"expected    {expected.line()}")
+        found += [f"variable    {name}={value}" for name, value in self.environment.items()]
+        if self.is_gloo:
+            found.append(
+                "note        gloo shows function, not speed: no number here says anything of a GPU or its links"
+            )
+        return found
+
+
+def _host_lines(host: HostLinks) -> list[str]:
+    found = [f"{host.name}: rank {rank} on {device}" for rank, device in zip(host.ranks, host.devices, strict=True)]
+    for kind in LinkKind:
+        pairs = [f"{link.first}-{link.second}" for link in host.links if link.kind is kind]
+        if pairs:
+            found.append(f"{host.name}: {kind} between cards {', '.join(pairs)}")
+    if host.network:
+        rates = ", ".join(f"{port.name} {port.gigabits_per_s:g} Gb/s" for port in host.network)
+        found.append(f"{host.name}: network {rates}")
+    return found
+
+
+def gather_header(
+    group: dist.ProcessGroup, device: torch.device, *, environment: Mapping[str, str], buffers: str
+) -> Header:
+    """Return the header, the same on all ranks.
+
+    Args:
+        group: of all ranks.
+        device: of this one.
+        environment: variables of this process.
+        buffers: how the memory is known to the backend.
+    """
+    reports: list[HostLinks | None] = [None] * group.size()
+    dist.all_gather_object(reports, _this_rank(group, device), group=group)
+    hosts = join_hosts([report for report in reports if report is not None])
+    is_gpu = device.type == "cuda"
+    kinds = [link.kind for host in hosts for link in host.links]
+    ports = [port for host in hosts for port in host.ports]
+    slowest = min(
+        (expectation_between(host.network) for host in hosts),
+        key=lambda expected: expected.gb_per_s if expected else 0.0,
+    )
+    header = Header(
+        backend="nccl" if is_gpu else "gloo",
+        versions=_versions(),
+        ranks=group.size(),
+        hosts=hosts,
+        environment=_shown(environment),
+        buffers=buffers,
+        inside=expectation_inside(kinds, ports) if is_gpu else None,
+        between=slowest if is_gpu and len(hosts) > 1 else None,
+    )
+    # Variables may differ between machines: those of the first rank are told.
+    shared: list[Header] = [header]
+    dist.broadcast_object_list(shared, group_src=0, group=group)
+    return shared[0]
+
+
+def _shown(environment: Mapping[str, str]) -> dict[str, str]:
+    # What our launcher tells each rank about itself says nothing of the machine.
+    names = (name for name in sorted(filter(is_relevant, environment)) if not name.startswith("OSORA_RANK_"))
+    return {name: shown_value(name, environment[name]) for name in names}
+
+
+def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
+    """Return one entry for each host out of one for each rank; only cards that have a rank count."""
+    hosts: dict[str, list[HostLinks]] = {}
+    for report in reports:
+        hosts.setdefault(report.name, []).append(report)
+    return tuple(
+        HostLinks(
+            name=name,
+            ranks=tuple(rank for report in of_host for rank in report.ranks),
+            devices=tuple(device for report in of_host for device in report.devices),
+            cards=tuple(card for report in of_host for card in report.cards),
+            links=_used(of_host),
+            ports=tuple(port for report in of_host for port in report.ports),
+            network=of_host[0].network,
+        )
+        for name, of_host in hosts.items()
+    )
+
+
+def _used(of_host: Sequence[HostLinks]) -> tuple[LinkFacts, ...]:
+    cards = {card for report in of_host for card in report.cards}
+    return tuple(link for link in of_host[0].links if {link.first, link.second} <= cards)
+
+
+def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
+    rank = (dist.get_rank(group),)
+    name = socket.gethostname()
+    network = read_network()
+    if device.type != "cuda":
+        processor = platform.processor() or platform.machine()
+        return HostLinks(name=name, ranks=rank, devices=(f"cpu {processor}",), network=network)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return HostLinks(
+        name=name,
+        ranks=rank,
+        devices=(f"cuda:{index} {torch.cuda.get_device_name(index)}",),
+        cards=(index,),
+        links=reading.read_links(reading.read_cards()),
+        ports=(_port(index),),
+        network=network,
+    )
+
+
+def _port(index: int) -> PortFacts:
+    """Return a card's ways out; where NVML does not say, its capability alone is known."""
+    facts = PortFacts(capability=torch.cuda.get_device_capability(index))
+    with reading.nvml_card(index) as card:
+        if card is None:
+            return facts
+        nvml, handle = card
+        try:
+            return replace(
+                facts,
+                nvlinks=sum(_is_active(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)),
+                # The most that card and slot can do together: at rest a card slows its link down.
+                pcie_generation=nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+                pcie_lanes=nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
+            )
+        except nvml.NVMLError:  # as for a slice of a card
+            return facts
+
+
+def _is_active(nvml: Any, handle: object, link: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
+    except nvml.NVMLError:  # the card has fewer
+        return False
+
+
+def read_network(infiniband: Path = _INFINIBAND) -> tuple[NetworkPort, ...]:
+    """Return the active ways out of this host: InfiniBand and RoCE ports, and interfaces that tell their speed."""
+    found = []
+    for rate in sorted(infiniband.glob("*/ports/*/rate")):
+        # "400 Gb/sec (4X NDR)" and "4: ACTIVE" (Linux, Documentation/ABI/stable/sysfs-class-infiniband).
+        if "ACTIVE" in _text(rate.with_name("state")):
+            gigabits = float(_text(rate).split()[0])
+            found.append(NetworkPort(f"{rate.parts[-4]}/{rate.parts[-2]}", gigabits, is_infiniband=True))
+    for name, stats in psutil.net_if_stats().items():
+        if stats.isup and stats.speed and name != "lo":
+            found.append(NetworkPort(name, stats.speed / 1e3, is_infiniband=False))
+    return tuple(found)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    facts = reading.read_torch()
+    found = {"osora": opensora_cli.__version__, "torch": facts.version, "python": platform.python_version()}
+    if facts.cuda_available:
+        found |= {name: version for name, version in (("CUDA", facts.cuda), ("NCCL", facts.nccl)) if version}
+    return found

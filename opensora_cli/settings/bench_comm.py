@@ -1,0 +1,118 @@
+"""Settings of `osora bench-comm`."""
+
+import os
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.parallel import DEGREES, ParallelSettings
+
+MIB = 2**20
+_LARGEST = 2**40
+
+
+class Collective(StrEnum):
+    """What is measured: collectives, and shapes in which this project uses them."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+    GATHER_SPLIT = "gather_split"
+    """`gather_forward_split_backward`, both ways."""
+    SPLIT_GATHER = "split_gather"
+    """`split_forward_gather_backward`, both ways."""
+    ULYSSES_256PX = "ulysses_256px"
+    ULYSSES_768PX = "ulysses_768px"
+    BLOCK_GATHER = "block_gather"
+    """The weights of one transformer block."""
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether it is measured over a range of sizes; the others have the one that a model gives them."""
+        return self not in (Collective.ULYSSES_256PX, Collective.ULYSSES_768PX, Collective.BLOCK_GATHER)
+
+
+class Scaling(StrEnum):
+    """What stays the same while ranks are added."""
+
+    STRONG = "strong"
+    """The work as a whole."""
+    WEAK = "weak"
+    """The work of each rank."""
+
+
+class BenchDevice(StrEnum):
+    """On what the ranks run; `auto` is cuda where there are cards."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+_FOR_SCALING = (Collective.ALL_REDUCE, Collective.ALL_TO_ALL)
+"""What the steps that are timed send most."""
+
+
+class BenchCommSettings(Section):
+    """What is measured between which ranks, and what is made of it."""
+
+    parallel: ParallelSettings = Field(
+        default=ParallelSettings(), description="the ranks; by default one for each card, or two on CPUs"
+    )
+    device: BenchDevice = Field(default=BenchDevice.AUTO, description="on what the ranks run")
+    min_bytes: ByteSize = Field(default=8, le=_LARGEST, description="smallest size, as in 8 or 1KiB")
+    max_bytes: ByteSize | None = Field(
+        default=None,
+        le=_LARGEST,
+        description="largest size, as in 1GiB; none: 1 GiB on GPUs, 4 MiB on CPUs, where it shows function only",
+    )
+    iters: int = Field(default=20, ge=1, le=100_000, description="timed repeats of each size")
+    warmup: int = Field(default=5, ge=2, le=100_000, description="repeats before the clock starts")
+    collectives: tuple[Collective, ...] = Field(
+        default=tuple(Collective), min_length=1, description="what is measured; by default everything"
+    )
+    scaling: Scaling | None = Field(
+        default=None, description="time sampling and training steps at 1, 2, 4 .. ranks, too; none: do not"
+    )
+    plot: str | None = Field(default=None, min_length=1, description="file for a picture: .svg or .html")
+    overwrite: bool = Field(default=False, description="replace an existing file")
+
+    @field_validator("parallel")
+    @classmethod
+    def _ranks_have_a_neighbour(cls, value: ParallelSettings) -> ParallelSettings:
+        if value.degrees:
+            raise ValueError(
+                f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(DEGREES)}"
+            )
+        if (value.gpus is not None or value.devices is not None) and value.world_size < 2:
+            raise ValueError(f"gpus={value.ranks_per_node} must be at least 2: one rank has nobody to talk to")
+        return value
+
+    @model_validator(mode="after")
+    def _sizes_are_a_range(self) -> Self:
+        if self.max_bytes is not None and self.min_bytes > self.max_bytes:
+            raise ValueError(f"min_bytes={self.min_bytes} is over max_bytes={self.max_bytes}: swap them")
+        return self
+
+    @model_validator(mode="after")
+    def _plot_is_a_picture(self) -> Self:
+        if self.plot is not None and os.path.splitext(self.plot)[1].lower() not in (".svg", ".html"):
+            raise ValueError(f"plot={self.plot} must end in .svg or .html")
+        return self
+
+    @property
+    def measured(self) -> tuple[Collective, ...]:
+        """What is measured: what was asked for, and what the prediction for more ranks needs."""
+        asked = set(self.collectives) | set(_FOR_SCALING if self.scaling else ())
+        return tuple(collective for collective in Collective if collective in asked)
+
+    def largest_bytes(self, *, on_gpu: bool) -> int:
+        """Return the largest size that is asked for, by default what suits the device."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return max(1024 * MIB if on_gpu else 4 * MIB, self.min_bytes)

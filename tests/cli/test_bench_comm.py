@@ -1,0 +1,154 @@
+"""`osora bench-comm`: what it prints and writes, and its exit codes. Ranks are processes that it starts itself."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from opensora_cli.cli.app import main
+from opensora_cli.cli.bench_comm import rank_arguments
+from opensora_cli.engine.bench_comm import start
+from opensora_cli.settings.bench_comm import BenchCommSettings, Collective, Scaling
+
+QUICK = ["bench-comm", "--gpus", "2", "--device", "cpu", "--max-bytes", "32", "--iters", "2"]
+ONE = ["--collective", "all_to_all"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--gpus", "1"], ["--min-bytes", "1KiB", "--max-bytes", "8"], ["--json", "--csv"]],
+    ids=" ".join,
+)
+def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
+    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "bench-comm", *args], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "opensora_cli.cli.bench_comm" in modules
+    assert modules & {"torch", "transformers", "numpy"} == set()
+
+
+def test_two_processes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "links.svg"
+    assert main([*QUICK, *ONE, "--collective", "gather_split", "--plot", str(plot)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "backend     gloo, 2 ranks on 1 host, plain buffers"
+    head = next(index for index, line in enumerate(lines) if line.startswith("collective"))
+    rows = [line.split() for line in lines[head + 1 : head + 7]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        (name, size, "0") for name in ("all_to_all", "gather_split") for size in ("8", "16", "32")
+    ]
+    verdicts = [line for line in lines if line.startswith("verdict")]
+    assert len(verdicts) == 2
+    assert all("gloo shows function, not speed" in line for line in verdicts)
+    assert lines[-1] == f"wrote       {plot}"
+    assert len(ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}circle")) == 6
+
+    assert main([*QUICK, *ONE, "--plot", str(plot)]) == 3
+    captured = capfd.readouterr()
+    assert "exists already" in captured.err
+    assert captured.out == ""
+
+
+def test_json_of_one_document_from_the_first_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, *ONE, "--json", "--quiet"]) == 0
+    captured = capfd.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == ""
+    assert document["schema"] == "osora.bench-comm/1"
+    assert document["shows"] == "function"
+    assert document["header"]["ranks"] == 2
+    assert document["wrong"] == 0
+    assert [row["size_bytes"] for row in document["rows"]] == [8, 16, 32]
+    assert [verdict["judgement"] for verdict in document["verdicts"]] == ["works"]
+
+
+def test_csv_on_stdout_and_the_live_table_on_stderr(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(start.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert main([*QUICK, *ONE, "--csv"]) == 0
+    assert list(tmp_path.iterdir()) == []  # logs are of use after a failure only
+    captured = capfd.readouterr()
+    rows = list(csv.DictReader(captured.out.splitlines()))
+    assert [(row["collective"], row["size_bytes"], row["wrong"]) for row in rows] == [
+        ("all_to_all", size, "0") for size in ("8", "16", "32")
+    ]
+    assert sum(line.startswith("all_to_all  ") for line in captured.err.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--gpus", "1"], 2, "gpus=1 must be at least 2"),
+        (["--min-bytes", "1KiB", "--max-bytes", "8"], 2, "min_bytes=1024 is over max_bytes=8"),
+        (["--min-bytes", "much"], 2, "min_bytes='much' is not a size"),
+        (["--iters", "0"], 2, "iters=0 must be at least 1 (from --iters)"),
+        (["--plot", "links.png"], 2, "must end in .svg or .html"),
+        (["--json", "--csv"], 2, "both print to stdout"),
+        (["--device", "cpu", "--devices", "0,1"], 2, "drop one of them"),
+        (["--nnodes", "2", "--gpus", "1"], 2, "needs parallel.rdzv_endpoint"),
+    ],
+)
+def test_wrong_requests(capsys: pytest.CaptureFixture[str], args: list[str], code: int, message: str) -> None:
+    assert main(["bench-comm", *args]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_more_cards_than_there_are(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    assert main(["bench-comm", "--gpus", "4", "--device", "cuda"]) == 4
+    assert "gpus=4, and this machine has 2: cuda:0 (card 0), cuda:1 (card 1)" in capsys.readouterr().err
+
+
+def test_one_card_alone_has_nobody_to_talk_to(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main(["bench-comm", "--device", "cuda"]) == 4
+    assert "one rank has nobody to talk to" in capsys.readouterr().err
+
+
+def test_one_rank_of_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench-comm", "--device", "cpu"]) == 2
+    assert "one rank has nobody to talk to" in capsys.readouterr().err
+
+
+def test_ranks_get_all_that_their_launcher_was_told() -> None:
+    settings = BenchCommSettings(
+        device="cpu",
+        min_bytes="1KiB",
+        max_bytes="1MiB",
+        iters=3,
+        warmup=4,
+        collectives=(Collective.BROADCAST,),
+        scaling=Scaling.WEAK,
+        plot="a b.svg",
+        overwrite=True,
+    )
+    assert rank_arguments(settings, csv=True, as_json=False, quiet=True) == [
+        "bench-comm",
+        "--device=cpu",
+        "--min-bytes=1024",
+        "--max-bytes=1048576",
+        "--iters=3",
+        "--warmup=4",
+        "--scaling=weak",
+        "--plot=a b.svg",
+        "--collective=broadcast",
+        "--overwrite",
+        "--csv",
+        "--quiet",
+    ]
+    named = {flag for flag in BenchCommSettings.model_fields if flag not in ("parallel", "collectives")}
+    assert named == {"device", "min_bytes", "max_bytes", "iters", "warmup", "scaling", "plot", "overwrite"}

@@ -1,0 +1,372 @@
+"""`bench_comm` over real processes: right data, faults that are found, and bytes that equal their formula."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_models import divided
+from tiny_transformer import inputs, loss_of, transformer
+from torch import Tensor
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.bench_comm import bench
+from opensora_cli.engine.bench_comm.bench import affordable_bytes, bench_comm
+from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
+from opensora_cli.engine.bench_comm.report import BenchReport
+from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
+from opensora_cli.engine.bench_comm.timing import Repeats
+from opensora_cli.engine.bench_comm.wire import StepSizes, step_traffic
+from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
+from opensora_cli.engine.ranks import SharedBranches
+from opensora_cli.engine.sampling.guidance import Branch
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.parallel.collectives import all_gather, reduce_scatter
+from opensora_cli.parallel.compat import reduce_scatter_single
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.tensor import shard_linears
+from opensora_cli.settings.bench_comm import BenchCommSettings, Collective, Scaling
+
+Pool = Callable[[int], Any]
+CPU = torch.device("cpu")
+SIZES = (1, 100, 70_000)
+both = pytest.mark.parametrize("ranks", [2, 4])
+
+
+def _place() -> Place:
+    assert dist.group.WORLD is not None
+    return Place(dist.group.WORLD, CPU)
+
+
+def _all_operations() -> list[tuple[str, int, int, int]]:
+    place = _place()
+    found = []
+    for collective, build in BUILDERS.items():
+        for size in SIZES:
+            operation = build(place, size, torch.float32)
+            with counted_bytes() as sent:
+                operation.run()
+            found.append((collective.value, operation.size_bytes, operation.count_wrong(), sent.num_bytes))
+    return found
+
+
+@both
+def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool: Pool, ranks: int) -> None:
+    answers = pool(ranks).run(_all_operations)
+    for of_ranks in zip(*answers, strict=True):
+        names, sizes, wrongs, sents = zip(*of_ranks, strict=True)
+        assert len(set(names)) == len(set(sizes)) == 1
+        collective, size = Collective(names[0]), sizes[0]
+        assert sum(wrongs) == 0, collective
+        assert size % (4 * ranks) == 0 or collective in (
+            Collective.ALL_REDUCE,
+            Collective.BROADCAST,
+            Collective.SEND_RECV,
+        )
+        # A broadcast is passed on by all but the last rank; all else loads the ranks alike.
+        parts = ranks - 1 if collective is Collective.BROADCAST else ranks
+        assert sum(sents) == pytest.approx(parts * bus_factor(collective, ranks) * size)
+    assert len(answers[0]) == len(BUILDERS) * len(SIZES)
+
+
+def _with_a_fault(name: str) -> dict[str, int]:
+    """Break one element of what the last rank gets, and return the wrong elements of each collective."""
+    place = _place()
+    real = getattr(dist, name)
+
+    def faulty(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = real(first, *args, **kwargs)
+        if place.rank == place.ranks - 1:
+            first.view(-1)[-1] += 1
+        return work
+
+    with patch.object(dist, name, faulty):
+        return {
+            collective.value: BUILDERS[collective](place, 256, torch.float32).count_wrong()
+            for collective in (Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.BROADCAST)
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [("all_reduce", "all_reduce"), ("all_to_all_single", "all_to_all"), ("broadcast", "broadcast")],
+)
+def test_a_single_wrong_element_is_found(pool: Pool, name: str, collective: str) -> None:
+    fine, faulty = pool(2).run(_with_a_fault, name)
+    assert set(fine.values()) == {0}
+    assert faulty == {other: int(other == collective) for other in faulty}
+
+
+def _bench_with_a_fault() -> tuple[int, str, str]:
+    place, real = _place(), dist.broadcast
+
+    def faulty(values: Tensor, *args: Any, **kwargs: Any) -> None:
+        real(values, *args, **kwargs)
+        if place.rank == 1 and values.nbytes == 32:
+            values[3] = 7.5
+
+    settings = BenchCommSettings(max_bytes=64, iters=1, collectives=(Collective.BROADCAST, Collective.SEND_RECV))
+    with patch.object(dist, "broadcast", faulty):
+        report, _ = _bench(settings)
+    assert {row.size_bytes for row in report.rows if row.wrong} == {32}
+    with pytest.raises(HardwareError) as failure:
+        report.require_right()
+    return failure.value.exit_code, failure.value.message, report.verdicts[0].judgement.value
+
+
+def test_every_rank_fails_with_exit_code_4_where_one_has_a_wrong_element(pool: Pool) -> None:
+    expected = (4, "1 element arrived wrong in broadcast", "wrong data")
+    assert pool(2).run(_bench_with_a_fault) == [expected, expected]
+
+
+def _uneven_ulysses() -> tuple[int, int, int, int]:
+    operation = ulysses(_place(), tokens=13, num_heads=5, head_dim=4)
+    with counted_bytes() as sent:
+        wrong = operation.count_wrong()
+    with patch.object(dist, "all_to_all_single", lambda received, *args, **kwargs: received.zero_()):
+        missed = operation.count_wrong()
+    return wrong, sent.num_bytes, missed, operation.size_bytes
+
+
+@both
+def test_tokens_for_heads_with_uneven_shares(pool: Pool, ranks: int) -> None:
+    heads, tokens = {2: ((3, 2), (7, 6)), 4: ((2, 1, 1, 1), (4, 3, 3, 3))}[ranks]
+    stays = sum(h * t for h, t in zip(heads, tokens, strict=True))
+    answers = pool(ranks).run(_uneven_ulysses)
+    assert [wrong for wrong, *_ in answers] == [0] * ranks
+    assert sum(sent for _, sent, *_ in answers) == (13 * 5 - stays) * 3 * 4 * 2
+    assert all(missed > 0 for *_, missed, _ in answers)
+    assert {size for *_, size in answers} == {tokens[0] * 5 * 3 * 4 * 2}
+
+
+# Bytes on the wire.
+
+
+def _counted_step(shape: MeshShape, tokens: int, text: int) -> tuple[int, int]:
+    model = transformer()
+    mesh = ParallelMesh(shape, device_type="cpu")
+    given = inputs(model, tokens=tokens, text=text)
+    latents = given.pop("packed_latents_BND")
+    if shape.tensor > 1:
+        for stack in repeated_blocks(model.config):
+            for block in model.get_submodule(stack.module_path).children():
+                shard_linears(block, stack.linears, mesh.group("tensor"))
+    whole: Callable[..., Tensor] = divided(model, mesh) if shape.ring * shape.ulysses > 1 else model
+
+    def velocity(latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /) -> dict[Branch, Tensor]:
+        return {branch: whole(latents_1ND, **given) for branch in branches}
+
+    guided = SharedBranches(velocity, mesh.group("guidance")) if shape.guidance > 1 else velocity
+    with torch.no_grad(), counted_bytes() as sent:
+        guided(latents, 0.5, tuple(Branch)[:2])
+    return sent.num_bytes, sent.collectives
+
+
+SHAPES = [
+    MeshShape(ulysses=2),
+    MeshShape(ring=2),
+    MeshShape(tensor=2),
+    MeshShape(guidance=2),
+    MeshShape(ulysses=4),
+    MeshShape(ring=4),
+    MeshShape(tensor=4),
+    MeshShape(ring=2, ulysses=2),
+    MeshShape(guidance=2, ulysses=2),
+    MeshShape(tensor=2, ulysses=2),
+    MeshShape(tensor=2, ring=2),
+]
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(12, 4), (13, 5)])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape).removeprefix("MeshShape"))
+def test_bytes_of_a_step_are_those_of_the_formula(pool: Pool, shape: MeshShape, tokens: int, text: int) -> None:
+    model = transformer()
+    sizes = StepSizes(config=model.config, batch=2, text_tokens=text, latent_tokens=tokens, itemsize=4, branches=2)
+    answers = pool(shape.size).run(_counted_step, shape, tokens, text)
+    expected = step_traffic(sizes, shape)
+    assert expected.num_bytes > 0
+    assert sum(sent for sent, _ in answers) == expected.num_bytes
+    assert max(calls for _, calls in answers) == expected.collectives
+
+
+def _counted_backward(shape: MeshShape) -> tuple[int, int]:
+    model = transformer()
+    step = divided(model, ParallelMesh(shape, device_type="cpu"))
+    given = inputs(model)
+    with counted_bytes() as forward:
+        loss = loss_of(step, given)  # type: ignore[arg-type]
+    with counted_bytes() as backward:
+        loss.backward()
+    return forward.num_bytes, backward.num_bytes
+
+
+def test_the_backward_of_an_exchange_sends_as_much_as_its_forward(pool: Pool) -> None:
+    model = transformer()
+    sizes = StepSizes(config=model.config, batch=2, text_tokens=5, latent_tokens=12, itemsize=4)
+    exchanged = step_traffic(sizes, MeshShape(ulysses=2)).num_bytes
+    gathered = 2 * 6 * 16 * 2 * 4
+    answers = pool(2).run(_counted_backward, MeshShape(ulysses=2))
+    assert sum(forward for forward, _ in answers) == exchanged
+    # The gradient of the gathered velocity is cut, not sent.
+    assert sum(backward for _, backward in answers) == exchanged - gathered
+
+
+def _counts_of_other_collectives() -> dict[str, int]:
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    counts = {}
+    own = torch.ones(6)
+    for name, call in {
+        "pieces": lambda: dist.all_gather([torch.empty(6) for _ in range(ranks)], own),
+        "to all": lambda: dist.all_to_all(list(torch.empty(ranks, 2)), list(torch.ones(ranks, 2))),
+        "uneven": lambda: all_gather(own[: 6 - dist.get_rank()], group, dim=0, sizes=[6 - r for r in range(ranks)]),
+        "scatter": lambda: reduce_scatter(torch.ones(ranks, 5), group, dim=0),
+        "raw scatter": lambda: reduce_scatter_single(torch.empty(1), torch.ones(ranks)),
+        "barrier": dist.barrier,
+    }.items():
+        with counted_bytes() as sent:
+            call()
+        counts[name] = sent.num_bytes
+    return counts
+
+
+@both
+def test_counting_knows_all_collectives(pool: Pool, ranks: int) -> None:
+    others = ranks - 1
+    for counts in pool(ranks).run(_counts_of_other_collectives):
+        assert counts == {
+            "pieces": 24 * others,
+            "to all": 8 * others,
+            "uneven": 24 * others,
+            "scatter": 20 * others,
+            "raw scatter": 4 * others,
+            "barrier": 0,
+        }
+
+
+def _workload_bytes(scaling: Scaling) -> list[tuple[int, int, int]]:
+    place = _place()
+    found = []
+    for work in (DenoisingStep(device=CPU), TrainingStep(device=CPU, batch=4)):
+        step = work.prepare(place.group, scaling)
+        with counted_bytes() as sent:
+            step()
+        expected = work.traffic(place.ranks, scaling)
+        found.append((sent.num_bytes, expected.num_bytes, sent.collectives - expected.collectives))
+    return found
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_steps_that_are_timed_send_what_is_predicted_from(pool: Pool, scaling: Scaling) -> None:
+    for of_ranks in zip(*pool(2).run(_workload_bytes, scaling), strict=True):
+        sent, expected, calls_missing = zip(*of_ranks, strict=True)
+        assert sum(sent) == expected[0] > 0
+        assert set(calls_missing) == {0}
+
+
+# The whole command.
+
+SHAPES_OF_A_TINY_MODEL = ModelShapes(
+    tokens={Collective.ULYSSES_256PX: 30, Collective.ULYSSES_768PX: 10_000},
+    num_heads=4,
+    head_dim=8,
+    block_parameters=1001,
+)
+
+
+def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[BenchReport, list[str]]:
+    shown: list[str] = []
+    with (
+        patch.object(bench, "released_shapes", lambda: SHAPES_OF_A_TINY_MODEL),
+        patch.object(bench, "affordable_bytes", affordable_bytes if free is None else lambda place: free),
+    ):
+        place = _place()
+        report = bench_comm(
+            settings,
+            group=place.group,
+            device=CPU,
+            environment={"GLOO_SOCKET_IFNAME": "lo"},
+            show=shown.extend,
+        )
+    json.dumps(report.to_json(), allow_nan=False)
+    return report, shown
+
+
+def _whole_bench(plot: str) -> tuple[BenchReport, list[str]]:
+    settings = BenchCommSettings(min_bytes=8, max_bytes=20_000, iters=2, warmup=2, plot=plot, scaling=Scaling.STRONG)
+    with patch.object(bench, "doubling_sizes", lambda smallest, largest: [8, 64, 512]):
+        return _bench(settings)
+
+
+def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
+    plot = tmp_path / "links.html"
+    (report, shown), (other, _) = pool(2).run(_whole_bench, str(plot))
+    assert replace(other, scaling=()) == replace(report, scaling=())
+    rows = {collective: [row for row in report.rows if row.collective is collective] for collective in Collective}
+    for collective, of_one in rows.items():
+        expected = {Collective.ULYSSES_256PX: 1, Collective.ULYSSES_768PX: 0, Collective.BLOCK_GATHER: 1}
+        assert len(of_one) == expected.get(collective, 3), collective
+        assert all(row.wrong == 0 and row.repeats in (1, 2) for row in of_one)
+        assert all(0 < row.times.min_s <= row.times.p50_s <= row.times.p99_s for row in of_one)
+    assert rows[Collective.ULYSSES_256PX][0].size_bytes == 15 * 4 * 8 * 3 * 2
+    assert rows[Collective.BLOCK_GATHER][0].size_bytes == 1002 * 2
+    assert any(note.startswith("ulysses_768px is left out") for note in report.notes)
+    assert {verdict.judgement.value for verdict in report.verdicts} == {"works"}
+    assert len(report.verdicts) == 10
+    # A line needs two sizes.
+    assert set(report.fits) == {collective for collective in Collective if collective.has_sizes}
+    # All but the verdicts was shown while it was made.
+    assert [*shown, *report.closing_lines()] == report.lines()
+    assert report.header.environment == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert plot.read_text().startswith("<!doctype html>")
+
+    assert [table.workload for table in report.scaling] == ["denoising step", "training step"]
+    for table in report.scaling:
+        assert [(row.ranks, row.is_predicted) for row in table.rows][:3] == [(1, False), (2, False), (4, True)]
+        assert table.rows[0].sent_bytes == 0
+        assert table.rows[1].sent_bytes > 0
+        assert all(row.efficiency is None for row in table.rows)
+    # Gradients are megabytes, and 512 bytes were measured.
+    assert [note for note in report.notes if note.startswith("a training step sends")]
+
+
+def _short_of_memory(free: int, min_bytes: int) -> tuple[list[int], tuple[str, ...]]:
+    settings = BenchCommSettings(
+        min_bytes=min_bytes, max_bytes=2**40, iters=1, warmup=2, collectives=(Collective.BROADCAST,)
+    )
+    report, _ = _bench(settings, free=free)
+    return [row.size_bytes for row in report.rows], report.notes
+
+
+def test_sizes_over_the_free_memory_are_cut_with_a_note(pool: Pool) -> None:
+    for sizes, notes in pool(2).run(_short_of_memory, 100, 8):
+        assert sizes == [8, 16, 32, 64]
+        assert notes == (f"sizes end at 64 bytes, not at {2**40}: memory is not free for more",)
+
+
+def _too_short_of_memory() -> tuple[int, str]:
+    with pytest.raises(HardwareError) as failure:
+        _short_of_memory(100, 128)
+    return failure.value.exit_code, failure.value.message
+
+
+def test_not_even_the_smallest_size(pool: Pool) -> None:
+    for code, message in pool(2).run(_too_short_of_memory):
+        assert code == 4
+        assert message.startswith("min_bytes=128 needs 4 buffers on each rank")
+
+
+def _slow_operation() -> int:
+    settings = BenchCommSettings(max_bytes=8, iters=1000, warmup=1000, collectives=(Collective.BROADCAST,))
+    with patch.object(bench, "Repeats", lambda warmup, iters: Repeats(warmup, iters, 1e-9)):
+        report, _ = _bench(settings)
+    return report.rows[0].repeats
+
+
+def test_slow_links_are_repeated_less(pool: Pool) -> None:
+    assert pool(2).run(_slow_operation) == [1, 1]

@@ -1,0 +1,63 @@
+"""`osora bench-comm` over NCCL: one card shows that everything runs, two that links are measured."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opensora_cli.cli.app import main
+from opensora_cli.engine.bench_comm.buffers import REGISTERED, communication_buffers
+from opensora_cli.engine.bench_comm.operations import BUILDERS, Place
+from opensora_cli.engine.bench_comm.timing import Repeats, measure
+from opensora_cli.engine.bench_comm.topology import gather_header
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Place]:
+    """A group of one rank on the first card."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, device_id=device)
+    assert dist.group.WORLD is not None
+    yield Place(dist.group.WORLD, device)
+    dist.destroy_process_group()
+
+
+def test_one_rank_measures_in_registered_memory(alone: Place) -> None:
+    with communication_buffers(alone.group, alone.device) as kind:
+        assert kind == REGISTERED
+        for collective, build in BUILDERS.items():
+            if collective.value == "send_recv":  # NCCL sends nothing to itself
+                continue
+            operation = build(alone, 4096, torch.float32)
+            times, iters = measure(operation.run, Repeats(2, 5), device=alone.device, group=alone.group)
+            assert (iters, operation.count_wrong()) == (5, 0)
+            assert 0 <= times.min_s <= times.p50_s <= times.p99_s
+            del operation
+
+
+def test_the_header_names_the_card(alone: Place) -> None:
+    header = gather_header(alone.group, alone.device, environment={}, buffers="plain buffers")
+    assert header.backend == "nccl"
+    assert "NCCL" in header.versions
+    assert header.hosts[0].devices == (f"cuda:0 {torch.cuda.get_device_name(0)}",)
+
+
+@several
+def test_all_cards(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-comm", "--json", "--quiet", "--max-bytes", "64MiB", "--scaling", "strong"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["shows"] == "speed"
+    assert document["wrong"] == 0
+    assert document["header"]["ranks"] == torch.cuda.device_count()
+    assert {verdict["judgement"] for verdict in document["verdicts"]} <= {"good", "too small to judge", "link unknown"}
+    assert all(row["efficiency"] > 0 for table in document["scaling"] for row in table["rows"])

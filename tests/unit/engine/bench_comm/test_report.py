@@ -1,0 +1,146 @@
+"""Reports, tables and pictures."""
+
+import csv
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.bench_comm.bench import doubling_sizes
+from opensora_cli.engine.bench_comm.fit import LatencyBandwidth
+from opensora_cli.engine.bench_comm.links import Expectation, Judgement, Verdict
+from opensora_cli.engine.bench_comm.picture import html_page, svg_picture
+from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
+from opensora_cli.engine.bench_comm.timing import Times
+from opensora_cli.engine.bench_comm.topology import Header, HostLinks
+from opensora_cli.settings.bench_comm import Collective
+
+SVG = "{http://www.w3.org/2000/svg}"
+NVLINK = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, good_share=0.7, source="NVIDIA")
+
+
+def _row(collective: Collective, size: int, *, factor: float, wrong: int = 0) -> Row:
+    seconds = 1e-5 + size / 300e9
+    times = Times(min_s=seconds / 2, avg_s=seconds, p50_s=seconds, p99_s=2 * seconds)
+    return Row(
+        collective=collective,
+        size_bytes=size,
+        dtype="float32",
+        repeats=20,
+        times=times,
+        bus_factor=factor,
+        wrong=wrong,
+    )
+
+
+def _report(*, backend: str = "nccl", wrong: int = 0) -> BenchReport:
+    host = HostLinks(name="<node>&", ranks=(0, 1, 2, 3), devices=("cuda:0 H100",) * 4)
+    rows = [_row(Collective.ALL_REDUCE, size, factor=1.5) for size in doubling_sizes(8, 2**30)]
+    rows += [_row(Collective.BROADCAST, size, factor=1.0, wrong=wrong) for size in (8, 16)]
+    verdict = Verdict(
+        collective=Collective.ALL_REDUCE,
+        judgement=Judgement.GOOD,
+        bus_bandwidth_gb_per_s=360,
+        expected_gb_per_s=None if backend == "gloo" else 450,
+        reason="",
+    )
+    return BenchReport(
+        header=Header(
+            backend=backend,
+            versions={"torch": "2.13"},
+            ranks=4,
+            hosts=(host,),
+            environment={"NCCL_DEBUG": "INFO"},
+            buffers="plain buffers",
+            inside=NVLINK,
+            between=None,
+        ),
+        rows=tuple(rows),
+        verdicts=(verdict,),
+        fits={Collective.ALL_REDUCE: LatencyBandwidth(latency_s=1e-5, seconds_per_byte=1 / 200e9)},
+    )
+
+
+def test_sizes_double() -> None:
+    assert doubling_sizes(8, 64) == [8, 16, 32, 64]
+    assert doubling_sizes(3, 20) == [3, 6, 12]
+    assert doubling_sizes(9, 8) == []
+    assert len(doubling_sizes(8, 2**30)) == 28
+
+
+def test_times() -> None:
+    times = Times.of([float(second) for second in range(200, 0, -1)])
+    assert (times.min_s, times.avg_s, times.p50_s, times.p99_s) == (1, 100.5, 100, 198)
+    assert Times.of([3.0]) == Times(min_s=3, avg_s=3, p50_s=3, p99_s=3)
+
+
+def test_bandwidths_follow_nccl_tests() -> None:
+    row = _row(Collective.ALL_REDUCE, 3 * 10**9, factor=1.5)
+    assert row.algorithm_bandwidth_gb_per_s == pytest.approx(300, rel=0.01)
+    assert row.bus_bandwidth_gb_per_s == pytest.approx(450, rel=0.01)
+    assert row.wire_bytes == 4.5e9
+
+
+def test_json_has_numbers_only_where_numbers_belong() -> None:
+    document = json.loads(json.dumps(_report().to_json(), allow_nan=False))
+    assert document["schema"] == "osora.bench-comm/1"
+    assert document["shows"] == "speed"
+    assert len(document["rows"]) == 30
+    assert document["rows"][0]["collective"] == "all_reduce"
+    assert document["verdicts"][0]["judgement"] == "good"
+    assert document["header"]["inside"]["source"] == "NVIDIA"
+    assert _report(backend="gloo").to_json()["shows"] == "function"
+
+
+def test_csv_reads_back() -> None:
+    rows = list(csv.DictReader(_report().csv_lines()))
+    assert [int(row["size_bytes"]) for row in rows[:28]] == doubling_sizes(8, 2**30)
+    assert {row["collective"] for row in rows} == {"all_reduce", "broadcast"}
+    assert float(rows[0]["bus_bandwidth_gb_per_s"]) == pytest.approx(
+        1.5 * float(rows[0]["algorithm_bandwidth_gb_per_s"])
+    )
+
+
+def test_lines_are_one_table() -> None:
+    lines = _report().lines()
+    head = lines.index(TABLE_HEAD)
+    table = lines[head : head + 31]
+    assert len({len(line) for line in table}) == 1
+    assert any(line.startswith("expected    NVLink 4 x18: 450.0 GB/s each way") for line in lines)
+    assert not any("function" in line for line in lines)
+    assert any("gloo shows function, not speed" in line for line in _report(backend="gloo").lines())
+
+
+def test_a_wrong_element_is_exit_code_4() -> None:
+    _report().require_right()
+    with pytest.raises(HardwareError, match="6 elements arrived wrong in broadcast") as failure:
+        _report(wrong=3).require_right()
+    assert failure.value.exit_code == 4
+
+
+def test_the_picture_is_svg_with_a_point_for_each_row() -> None:
+    root = ElementTree.fromstring(svg_picture(_report()))
+    assert len(root.findall(f"{SVG}circle")) == 30
+    assert len(root.findall(f"{SVG}polyline")) == 2
+    texts = [text.text for text in root.findall(f"{SVG}text")]
+    assert {"all_reduce", "broadcast", "expected 450 GB/s", "1 GiB"} <= {text or "" for text in texts}
+    width, height = (float(root.attrib[name]) for name in ("width", "height"))
+    for circle in root.findall(f"{SVG}circle"):
+        assert 0 < float(circle.attrib["cx"]) < width
+        assert 0 < float(circle.attrib["cy"]) < height
+
+
+def test_the_picture_of_gloo_says_so() -> None:
+    root = ElementTree.fromstring(svg_picture(_report(backend="gloo")))
+    texts = " ".join(text.text or "" for text in root.findall(f"{SVG}text"))
+    assert "function, not speed" in texts
+    assert "expected" not in texts
+
+
+def test_the_page_holds_picture_and_lines_and_nothing_from_elsewhere() -> None:
+    page = html_page(_report())
+    assert page.startswith("<!doctype html>")
+    assert "<svg " in page
+    assert "&lt;node&gt;&amp;" in page
+    assert page.count("http") == 1  # the name space of SVG

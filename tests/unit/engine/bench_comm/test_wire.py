@@ -1,0 +1,62 @@
+"""Formulas of what is sent, against counting by hand. Real processes are in tests/distributed."""
+
+import pytest
+
+from opensora_cli.engine.bench_comm.wire import Scheme, StepSizes, Traffic, step_traffic, traffic, wire_bytes
+from opensora_cli.models.mmdit import MMDiTConfig
+from opensora_cli.parallel.mesh import MeshShape
+
+CONFIG = MMDiTConfig()
+SIZES = StepSizes(config=CONFIG, batch=1, text_tokens=512, latent_tokens=7488, itemsize=2)
+WIDTH = 3072 * 2  # bytes of a token in bf16
+
+
+def test_ulysses_sends_all_but_the_own_part_of_q_k_v_and_the_result() -> None:
+    # 8000 tokens; of each, 7 of 8 parts of the heads lie elsewhere, and so for the result.
+    assert wire_bytes(Scheme.ULYSSES, SIZES, MeshShape(ulysses=8)) == 57 * 4 * 8000 * WIDTH * 7 // 8
+    assert traffic(Scheme.ULYSSES, SIZES, MeshShape(ulysses=8)).collectives == 57 * 2
+
+
+def test_a_ring_sends_keys_and_values_once_to_everybody_else() -> None:
+    assert traffic(Scheme.RING, SIZES, MeshShape(ring=4)) == Traffic(57 * 2 * 8000 * WIDTH * 3, 57 * 2 * 3)
+
+
+def test_uneven_heads_send_more_than_their_average() -> None:
+    uneven = wire_bytes(Scheme.ULYSSES, SIZES, MeshShape(ulysses=5))
+    # Heads are 5, 5, 5, 5, 4; tokens 103 + 1497 and the like.
+    text, latents, heads = (102, 102, 102, 103, 103), (1498, 1498, 1498, 1497, 1497), (5, 5, 5, 5, 4)
+    stays = sum((t + n) * h for t, n, h in zip(text, latents, heads, strict=True))
+    assert uneven == 57 * 4 * (8000 * 24 - stays) * 128 * 2
+
+
+def test_tensor_parallelism_sums_after_each_pair_of_layers() -> None:
+    # A ring's all-reduce over 2 ranks moves the tensor twice; double blocks sum every token twice, single ones once.
+    sums = 2 * 19 + 38
+    assert traffic(Scheme.TENSOR, SIZES, MeshShape(tensor=2)) == Traffic(sums * 2 * 8000 * WIDTH, 4 * 19 + 38)
+
+
+def test_shares_of_the_velocity_travel_padded() -> None:
+    sizes = StepSizes(config=CONFIG, batch=2, text_tokens=3, latent_tokens=10, itemsize=4)
+    assert traffic(Scheme.VELOCITY, sizes, MeshShape(ring=2, ulysses=2)) == Traffic(4 * 3 * 3 * 64 * 2 * 4, 1)
+
+
+def test_branches_on_ranks_of_their_own() -> None:
+    sizes = StepSizes(config=CONFIG, batch=1, text_tokens=512, latent_tokens=7488, itemsize=2, branches=3)
+    shape = MeshShape(guidance=2, ulysses=2)
+    velocity = 7488 * 64 * 2
+    assert traffic(Scheme.GUIDANCE, sizes, shape) == Traffic(3 * velocity * 2, 3)
+    # Three evaluations altogether, two of them by the rank that has most.
+    once = traffic(Scheme.ULYSSES, SIZES, MeshShape(ulysses=2))
+    assert traffic(Scheme.ULYSSES, sizes, shape) == Traffic(3 * once.num_bytes, 2 * once.collectives)
+
+
+@pytest.mark.parametrize("scheme", Scheme)
+def test_one_rank_sends_nothing(scheme: Scheme) -> None:
+    assert traffic(scheme, SIZES, MeshShape(replicate=4)) == Traffic(0, 0)
+
+
+def test_a_step_is_the_sum_of_its_reasons() -> None:
+    shape = MeshShape(ring=2, ulysses=2, tensor=2, guidance=2)
+    total = step_traffic(SIZES, shape)
+    assert total.num_bytes == sum(wire_bytes(scheme, SIZES, shape) for scheme in Scheme)
+    assert all(wire_bytes(scheme, SIZES, shape) > 0 for scheme in Scheme)

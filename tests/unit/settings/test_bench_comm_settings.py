@@ -1,0 +1,56 @@
+"""Settings of `osora bench-comm`."""
+
+import pytest
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.bench_comm import BenchCommSettings, Collective, Scaling
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import validate
+
+
+def _settings(**values: object) -> BenchCommSettings:
+    return validate(BenchCommSettings, {key.replace("__", "."): Given(value, key) for key, value in values.items()})
+
+
+def test_defaults_are_8_bytes_to_1_gib_on_cards() -> None:
+    settings = _settings()
+    assert settings.min_bytes == 8
+    assert settings.largest_bytes(on_gpu=True) == 2**30
+    assert settings.largest_bytes(on_gpu=False) == 4 * 2**20
+    assert settings.measured == tuple(Collective)
+    assert _settings(max_bytes="1GiB").largest_bytes(on_gpu=False) == 2**30
+    assert _settings(min_bytes="8MiB").largest_bytes(on_gpu=False) == 8 * 2**20
+
+
+def test_a_prediction_needs_what_steps_send() -> None:
+    chosen = _settings(collectives="broadcast", scaling="weak")
+    assert chosen.scaling is Scaling.WEAK
+    assert chosen.measured == (Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.BROADCAST)
+    assert _settings(collectives="broadcast").measured == (Collective.BROADCAST,)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_bytes": "1KiB", "max_bytes": "8"}, "min_bytes=1024 is over max_bytes=8"),
+        ({"min_bytes": "eight"}, "min_bytes='eight' is not a size"),
+        ({"max_bytes": "0"}, "max_bytes=0 must be over 0"),
+        ({"max_bytes": "3TiB"}, "max_bytes="),
+        ({"iters": 0}, "iters=0 must be at least 1"),
+        ({"warmup": 1}, "warmup=1 must be at least 2"),
+        ({"parallel__gpus": 1}, "gpus=1 must be at least 2"),
+        ({"parallel__devices": "3"}, "gpus=1 must be at least 2"),
+        ({"parallel__gpus": 4, "parallel__ulysses_degree": 2}, "parallel.ulysses_degree has no effect here"),
+        ({"plot": "links.png"}, "plot=links.png must end in .svg or .html"),
+        ({"collectives": "all_reduse"}, "did you mean all_reduce"),
+    ],
+)
+def test_wrong_requests(values: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError) as failure:
+        _settings(**values)
+    assert message in failure.value.message
+
+
+def test_one_card_on_each_of_several_machines_is_fine() -> None:
+    settings = _settings(parallel__gpus=1, parallel__nnodes=2, parallel__rdzv_endpoint="node0:29500")
+    assert settings.parallel.world_size == 2
