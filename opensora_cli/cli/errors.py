@@ -176,7 +176,8 @@ def run(command: Callable[[], object]) -> int:
     Args:
         command: returns an exit code, or anything else for success.
     """
-    with rank_link.linked(_context()):
+    context = _context()
+    with rank_link.linked(context):
         try:
             code = command()
         except Exception as error:
@@ -184,6 +185,9 @@ def run(command: Callable[[], object]) -> int:
             if failure is None:
                 if rank_link.report_bug(error):
                     return OsoraError.exit_code
+                if context is not None and rank_link.is_loss(error):
+                    output.print_failure((f"rank {context.rank} lost the others: see what they say",))
+                    return HardwareError.exit_code
                 raise
             message = "\n".join(failure.lines)
             if not rank_link.report_failure(message, hint=failure.hint, exit_code=failure.exit_code):

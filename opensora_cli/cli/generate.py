@@ -145,8 +145,9 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main)
     if dry_run:
-        plan = engine.plan_from_request(request, reporter=reporter)
-        output.print_result(plan, as_json=as_json)
+        plan = engine.plan_from_request(request, reporter=reporter, context=context)
+        if is_main:
+            output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]

@@ -121,7 +121,7 @@ def report_bug(error: BaseException) -> bool:
     _link.log("".join(traceback.format_exception(error)))
     lines = [line for line in str(error).splitlines() if line.strip()]
     message = f"{type(error).__name__}: {plain(lines[0].strip())}" if lines else type(error).__name__
-    if _is_loss(error):
+    if is_loss(error):
         return _report(RankReport(kind="lost", message=message, hint=None, exit_code=HardwareError.exit_code))
     return _report(RankReport(kind="bug", message=message, hint=None, exit_code=OsoraError.exit_code))
 
@@ -133,7 +133,7 @@ def _report(report: RankReport) -> bool:
     return True
 
 
-def _is_loss(error: BaseException) -> bool:
+def is_loss(error: BaseException) -> bool:
     """Whether a collective failed for want of its peers; without torch, since this must not import it."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or ("RuntimeError" in names and "gloo/" in str(error))

@@ -156,7 +156,7 @@ def sample_latents(
         packed_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=plan.timesteps)
     else:
         packed_1ND = denoise(
-            velocity if ranks is None else ranks.share_branches(velocity),
+            velocity if ranks is None else ranks.share_branches(velocity, on_evaluation=on_evaluation),
             packed_1ND,
             timesteps=plan.timesteps,
             guidance=plan.guidance,

@@ -1,6 +1,7 @@
 """`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
@@ -15,7 +17,7 @@ from opensora_cli.engine.build import release_memory
 from opensora_cli.engine.division import describe_mesh
 from opensora_cli.engine.draw import DrawnSample, draw_samples
 from opensora_cli.engine.finish import GeneratedVideo, process_and_save
-from opensora_cli.engine.hardware import limited_memory, peak_memory_gib, start_peak_memory
+from opensora_cli.engine.hardware import Hardware, limited_memory, peak_memory_gib, start_peak_memory
 from opensora_cli.engine.latents import load_latents
 from opensora_cli.engine.launch.reporting import WatchedReporter
 from opensora_cli.engine.loaded import KeptVAE
@@ -24,8 +26,9 @@ from opensora_cli.engine.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.references import Reference, read_references, with_mode
 from opensora_cli.engine.run import RunRecord
-from opensora_cli.engine.together import planned_together, start_ranks
+from opensora_cli.engine.together import planned_together, request_of_rank, require_devices, start_ranks
 from opensora_cli.engine.weights import Component, choose_model, report_decision
+from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
@@ -95,15 +98,24 @@ def generate_from_request(
         RankFailure: a rank failed.
         OsoraError: as `generate` and the next two.
     """
+    if context is not None:
+        request = request_of_rank(request, context)
     settings = resolve_generate_settings(request, reporter=reporter)
     if context is None and settings.parallel.world_size > 1:
+        require_devices(settings)
+        if settings.parallel.node_rank == 0:
+            _check_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
     return generate(settings, reporter=reporter, context=context)
 
 
-def plan_from_request(request: GenerateRequest, *, reporter: Reporter) -> ExecutionPlan:
+def plan_from_request(
+    request: GenerateRequest, *, reporter: Reporter, context: RankContext | None = None
+) -> ExecutionPlan:
     """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
+    if context is not None:
+        request = request_of_rank(request, context)
     return plan_generation(resolve_generate_settings(request, reporter=reporter), reporter=reporter)
 
 
@@ -206,6 +218,19 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> 
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         peak_memory_gib=peak_memory_gib(plan.hardware.device),
     )
+
+
+def _check_before_ranks(settings: GenerateSettings) -> None:
+    """Refuse what rank 0 would refuse, but for the memory, which each rank knows of its own device."""
+    kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
+    dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
+    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    # Asked for its memory, a card would keep some for this process until the end.
+    hardware = Hardware(torch.device(kind), kind, dtype, free_bytes=sys.maxsize, total_bytes=sys.maxsize)
+    plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware)
+    plan.weights.require(plan.components)
+    check_outputs(sample_files(plan), plan, create=False)
+    _read_references(plan, SilentReporter())
 
 
 def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:

@@ -15,7 +15,7 @@ from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
 from opensora_cli.engine.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
 from opensora_cli.engine.sampling.conditioning import ConditionMode, ReferenceLengths, condition_mode
-from opensora_cli.engine.sampling.guidance import Guidance, count_evaluations
+from opensora_cli.engine.sampling.guidance import Guidance, branches_needed, count_evaluations, guidance_scales_at
 from opensora_cli.engine.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.engine.sampling.sizes import image_size
 from opensora_cli.engine.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
@@ -257,6 +257,7 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
 
     tokens_per_frame = rows * columns // settings.model.patch_size**2
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
+    _require_branches(settings, guidance, mode, mesh)
     sizes = GenerationSizes(
         height=height, width=width, latent_shape=latent_shape, mode=mode, lengths=lengths, guidance=guidance, mesh=mesh
     )
@@ -315,10 +316,13 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     Raises:
         HardwareError: there is no such device.
     """
+    parallel = settings.parallel
+    if device is None and parallel.devices is not None and parallel.world_size == 1:
+        device = f"cuda:{parallel.devices[0]}"
     hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
     if hardware.device.type == "cuda":
         return hardware
-    return replace(hardware, free_bytes=hardware.free_bytes // settings.parallel.ranks_per_node)
+    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
 
 
 def guidance_of(settings: GenerateSettings) -> Guidance:
@@ -331,6 +335,25 @@ def guidance_of(settings: GenerateSettings) -> Guidance:
         image_oscillation=sampling.image_oscillation,
         temporal_image_scaling=sampling.temporal_image_scaling,
     )
+
+
+def _require_branches(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode, mesh: MeshShape) -> None:
+    """Refuse ranks that would never have a branch of guidance to compute."""
+    branches = 1
+    if not settings.model.guidance_embed:
+        steps = settings.sampling.num_inference_steps
+        scales = (
+            guidance_scales_at(
+                step, guidance, mode=mode, num_inference_steps=steps, num_latent_frames=settings.num_latent_frames
+            )
+            for step in range(steps)
+        )
+        branches = max(len(branches_needed(each)) for each in scales)
+    if mesh.guidance > branches:
+        raise RequestError(
+            f"parallel.cfg_parallel_degree={mesh.guidance} is over the branches of guidance that a step has here, "
+            f"{branches}: use at most {branches}"
+        )
 
 
 def _budget(settings: GenerateSettings, hardware: Hardware) -> int:

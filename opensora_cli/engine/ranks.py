@@ -88,9 +88,16 @@ class Ranks:
             text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
         )
 
-    def share_branches(self, velocity: VelocityFn) -> VelocityFn:
-        """Return the same velocity, of which this rank computes its share of the branches."""
-        return velocity if self.mesh.shape.guidance == 1 else SharedBranches(velocity, self.mesh.group("guidance"))
+    def share_branches(self, velocity: VelocityFn, *, on_evaluation: Callable[[], None]) -> VelocityFn:
+        """Return the same velocity, of which this rank computes its share of the branches.
+
+        Args:
+            velocity: what one rank alone would use; calls `on_evaluation` itself.
+            on_evaluation: called for each branch that another computes.
+        """
+        if self.mesh.shape.guidance == 1:
+            return velocity
+        return SharedBranches(velocity, self.mesh.group("guidance"), on_evaluation=on_evaluation)
 
 
 class SharedBranches:
@@ -99,11 +106,15 @@ class SharedBranches:
     Args:
         velocity: what one rank alone would use.
         group: the ranks; all ask for the same.
+        on_evaluation: called for each branch that another computes.
     """
 
-    def __init__(self, velocity: VelocityFn, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, velocity: VelocityFn, group: dist.ProcessGroup, *, on_evaluation: Callable[[], None] = lambda: None
+    ) -> None:
         self._velocity = velocity
         self._group = group
+        self._on_evaluation = on_evaluation
 
     def __call__(self, packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /) -> dict[Branch, Tensor]:
         """Return velocity_1ND of every one of `branches` at time `t`."""
@@ -114,6 +125,8 @@ class SharedBranches:
             velocity_1ND = own[branch].contiguous() if branch in own else torch.empty_like(packed_latents_1ND)
             dist.broadcast(velocity_1ND, group=self._group, group_src=index % count)
             velocities[branch] = velocity_1ND
+            if branch not in own:
+                self._on_evaluation()
         return velocities
 
 

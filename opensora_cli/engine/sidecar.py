@@ -100,6 +100,7 @@ def sidecar_document(
         "dtype": str(plan.hardware.dtype).removeprefix("torch."),
         "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
         **peak_memory_gib,
+        "mesh": asdict(plan.mesh),
         "offload": asdict(plan.offload),
         "versions": versions(),
         "settings": sample_settings(plan, sample).model_dump(mode="json"),

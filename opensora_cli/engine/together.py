@@ -1,13 +1,10 @@
 """One generation by several processes: how they come to the same settings and the same plan."""
 
-import secrets
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,13 +13,14 @@ from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.launch.joining import joined
-from opensora_cli.engine.launch.launcher import launch
+from opensora_cli.engine.launch.launcher import launch, log_folder
 from opensora_cli.engine.launch.request import LaunchRequest
 from opensora_cli.engine.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.ranks import Ranks, agreed, least
 from opensora_cli.engine.references import with_mode
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMA
+from opensora_cli.settings.load import MACHINE_KEYS, SIDECAR_SCHEMA, GenerateRequest
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -37,18 +35,38 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> Non
     Raises:
         RequestError, HardwareError, OutputError, RankFailure, KeyboardInterrupt: as `launch`.
     """
+    with log_folder("generate") as log_dir:
+        request = _ranks_to_start(settings, log_dir)
+        saved, values = log_dir / "settings.json", settings.model_dump(mode="json")
+        write_json_atomic(saved, {"schema": SIDECAR_SCHEMA, "settings": values})
+        # In a file, these would give way to the environment.
+        final = [f"--set={key}={_as_text(values, key)}" for key in sorted(MACHINE_KEYS)]
+        launch(request, ["generate", "--from", str(saved), *final, *flags])
+
+
+def require_devices(settings: GenerateSettings) -> None:
+    """Check that this machine has the devices that are asked for.
+
+    Raises:
+        HardwareError: it has fewer.
+    """
+    _ranks_to_start(settings, Path()).check()
+
+
+def _ranks_to_start(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
     parallel = settings.parallel
-    # Kept only where it is of use: after a failure, whose message names it.
-    log_dir = Path(tempfile.gettempdir(), f"osora-generate-{secrets.token_hex(4)}")
     # Devices by number are cards: processes are started only for who says that he wants a CPU.
     kind: DeviceType = "cpu" if settings.runtime.device == "cpu" else "cuda"
-    request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
-    request.check()
-    saved = log_dir / "settings.json"
-    log_dir.mkdir(parents=True)
-    write_json_atomic(saved, {"schema": SIDECAR_SCHEMA, "settings": settings.model_dump(mode="json")})
-    launch(request, ["generate", "--from", str(saved), *flags])
-    shutil.rmtree(log_dir, ignore_errors=True)
+    return LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
+
+
+def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
+    """Return a request that says how many ranks there are, as those say it that torchrun or Slurm has started."""
+    given = request.overrides
+    if not {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(given):
+        return request
+    counted = {key: Given(value, "the number of ranks") for key, value in _counted(context).items()}
+    return replace(request, overrides={**counted, **given})
 
 
 @contextmanager
@@ -92,17 +110,27 @@ def settings_of_ranks(settings: GenerateSettings, context: RankContext) -> Gener
     """
     parallel = settings.parallel
     if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
-        meeting_place = f"{context.master_addr}:{context.master_port}" if context.nnodes > 1 else None
-        return settings.replace(
-            {
-                "parallel.gpus": context.world_size // context.nnodes,
-                "parallel.nnodes": context.nnodes,
-                "parallel.rdzv_endpoint": meeting_place,
-            }
-        )
+        return settings.replace(_counted(context))
     if parallel.world_size != context.world_size:
         raise RequestError(
             f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
             hint="drop --gpus and --nnodes where torchrun or Slurm starts the ranks",
         )
     return settings
+
+
+def _counted(context: RankContext) -> dict[str, object]:
+    meeting_place = f"{context.master_addr}:{context.master_port}" if context.nnodes > 1 else None
+    return {
+        "parallel.gpus": context.world_size // context.nnodes,
+        "parallel.nnodes": context.nnodes,
+        "parallel.rdzv_endpoint": meeting_place,
+    }
+
+
+def _as_text(values: Mapping[str, Any], key: str) -> str:
+    section, name = key.split(".")
+    value = values[section][name]
+    if value is None:
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

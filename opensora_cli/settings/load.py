@@ -19,12 +19,18 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_yaml
 from opensora_cli.settings.generate import GenerateSettings, RuntimeSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.parallel import ParallelSettings
 from opensora_cli.settings.presets import generate_preset, preset_path
 
 SIDECAR_SCHEMA = "osora.generate/1"
-_MACHINE_KEYS = frozenset(
-    {"runtime.weights", "memory.offload", "memory.resident_blocks", "memory.limit", "memory.host_weights"}
+MACHINE_KEYS = frozenset(
+    {
+        "runtime.weights",
+        *(f"memory.{name}" for name in ("offload", "resident_blocks", "limit", "host_weights")),
+        *(f"parallel.{name}" for name in ParallelSettings.model_fields),
+    }
 )
+"""What depends on the machine: of a saved run these give way to the environment of the one that repeats it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,5 +152,5 @@ def _given(request: GenerateRequest) -> dict[str, Given]:
     saved: dict[str, Given] = {}
     if request.saved:
         saved = read_sections(GenerateSettings, request.saved.values, source=request.saved.source)
-    machine = {key: saved.pop(key) for key in _MACHINE_KEYS & saved.keys()}
+    machine = {key: saved.pop(key) for key in MACHINE_KEYS & saved.keys()}
     return {**config, **machine, **environment, **saved, **request.overrides}

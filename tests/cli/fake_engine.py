@@ -44,7 +44,9 @@ class FakeEngine:
     ) -> FakeResult:
         return self._resolve(request, reporter)
 
-    def plan_from_request(self, request: GenerateRequest, *, reporter: Reporter) -> FakeResult:
+    def plan_from_request(
+        self, request: GenerateRequest, *, reporter: Reporter, context: RankContext | None
+    ) -> FakeResult:
         self.planned = True
         return self._resolve(request, reporter)
 

@@ -47,6 +47,31 @@ def test_two_processes_make_what_one_makes() -> None:
     assert np.abs(one - two).max() <= 1
 
 
+def test_the_environment_does_not_overrule_the_command_line() -> None:
+    """Neither what is machine's own, for ranks as for one process."""
+    environment = {**os.environ, "OSORA_WEIGHTS": "/nowhere", "OSORA_MEMORY__OFFLOAD": "none"}
+    flags = ["--steps", "1", "--gpus", "2", "--out", "a.png", "--offload", "blocks", "--weights", "elsewhere"]
+    done = subprocess.run(
+        [sys.executable, "-m", "opensora_cli", *SHORT, *flags], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(Path("a.json").read_text())["settings"]
+    assert settings["runtime"]["weights"] == "elsewhere"
+    assert settings["memory"]["offload"] == "blocks"
+
+
+def test_what_can_be_known_before_is_told_before_ranks_start(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.mp4").touch()
+    assert main([*SHORT, "--gpus", "2", "--out", "a.mp4"]) == 3
+    assert "a.mp4 exists already" in capsys.readouterr().err
+    assert main([*SHORT, "--gpus", "33", "--set", "parallel.ring_degree=33"]) == 2
+    assert "33 devices cannot share 32 tokens" in capsys.readouterr().err
+    assert main([*SHORT, "--gpus", "3", "--set", "parallel.cfg_parallel_degree=3"]) == 2
+    assert "use at most 2" in capsys.readouterr().err
+    assert main(["generate", "raining, sea", "--devices", "3"]) == 4
+    assert "runtime.device=cuda:3 is not there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stage", ["load", pytest.param("denoise", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all(stage: str) -> None:
     command = [sys.executable, "-m", "opensora_cli", *SHORT, "--steps", "1000", "--gpus", "2", "--out", "a.mp4"]

@@ -1,8 +1,5 @@
 """Which ranks a benchmark needs: how many processes to start here, and how each of them joins."""
 
-import secrets
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,7 +13,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.bench import Show, bench_comm, check_picture
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.launch.joining import joined
-from opensora_cli.engine.launch.launcher import launch
+from opensora_cli.engine.launch.launcher import launch, log_folder
 from opensora_cli.engine.launch.reporting import WatchedReporter
 from opensora_cli.engine.launch.request import LaunchRequest
 from opensora_cli.settings.bench_comm import BenchCommSettings, BenchDevice
@@ -67,10 +64,8 @@ def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:
     """
     if settings.parallel.node_rank == 0:
         check_picture(settings)
-    # Kept only where it is of use: after a failure, whose message names it.
-    log_dir = Path(tempfile.gettempdir(), f"osora-bench-comm-{secrets.token_hex(4)}")
-    launch(ranks_to_start(settings, log_dir=log_dir), arguments)
-    shutil.rmtree(log_dir, ignore_errors=True)
+    with log_folder("bench-comm") as log_dir:
+        launch(ranks_to_start(settings, log_dir=log_dir), arguments)
 
 
 def measure_as_rank(

@@ -8,11 +8,16 @@ reading its log file, where no bar can be drawn.
 """
 
 import os
+import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.rank_link import INTERRUPTED
@@ -93,6 +98,29 @@ def launch(
             raise RankFailure(
                 failure.message, hint="\n".join([*hints, *run.kept()]) or None, exit_code=failure.exit_code
             )
+
+
+@contextmanager
+def log_folder(name: str) -> Iterator[Path]:
+    """Yield a new folder for log files, which is kept only if a failure's message names it.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    folder = Path(tempfile.gettempdir(), f"osora-{name}-{secrets.token_hex(4)}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise OutputError(f"cannot make the folder of log files {folder}: {error.strerror}") from error
+    is_named = False
+    try:
+        yield folder
+    except RankFailure as failure:
+        is_named = str(folder) in f"{failure.message}{failure.hint}"
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Run:
