@@ -12,7 +12,7 @@ import torch
 
 from opensora_cli.cli.app import main
 from opensora_cli.cli.bench_comm import rank_arguments
-from opensora_cli.engine.bench_comm import start
+from opensora_cli.engine.launch import launcher
 from opensora_cli.settings.bench_comm import BenchCommSettings, Collective, Scaling
 
 QUICK = ["bench-comm", "--gpus", "2", "--device", "cpu", "--max-bytes", "32", "--iters", "2"]
@@ -70,7 +70,7 @@ def test_json_of_one_document_from_the_first_rank(capfd: pytest.CaptureFixture[s
 def test_csv_on_stdout_and_the_live_table_on_stderr(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(start.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path))
     assert main([*QUICK, *ONE, "--csv"]) == 0
     assert list(tmp_path.iterdir()) == []  # logs are of use after a failure only
     captured = capfd.readouterr()

@@ -1,17 +1,22 @@
 """Several ranks draw the video that one draws: the demo, under all conditions and by every way to share its work."""
 
+import re
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from opensora_cli.cli.app import main
 from opensora_cli.engine import build
 from opensora_cli.engine.draw import sample_latents
 from opensora_cli.engine.plan import make_plan
 from opensora_cli.engine.prompts import PromptEmbeds
 from opensora_cli.engine.ranks import Ranks
 from opensora_cli.engine.sampling.conditioning import reference_parts
+from opensora_cli.engine.weights import packaged_demo
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import sdpa
 from opensora_cli.settings.enums import ConditionMode
@@ -20,11 +25,12 @@ from opensora_cli.settings.load import load_preset
 STEPS = 2
 
 
-def plan_of(mode, degrees, frames=17):
+def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors"):
     references = {"i2v_loop": ("a.png", "b.png")}.get(mode, ("a.png",)) if mode != "t2v" else ()
     settings = load_preset("demo", prompt="raining, sea").replace(
         {
             "runtime.device": "cpu",
+            "files.transformer": transformer,
             "sampling.num_inference_steps": STEPS,
             "video.num_frames": frames,
             "video.max_frames": frames,
@@ -125,3 +131,30 @@ def held(degrees, frames):
 def test_memory_of_a_rank_is_predicted(pool, degrees):
     for predicted, peak in pool(2).run(held, degrees, 129):
         assert predicted == pytest.approx(peak, rel=0.1)
+
+
+def added_pss(path):
+    """Return by how many bytes loading the weights raises this rank's share of the machine's memory."""
+
+    def pss():
+        rollup = Path("/proc/self/smaps_rollup").read_text()
+        return 1024 * int(re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[1])
+
+    plan = plan_of("t2v", {"ulysses": 4}, transformer=path)
+    before = pss()
+    transformer = build.load_transformer(plan)
+    assert sum(float(weight.sum()) for weight in transformer.parameters()) != 0  # touches every page
+    dist.barrier()
+    added = pss() - before
+    dist.barrier()  # nobody unmaps what another still counts
+    return added
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of pages")
+def test_ranks_share_one_copy_of_the_weights(pool, tmp_path):
+    path = tmp_path / "transformer.safetensors"
+    assert main(["ckpt", "convert", str(packaged_demo() / path.name), str(path), "--dtype", "fp32", "--quiet"]) == 0
+    size = path.stat().st_size
+    assert size > 50e6
+    added = sum(pool(4).run(added_pss, str(path)))
+    assert 0.9 * size < added < 1.2 * size
