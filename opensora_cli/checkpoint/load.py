@@ -44,6 +44,11 @@ class _MappedTensors(Mapping[str, Tensor]):
         whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
         return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
 
+    def has_mapped(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a part of a file that is mapped here."""
+        start = tensor.untyped_storage().data_ptr()
+        return any(start == storage.data_ptr() for storage in self._maps.values())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -67,6 +72,7 @@ def load_into_module(
     convert: ConvertFn | None = None,
     allowed_missing: Sequence[str] = (),
     keep_on_host: Sequence[str] = (),
+    hold: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
     """Fill a module with the weights of a checkpoint, tensor by tensor.
@@ -85,6 +91,7 @@ def load_into_module(
         allowed_missing: patterns (as in shells: `cond_in.*`) of keys that the file may lack; on the meta device these
             start at zero, elsewhere they keep their values.
         keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
+        hold: given each tensor that stays on the CPU and is no map of the file; returns what the module gets instead.
         advance: called with the bytes of each tensor as it is loaded, to show progress.
 
     Raises:
@@ -108,11 +115,16 @@ def load_into_module(
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
 
+    mapped = _MappedTensors(entries)
+
     def assign(key: str, tensor: Tensor) -> None:
         on_host = any(fnmatchcase(key, pattern) for pattern in keep_on_host)
-        _assign(module_on_meta, key, _placed(tensor, device="cpu" if on_host else device, dtype=dtype))
+        placed = _placed(tensor, device="cpu" if on_host else device, dtype=dtype)
+        if hold is not None and placed.device.type == "cpu" and not mapped.has_mapped(placed):
+            placed = hold(placed)
+        _assign(module_on_meta, key, placed)
 
-    for key, tensor in read(_MappedTensors(entries)):
+    for key, tensor in read(mapped):
         assign(key, tensor)
         if advance is not None:
             advance(tensor.nbytes)

@@ -3,6 +3,7 @@
 import _thread
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -186,7 +187,7 @@ def run(command: Callable[[], object]) -> int:
                 if rank_link.report_bug(error):
                     return OsoraError.exit_code
                 if context is not None and rank_link.is_loss(error):
-                    output.print_failure((f"rank {context.rank} lost the others: see what they say",))
+                    output.print_failure((_lost(context.rank),), hint="the rank that ended first says why")
                     return HardwareError.exit_code
                 raise
             message = "\n".join(failure.lines)
@@ -194,6 +195,12 @@ def run(command: Callable[[], object]) -> int:
                 output.print_failure(failure.lines, hint=failure.hint)
             return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _lost(rank: int) -> str:
+    """Return what a rank says that nobody but itself watches, when a collective fails since another rank ended."""
+    where = f"rank {rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
+    return f"{where}: lost the others"
 
 
 def _context() -> RankContext | None:

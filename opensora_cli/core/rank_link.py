@@ -2,8 +2,8 @@
 
 The link is one end of a socket pair, so that each side learns from the kernel when the other is gone. A thread says
 every second that the process lives: a stopped process falls silent. That thread goes on while the main thread hangs in
-a collective, so it also measures the time since the main thread last told its progress, and ends the process when that
-takes far longer than a step.
+a collective, so it also watches whether the main thread gets on. A rank that waits for another is no wrong: only who
+sees all of them, the launcher, can tell a rank that hangs from those that wait for it.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -34,10 +34,13 @@ SILENCE_S = 60.0
 SILENT_STEPS = 10
 
 _BEAT_S = 1.0
+_PAUSE_S = 5.0
 _SEND_S = 5.0
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+_WAITING = ("torch.distributed", "opensora_cli.parallel", "opensora_cli.engine.ranks")
+"""Whose functions wait for other ranks."""
 
-Kind = Literal["error", "bug", "lost", "silent", "interrupted"]
+Kind = Literal["error", "bug", "lost", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,8 @@ class RankReport:
     """Why a rank ends.
 
     Args:
-        kind: `error`: a user can act on it; `lost`: another rank is gone, which is seldom the cause; `silent`: no
-            progress for too long; `interrupted`: it was asked to end; `bug`: anything else.
+        kind: `error`: a user can act on it; `lost`: another rank is gone, which is seldom the cause; `interrupted`:
+            it was asked to end; `bug`: anything else.
         message: what is wrong, one problem a line.
         hint: how to mend it.
         exit_code: of the whole run.
@@ -58,18 +61,38 @@ class RankReport:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a rank says of itself every second.
+
+    Args:
+        moves: how often it told that it got on; ranks that do the same work have about as many.
+        still_s: seconds without a sign of work.
+        is_idle: whether these are too many; right for a rank that waits for one that works.
+        is_late: whether a step takes too long, whatever the rank does.
+        waits: whether it is in a collective, or what else waits for other ranks, as far as can be seen.
+    """
+
+    moves: int = 0
+    still_s: float = 0.0
+    is_idle: bool = False
+    is_late: bool = False
+    waits: bool = False
+
+
 @contextmanager
 def linked(
     context: RankContext | None, *, silence_s: float = SILENCE_S, silent_steps: int = SILENT_STEPS
 ) -> Iterator[None]:
     """Keep the link open inside the block; a process that is no rank has none.
 
-    A rank that our launcher started ends at once when the launcher is gone. All ranks, also those of torchrun and of
-    Slurm, end with a message when they have told a step's time and are then silent for too long.
+    A rank that our launcher started ends at once when the launcher is gone, and says when it does not get on: the
+    launcher judges. Those of torchrun and of Slurm have nobody who sees them all. They end with a message when they
+    have told a step's time and the next takes far longer.
 
     Args:
         context: which rank this is.
-        silence_s: seconds without progress after which a rank ends, if ten steps are not longer.
+        silence_s: seconds that are too long without progress, if ten steps are not longer.
         silent_steps: how many steps' time that is.
     """
     global _link
@@ -88,16 +111,37 @@ def linked(
         link.stop()
 
 
-def beat(stage: str, step_s: float | None = None) -> None:
+def beat(stage: str, step_s: float | None = None, *, on_device: bool = False) -> None:
     """Say that the main thread got on; without effect in a process that is no rank.
 
     Args:
         stage: what it does now.
         step_s: seconds of a step; from now until the next `beat` no more may pass than the larger of 60 s and ten
-            times that. None: this may take as long as it takes.
+            times that. None: this may take as long as it takes, while this rank or another works.
+        on_device: whether the stage computes on the rank's device, see `device_is_card`.
     """
     if _link is not None:
-        _link.beat(stage, step_s)
+        _link.beat(stage, step_s, on_device=on_device)
+
+
+def move() -> None:
+    """Say that a part of a step is done; cheap, and without effect in a process that is no rank."""
+    if _link is not None:
+        _link.moves += 1
+
+
+def device_is_card() -> None:
+    """Say that processor time of stages that compute on the device is no sign of work from now on.
+
+    Whoever waits for a card, and so for a collective on it, does not sleep but asks it again and again.
+    """
+    if _link is not None:
+        _link.is_on_card = True
+
+
+def current_stage() -> str | None:
+    """Return the stage of this rank; None: it is none."""
+    return None if _link is None else _link.stage
 
 
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
@@ -145,13 +189,19 @@ class _Link:
     def __init__(
         self, context: RankContext, channel: socket.socket | None, *, silence_s: float, silent_steps: int
     ) -> None:
+        self.moves = 0
+        self.is_on_card = False
         self._context = context
         self._channel = channel
         self._silence_s = silence_s
         self._silent_steps = silent_steps
         self._sending = threading.Lock()
-        self._progress: tuple[str, float, float | None] = ("start", time.monotonic(), None)
-        """Stage, when it last got on, and how long it may take."""
+        self._progress = _Progress("start", time.monotonic(), None, on_device=False)
+        self._signs: object = None
+        self._looked = self._resumed = time.monotonic()
+        self._still_s = 0.0
+        self._has_told_where = False
+        self._main_clock = _main_clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="rank-link", daemon=True)
         self._log = context.log.open("ab", buffering=0) if context.log else None
@@ -159,6 +209,10 @@ class _Link:
     @property
     def has_launcher(self) -> bool:
         return self._channel is not None
+
+    @property
+    def stage(self) -> str:
+        return self._progress.stage
 
     def start(self) -> None:
         if self._channel is not None:
@@ -181,10 +235,11 @@ class _Link:
         self._thread.join()
         # The log stays open: faulthandler may need it until the process is gone.
 
-    def beat(self, stage: str, step_s: float | None) -> None:
-        limit = None if step_s is None else max(self._silence_s, self._silent_steps * step_s)
-        is_new = stage != self._progress[0]
-        self._progress = (stage, time.monotonic(), limit)
+    def beat(self, stage: str, step_s: float | None, *, on_device: bool) -> None:
+        limit_s = None if step_s is None else max(self._silence_s, self._silent_steps * step_s)
+        is_new = stage != self._progress.stage
+        self.moves += 1
+        self._progress = _Progress(stage, time.monotonic(), limit_s, on_device=on_device)
         if is_new:
             self._send({"stage": stage})
 
@@ -199,33 +254,89 @@ class _Link:
 
     def _live(self) -> None:
         while not self._ended.is_set():
-            self._send({})
-            self._end_if_silent()
+            pulse = self._pulse()
+            if pulse.is_idle or pulse.is_late:
+                self._tell_where()
+            else:
+                self._has_told_where = False
+            self._send({"pulse": asdict(pulse)})
             if self._channel is None:
+                if pulse.is_late:
+                    self._end(pulse)
                 self._ended.wait(_BEAT_S)
             elif select.select([self._channel], [], [], _BEAT_S)[0] and not self._ended.is_set():
                 os.kill(os.getpid(), signal.SIGKILL)  # nothing is ever sent to a rank: the launcher is gone
 
-    def _end_if_silent(self) -> None:
-        stage, since, limit = self._progress
-        silent_s = time.monotonic() - since
-        if limit is None or silent_s < limit:
-            return
-        if self._log is not None:
+    def _pulse(self) -> Pulse:
+        now, progress = time.monotonic(), self._progress
+        passed_s, self._looked = now - self._looked, now
+        if passed_s > _PAUSE_S:  # this process was stopped itself
+            passed_s, self._resumed = 0.0, now
+        signs = self._signs_of_work()
+        self._still_s = self._still_s + passed_s if signs == self._signs else 0.0
+        self._signs = signs
+        silent_s = now - max(progress.since, self._resumed)
+        limit_s = progress.limit_s
+        return Pulse(
+            moves=self.moves,
+            still_s=max(self._still_s, silent_s if limit_s is not None else 0.0),
+            is_idle=self._still_s >= (limit_s or self._silence_s),
+            is_late=limit_s is not None and silent_s >= limit_s,
+            waits=_main_thread_waits(),
+        )
+
+    def _signs_of_work(self) -> object:
+        cpu_s = None if self.is_on_card and self._progress.on_device else self._main_clock()
+        if sys.platform == "win32":
+            return self.moves, cpu_s
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        # Mapped files are read by major faults.
+        return self.moves, cpu_s, usage.ru_majflt, usage.ru_inblock, usage.ru_oublock
+
+    def _tell_where(self) -> None:
+        if self._log is not None and not self._has_told_where:
+            self._has_told_where = True
             faulthandler.dump_traceback(self._log)
-        message = f"no progress for {silent_s:.0f} s"
-        code = HardwareError.exit_code
-        self.report(RankReport(kind="silent", message=message, hint=None, exit_code=code))
-        if not self.has_launcher:
-            where = f"rank {self._context.rank} on {socket.gethostname()}, in the stage {stage}"
-            print(f"error: {where}: {message}", file=sys.stderr, flush=True)
-        os._exit(code)
+            self._signs = self._signs_of_work()  # that was no work of the main thread
+
+    def _end(self, pulse: Pulse) -> None:
+        where = f"rank {self._context.rank} on {socket.gethostname()}, in the stage {self.stage}"
+        print(f"error: {where}: no progress for {pulse.still_s:.0f} s", file=sys.stderr, flush=True)
+        os._exit(HardwareError.exit_code)
 
     def _send(self, message: object) -> None:
         if self._channel is None:
             return
         with self._sending, suppress(OSError):
             self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """When the main thread last got on, and how long it may take for the next."""
+
+    stage: str
+    since: float
+    limit_s: float | None
+    on_device: bool
+
+
+def _main_clock() -> Callable[[], float]:
+    """Return what tells the processor time of the main thread, or where that is unknown, of all but the asking one."""
+    main = threading.main_thread().ident
+    if sys.platform == "linux" and main is not None:
+        clock = time.pthread_getcpuclockid(main)
+        return lambda: time.clock_gettime(clock)
+    return lambda: time.process_time() - time.thread_time()
+
+
+def _main_thread_waits() -> bool:
+    main = threading.main_thread().ident
+    frame = None if main is None else sys._current_frames().get(main)
+    module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return any(module == waiting or module.startswith(f"{waiting}.") for waiting in _WAITING)
 
 
 _link: _Link | None = None

@@ -72,6 +72,14 @@ def first_host(nodelist: str) -> str:
     return first
 
 
+def read_endpoint(text: str) -> tuple[str, int] | None:
+    """Return host and port of `HOST:PORT`, where an IPv6 address is in brackets; None: it is no such text."""
+    match = re.fullmatch(r"(\[[^\[\]\s]+\]|[^\[\]\s]+):([0-9]{1,5})", text)
+    if match is None or not _is_port(int(match[2])):
+        return None
+    return match[1].strip("[]"), int(match[2])
+
+
 def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
     missing = [name for name in _TORCHRUN if not environment.get(name)]
     if missing:
@@ -83,6 +91,9 @@ def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
         )
     rank, local_rank, world_size, port = (_number(environment, name) for name in _TORCHRUN if name != "MASTER_ADDR")
     nnodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else 1
+    _require_even(world_size, nnodes)
+    if "LOCAL_WORLD_SIZE" in environment and _number(environment, "LOCAL_WORLD_SIZE") * nnodes != world_size:
+        raise _uneven(f"{world_size} on {nnodes}, and {environment['LOCAL_WORLD_SIZE']} on this one")
     _require_below(("RANK", rank), ("WORLD_SIZE", world_size))
     _require_below(("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size))
     log = environment.get(LOG_VARIABLE)
@@ -119,6 +130,11 @@ def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
         )
     if world_size == 1:
         return None
+    _require_even(world_size, nnodes)
+    # Such as 4(x2),3: twice 4 and once 3.
+    shares = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if len({share.partition("(")[0] for share in shares.split(",")}) > 1:
+        raise _uneven(f"SLURM_STEP_TASKS_PER_NODE={shares}")
     port = _FIRST_PORT + _number(environment, job_name) % _PORTS
     return RankContext(
         rank=rank,
@@ -153,7 +169,20 @@ def _require_below(smaller: tuple[str, int], larger: tuple[str, int]) -> None:
         )
 
 
+def _require_even(world_size: int, nnodes: int) -> None:
+    if nnodes == 0 or world_size % nnodes:
+        raise _uneven(f"{world_size} on {nnodes}")
+
+
+def _uneven(how: str) -> RequestError:
+    return RequestError(f"machines have different numbers of ranks: {how}", hint="start equally many on every machine")
+
+
 def _port(number: int) -> int:
-    if not 0 < number < 2**16:
+    if not _is_port(number):
         raise RequestError(f"MASTER_PORT={number} must be 1 to 65535")
     return number
+
+
+def _is_port(number: int) -> bool:
+    return 0 < number < 2**16

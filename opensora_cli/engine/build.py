@@ -1,8 +1,8 @@
 """From a plan to loaded components. Each is made without weights and filled from its mapped file, tensor by tensor."""
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import cast
 
@@ -18,6 +18,7 @@ from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.tensor_parallel import shard_t5, shard_transformer
 from opensora_cli.engine.weights import Component
 from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.shared_copies import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -71,7 +72,11 @@ def load_clip(plan: ExecutionPlan) -> ClipEncoder:
 
 
 def load_transformer(
-    plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None, advance: Advance | None = None
+    plan: ExecutionPlan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    neighbours: dist.ProcessGroup | None = None,
+    advance: Advance | None = None,
 ) -> MMDiT:
     """Return the transformer; a file in another published layout is converted.
 
@@ -80,6 +85,7 @@ def load_transformer(
     Args:
         plan: what goes where.
         group: ranks that share each block's heads and features.
+        neighbours: the ranks of this machine, which hold one copy of what waits on the CPU.
         advance: told of bytes as they are loaded.
 
     Raises:
@@ -92,26 +98,47 @@ def load_transformer(
     streams = offload.mode is OffloadMode.BLOCKS
     changes = offload.fp8_storage or group is not None
     stacks = repeated_blocks(transformer.config)
-    load_into_module(
-        transformer,
-        path,
-        device=plan.hardware.device,
-        dtype=plan.hardware.dtype,
-        convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
-        keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or changes else (),
-        advance=advance,
-    )
+    with _held_once(neighbours) as copies:
+        load_into_module(
+            transformer,
+            path,
+            device=plan.hardware.device,
+            dtype=plan.hardware.dtype,
+            convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
+            keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or changes else (),
+            hold=None if copies is None else copies.hold,
+            advance=advance,
+        )
     transformer.requires_grad_(False).eval()
     if group is not None:
         shard_transformer(transformer, group)
     if changes:
-        for block in chain.from_iterable(_stacks(transformer)):
-            if offload.fp8_storage:
-                store_in_fp8(block)
-            if not streams:
-                block.to(plan.hardware.device)
+        # Shares of heads and features differ from rank to rank.
+        with _held_once(neighbours if group is None else None) as copies:
+            for block in chain.from_iterable(_stacks(transformer)):
+                if offload.fp8_storage:
+                    store_in_fp8(block)
+                if not streams:
+                    block.to(plan.hardware.device)
+                elif copies is not None:
+                    _hold_8_bits(block, copies)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     return transformer
+
+
+@contextmanager
+def _held_once(neighbours: dist.ProcessGroup | None) -> Iterator[SharedCopies | None]:
+    if neighbours is None:
+        yield None
+    else:
+        with SharedCopies(neighbours) as copies:
+            yield copies
+
+
+def _hold_8_bits(block: nn.Module, copies: SharedCopies) -> None:
+    for weight in block.parameters():
+        if weight.device.type == "cpu" and weight.dtype is torch.float8_e4m3fn:
+            weight.data = copies.hold(weight.data)
 
 
 def streamed_blocks(

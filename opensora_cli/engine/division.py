@@ -30,7 +30,10 @@ def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     ulysses, ring = parallel.ulysses_degree, parallel.ring_degree
     rest = parallel.world_size // prod(parallel.degrees.values())
     if ulysses is None and ring is None:
-        ulysses = _ulysses_degree(rest, heads=settings.model.num_heads // tensor, neighbours=parallel.ranks_per_node)
+        # Those that share heads and features lie inside: where they fill a machine, or straddle two, there is no room.
+        neighbours, left_over = divmod(parallel.ranks_per_node, tensor)
+        neighbours = 1 if left_over else neighbours
+        ulysses = _ulysses_degree(rest, heads=settings.model.num_heads // tensor, neighbours=neighbours)
         ring = rest // ulysses
     elif ulysses is None:
         ulysses = rest

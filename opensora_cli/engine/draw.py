@@ -74,7 +74,12 @@ def draw_samples(
             vae.put_away()
         missing = files[len(drawn) :]
         with (
-            loaded_transformer(plan, record, group=None if ranks is None else ranks.tensor_group) as transformer,
+            loaded_transformer(
+                plan,
+                record,
+                group=None if ranks is None else ranks.tensor_group,
+                neighbours=None if ranks is None else ranks.neighbours,
+            ) as transformer,
             record.stage(DENOISE, total=plan.evaluations_per_sample * len(missing), unit="evaluations") as progress,
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)

@@ -9,7 +9,7 @@ products of cuBLAS do), the CUDA context, and what an allocator rounds up or can
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from opensora_cli.engine.configs import mmdit_config, vae_config, vae_tiling
 from opensora_cli.engine.empty_decoder import EmptyDecoder
 from opensora_cli.engine.empty_ranks import EmptySequenceParallel, empty_attention
-from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, OffloadPlan, StageMemory
+from opensora_cli.engine.estimate_text import text_memory
+from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.prompts import PromptEmbeds
 from opensora_cli.engine.references import to_uint8
 from opensora_cli.engine.sampling.conditioning import (
@@ -39,15 +40,15 @@ from opensora_cli.engine.sampling.guidance import (
     guidance_scales_at,
 )
 from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.engine.tensor_parallel import largest_share
 from opensora_cli.engine.velocity import GuidedVelocity
-from opensora_cli.engine.weightless import HOST, Repeated, empty_module, without_memory
+from opensora_cli.engine.weightless import HOST, Need, Repeated, empty_module, without_memory
 from opensora_cli.engine.weights import Component
 from opensora_cli.memory.block_weights import ALIGNMENT, slot_bytes
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
-from opensora_cli.models.text.folder import load_config
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import Tiling
@@ -74,19 +75,6 @@ class GenerationSizes:
     guidance: Guidance
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """Bytes that a computation needs beside its weights."""
-
-    data: int
-    activations: int
-
-    @classmethod
-    def of(cls, counter: TensorBytes) -> "_Need":
-        """Return what was counted; inputs and outputs are still alive, and nothing else is."""
-        return cls(counter.live_bytes, counter.peak_bytes - counter.live_bytes)
 
 
 def estimate_generation(
@@ -127,7 +115,9 @@ def estimate_generation(
 
     lengths = settings.text.t5_max_length, settings.text.clip_max_length
     folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
-    text = _text(weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size)
+    text = text_memory(
+        weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size
+    )
     config = mmdit_config(settings.model)
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
     workspace = _multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
@@ -151,7 +141,7 @@ def _denoising(
     dtype: torch.dtype,
     device_type: str,
     chunk_tokens: int | None,
-) -> _Need:
+) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
     # No step has more branches than the first.
@@ -198,7 +188,7 @@ def _denoising(
             latents_1CTHW = unpack_latents(
                 drawn_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
             )
-            need = _Need.of(counter)
+            need = Need.of(counter)
             del latents_1CTHW
             return need
 
@@ -212,7 +202,7 @@ def _decoding(
     dtype: torch.dtype,
     device_type: str,
     chunks: tuple[int | None, bool],
-) -> _Need:
+) -> Need:
     (height, width), (chunk_frames, store_on_host) = shown, chunks
     with without_memory(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
@@ -228,7 +218,7 @@ def _decoding(
                 latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
             )
             deque(map(lambda piece_1CTHW: to_uint8(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
-            need = _Need.of(counter)
+            need = Need.of(counter)
             del latents_1CTHW
             return need
 
@@ -241,7 +231,7 @@ def _encoding(
     num_frames: Sequence[int],
     dtype: torch.dtype,
     device_type: str,
-) -> _Need:
+) -> Need:
     with without_memory(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
@@ -251,87 +241,9 @@ def _encoding(
             for frames in num_frames:
                 pixels_1CTHW = empty(1, 3, frames, sizes.height, sizes.width)
                 latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
-            need = _Need.of(counter)
+            need = Need.of(counter)
             latents.clear()
             return need
-
-
-def _text(
-    weights: Mapping[Component, int],
-    lengths: tuple[int, int],
-    folders: tuple[Path | None, ...],
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    streamed: bool,
-    ranks: int,
-) -> StageMemory:
-    t5, t5_blocks, saved = _t5(lengths[0], folders[0], dtype, device_type)
-    clip = _clip(lengths[1], folders[1], dtype, device_type)
-    weight_bytes = weights[Component.T5] + weights[Component.CLIP]
-    if streamed:
-        weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
-    else:  # each rank has its share of the layers
-        weight_bytes -= saved - saved // ranks
-    # One after the other; what the first gives is there while the second computes.
-    activations = max(t5.activations, clip.activations + clip.data)
-    return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations)
-
-
-@lru_cache(maxsize=16)
-def _t5(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> tuple[_Need, tuple[int, ...], int]:
-    """Return what T5 needs, and of its layers the bytes of each in a slot, and of all together elsewhere."""
-    with without_memory(device_type) as device:
-        model = empty_module(lambda: t5_model(folder), device=device, dtype=dtype)
-        need = _encoder_need(lambda ids: model(input_ids=ids).last_hidden_state, length, device)
-        layers: Sequence[nn.Module] = list(model.encoder.block)
-        slots = tuple(slot_bytes(layer) for layer in layers)
-        return need, slots, sum(weight.nbytes for layer in layers for weight in layer.parameters())
-
-
-@lru_cache(maxsize=16)
-def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> _Need:
-    with without_memory(device_type) as device:
-        model = empty_module(lambda: clip_model(folder), device=device, dtype=dtype)
-        # A longer one is refused when the encoder is loaded.
-        length = min(length, model.config.max_position_embeddings)
-        return _encoder_need(lambda ids: model(input_ids=ids).pooler_output, length, device)
-
-
-def t5_model(folder: Path | None) -> Any:
-    """Return a T5 encoder of the sizes that a folder says, the released one's without a folder, with fresh weights.
-
-    Raises:
-        CheckpointError: the folder's configuration is broken.
-    """
-    # Imported here, since transformers takes seconds to load.
-    from transformers import T5Config, T5EncoderModel
-
-    if folder is not None:
-        return T5EncoderModel(load_config(T5Config, folder))
-    sizes: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64}
-    return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
-
-
-def clip_model(folder: Path | None) -> Any:
-    """Return the text tower of a CLIP likewise."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    if folder is not None:
-        return CLIPTextModel(load_config(CLIPTextConfig, folder))
-    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-    return CLIPTextModel(CLIPTextConfig(**sizes))
-
-
-def _encoder_need(encode: Callable[[Tensor], Tensor], length: int, device: torch.device) -> _Need:
-    """Count the encoding of the prompt and the negative prompt."""
-    with TensorBytes(device_type=device.type) as counter:
-        ids_2L = torch.empty((2, length), dtype=torch.int64, device=device)
-        embeds = encode(ids_2L)
-        del ids_2L
-        need = _Need.of(counter)
-        del embeds
-        return need
 
 
 def _transformer_bytes(
@@ -365,9 +277,11 @@ def _stacks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[RepeatedBloc
 
 
 def _share(stack: RepeatedBlocks, block: nn.Module, ranks: int) -> float:
-    """Return which part of a block's weights each of the ranks has that share it."""
-    divided = sum(_weight_bytes(block.get_submodule(linear.path)) for linear in stack.linears)
-    return 1 - divided / _weight_bytes(block) * (1 - 1 / ranks)
+    """Return which part of a block's weights the rank has that has the most of those that share it."""
+    elsewhere = sum(
+        _weight_bytes(block.get_submodule(linear.path)) * (1 - largest_share(linear, ranks)) for linear in stack.linears
+    )
+    return 1 - elsewhere / _weight_bytes(block)
 
 
 def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:

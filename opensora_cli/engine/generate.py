@@ -116,7 +116,10 @@ def plan_from_request(
     """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
     if context is not None:
         request = request_of_rank(request, context)
-    return plan_generation(resolve_generate_settings(request, reporter=reporter), reporter=reporter)
+    settings = resolve_generate_settings(request, reporter=reporter)
+    if context is None and settings.parallel.world_size > 1:
+        require_devices(settings)
+    return plan_generation(settings, reporter=reporter)
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> GenerateSettings:

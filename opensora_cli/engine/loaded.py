@@ -22,7 +22,11 @@ from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 @contextmanager
 def loaded_transformer(
-    plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGroup | None = None
+    plan: ExecutionPlan,
+    record: RunRecord,
+    *,
+    group: dist.ProcessGroup | None = None,
+    neighbours: dist.ProcessGroup | None = None,
 ) -> Iterator[MMDiT]:
     """Yield the transformer, ready to run, with as much of it on the device as the plan says.
 
@@ -32,10 +36,11 @@ def loaded_transformer(
         plan: what goes where.
         record: told of stages.
         group: ranks that share each block's heads and features.
+        neighbours: the ranks of this machine.
     """
     with ExitStack() as stack:
         with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
-            transformer = build.load_transformer(plan, group=group, advance=advance)
+            transformer = build.load_transformer(plan, group=group, neighbours=neighbours, advance=advance)
         if plan.offload.mode is OffloadMode.BLOCKS:
             with record.stage("offload"):
                 _stream(plan, transformer, stack, record)

@@ -1,5 +1,6 @@
 """The processes that make one video together, as the engine sees them."""
 
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -52,6 +53,19 @@ def least(number: int) -> int:
     return min(numbers)
 
 
+def _neighbours() -> dist.ProcessGroup:
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    own = dist.group.WORLD
+    assert own is not None
+    if len(set(hosts)) == 1:
+        return own
+    for host in dict.fromkeys(hosts):
+        group = dist.new_group([rank for rank, name in enumerate(hosts) if name == host])
+        own = group if host == socket.gethostname() else own
+    return own
+
+
 class Ranks:
     """All processes of a run, of which rank 0 alone reads references, prints and writes files.
 
@@ -63,6 +77,8 @@ class Ranks:
     def __init__(self, shape: MeshShape, device: torch.device) -> None:
         self.mesh = ParallelMesh(shape, device_type=device.type)
         self.device = device
+        self.neighbours = _neighbours()
+        """The ranks of this machine."""
 
     @property
     def is_main(self) -> bool:

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.sharding import ShardedLinear
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5_blocks import keep_heads, t5_linears
 from opensora_cli.parallel.shares import shares, span
@@ -43,3 +44,11 @@ def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
     for layer in t5.blocks:
         shard_linears(layer, linears, group)
         keep_heads(layer, heads)
+
+
+def largest_share(linear: ShardedLinear, ranks: int) -> float:
+    """Return which part of a divided layer's features the rank has that has the most."""
+    largest = sum(
+        shares(piece // unit, ranks)[0] * unit for piece, unit in zip(linear.pieces, linear.units, strict=True)
+    )
+    return largest / sum(linear.pieces)

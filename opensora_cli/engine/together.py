@@ -45,7 +45,7 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> Non
 
 
 def require_devices(settings: GenerateSettings) -> None:
-    """Check that this machine has the devices that are asked for.
+    """Check that this machine has the devices on which ranks are to be started.
 
     Raises:
         HardwareError: it has fewer.

@@ -6,6 +6,7 @@ would have allocated.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,19 @@ HOST = torch.device("cpu")
 _ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a computation needs beside its weights."""
+
+    data: int
+    activations: int
+
+    @classmethod
+    def of(cls, counter: TensorBytes) -> "Need":
+        """Return what was counted; inputs and outputs are still alive, and nothing else is."""
+        return cls(counter.live_bytes, counter.peak_bytes - counter.live_bytes)
 
 
 @contextmanager

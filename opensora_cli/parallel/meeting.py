@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from opensora_cli.core.exceptions import HardwareError
 
-_GONE = b"gone"
+_VERDICT, _COMPLETE, _GONE = "verdict", "complete", "gone"
 _GROUPS = "groups"
 
 
@@ -44,24 +44,28 @@ class Meeting:
             AbsentRanks: these did not come within `timeout_s`, or have already given up waiting for others.
         """
         self._held += 1
-        keys = [f"{self._prefix}/{self._held}/{rank}" for rank in range(self._size)]
+        place = f"{self._prefix}/{self._held}"
+        keys = [f"{place}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(note))
+        absent: list[int] = []
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if absent:
-                # One who comes late must not go on alone.
-                self._store.set(keys[self._rank], _GONE.decode())
-                raise AbsentRanks(absent) from None
-        notes = [self._store.get(key) for key in keys]
-        gone = [rank for rank, got in enumerate(notes) if got == _GONE]
-        if gone:
-            raise AbsentRanks(gone)
+        # One who comes late must not go on alone: who is done first decides for all.
+        ours = f"{_GONE} {self._rank}" if absent else _COMPLETE
+        verdict = self._store.compare_set(f"{place}/{_VERDICT}", "", ours).decode()
+        if verdict != _COMPLETE:
+            raise AbsentRanks(absent or [int(verdict.removeprefix(_GONE))])
         if self._held > 1:
-            # Whoever is here has read what there was before.
-            self._store.delete_key(f"{self._prefix}/{self._held - 1}/{self._rank}")
-        return [json.loads(got) for got in notes]
+            self._forget(f"{self._prefix}/{self._held - 1}")
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _forget(self, place: str) -> None:
+        # Whoever has come to the next has read what there was before.
+        self._store.delete_key(f"{place}/{self._rank}")
+        if self._rank == 0:
+            self._store.delete_key(f"{place}/{_VERDICT}")
 
 
 def group_with(ranks: list[int], *, timeout_s: float = 600.0) -> dist.ProcessGroup:

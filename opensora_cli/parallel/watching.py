@@ -1,6 +1,7 @@
 """Watchful collectives: ranks that agree on what they are about to do, and errors that say who did not."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -8,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.parallel.meeting import AbsentRanks, Meeting, group_with
@@ -133,51 +134,73 @@ def rebuilt_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.Process
 def init_with_retry(
     device_type: str,
     *,
-    init_method: str = "env://",
-    rank: int = -1,
-    world_size: int = -1,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
     timeout_s: float = 600.0,
-    attempts: int = 5,
     connect_s: float = 30.0,
     first_pause_s: float = 1.0,
 ) -> None:
     """Meet the other ranks and make the default group; as `dist.init_process_group`, but patient.
 
-    Only reaching the store is tried again, after pauses that double, up to half a minute: until then nobody knows of
-    this rank. What fails after that is not, as the traces of the first try would confuse the second.
+    Rank 0 opens the store once, unless who started the ranks keeps it. Reaching it is tried again by the others, after
+    pauses that double, up to half a minute: until then nobody knows of this rank. What fails after that is not tried
+    again, as the traces of the first try would confuse the second.
 
     Args:
         device_type: `cpu` or `cuda`: chooses gloo or NCCL.
-        init_method: `env://`, `tcp://HOST:PORT` or `file://PATH`.
-        rank: of this process; -1: it is in the environment.
-        world_size: the number of ranks; -1: it is in the environment.
+        host: of the store.
+        port: of the store.
+        rank: of this process.
+        world_size: the number of ranks.
         timeout_s: the limit of collectives, and for all ranks to come.
-        attempts: at reaching the store, from 1.
         connect_s: for each attempt.
         first_pause_s: after the first attempt.
 
     Raises:
         HardwareError: the store cannot be reached, or the ranks did not come together.
     """
-    for attempt in range(attempts):
-        try:
-            meet = rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=connect_s))
-            store, rank, world_size = next(meet)
-            break
-        except dist.DistError as error:
-            if attempt + 1 == attempts:
-                raise HardwareError(
-                    f"rank {rank}: no answer from {init_method} in {attempts} attempts of {connect_s:g} s",
-                    hint="check that the first machine runs, its address and port, and the firewall between",
-                ) from error
-            time.sleep(min(_LONGEST_PAUSE_S, first_pause_s * 2.0**attempt))
     limit = timedelta(seconds=timeout_s)
+    # So torchrun says, and our launcher, that theirs is to be used.
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _opened_store(host, port, limit)
+    else:
+        store = _reached_store(
+            host, port, rank, deadline=time.monotonic() + timeout_s, connect_s=connect_s, pause_s=first_pause_s
+        )
     store.set_timeout(limit)
     try:
         dist.init_process_group(backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise HardwareError(f"rank {rank} of {world_size}: the ranks did not meet: {reason}", hint=_AGAIN) from error
+
+
+def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
+    try:
+        return TCPStore(host, port, is_master=True, timeout=limit, wait_for_workers=False)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise HardwareError(
+            f"rank 0: cannot listen at port {port}: {reason}", hint="set MASTER_PORT to a free port, on all ranks"
+        ) from error
+
+
+def _reached_store(host: str, port: int, rank: int, *, deadline: float, connect_s: float, pause_s: float) -> TCPStore:
+    start = time.monotonic()
+    while True:
+        timeout = timedelta(seconds=min(connect_s, deadline - time.monotonic()))
+        try:
+            return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        except dist.DistError as error:
+            if time.monotonic() + pause_s > deadline:
+                raise HardwareError(
+                    f"rank {rank}: no answer from {host}:{port} within {time.monotonic() - start:.0f} s",
+                    hint="check that the first machine runs, its address and port, and the firewall between",
+                ) from error
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)
 
 
 def _await_device(timeout_s: float) -> None:

@@ -64,7 +64,10 @@ class BenchCommSettings(Section):
     parallel: ParallelSettings = Field(
         default=ParallelSettings(), description="the ranks; by default one for each card, or two on CPUs"
     )
-    device: BenchDevice = Field(default=BenchDevice.AUTO, description="on what the ranks run")
+    device: BenchDevice = Field(
+        default=BenchDevice.AUTO,
+        description="on what the ranks run; auto: cards, or CPUs where there are none and none are asked for",
+    )
     min_bytes: ByteSize = Field(default=8, le=_LARGEST, description="smallest size, as in 8 or 1KiB")
     max_bytes: ByteSize | None = Field(
         default=None,

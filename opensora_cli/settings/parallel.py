@@ -1,10 +1,20 @@
 """Settings of a run on several devices: how many there are, and how they share the work."""
 
+from collections.abc import Iterable
 from math import prod
 from typing import Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
+from opensora_cli.core.ranks import read_endpoint
 from opensora_cli.settings.base import Section
 
 DEGREES = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
@@ -48,6 +58,16 @@ class ParallelSettings(Section):
         """The degrees that are set."""
         return {name: degree for name in DEGREES if (degree := getattr(self, name)) is not None}
 
+    @field_validator("devices", mode="wrap")
+    @classmethod
+    def _devices_are_numbers(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            # A wrong number alone would be named as if it were all.
+            named = value if isinstance(value, str) or not isinstance(value, Iterable) else ",".join(map(str, value))
+            raise ValueError(f"parallel.devices={named} must be numbers of cards, as in 0,2") from None
+
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
         problems = [*self._node_problems(), *self._device_problems(), *self._degree_problems()]
@@ -67,12 +87,11 @@ class ParallelSettings(Section):
                 f"parallel.nnodes={self.nnodes} needs parallel.rdzv_endpoint: use HOST:PORT of machine 0 on each"
             )
         if self.rdzv_endpoint is not None:
-            host, _, port = self.rdzv_endpoint.rpartition(":")
             if self.nnodes == 1:
                 problems.append(
                     f"parallel.rdzv_endpoint={self.rdzv_endpoint} has no effect on one machine: set parallel.nnodes"
                 )
-            elif not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            elif read_endpoint(self.rdzv_endpoint) is None:
                 problems.append(f"parallel.rdzv_endpoint={self.rdzv_endpoint} must be HOST:PORT, as in node0:29500")
         return problems
 

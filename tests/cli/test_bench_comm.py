@@ -108,6 +108,14 @@ def test_more_cards_than_there_are(capsys: pytest.CaptureFixture[str], monkeypat
     assert "gpus=4, and this machine has 2: cuda:0 (card 0), cuda:1 (card 1)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--gpus", "2"], ["--devices", "0,1"]], ids=" ".join)
+def test_cards_are_not_replaced_by_processes(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("this machine has them")
+    assert main(["bench-comm", *flags, "--max-bytes", "8"]) == 4
+    assert "use --device cpu" in capsys.readouterr().err
+
+
 def test_one_card_alone_has_nobody_to_talk_to(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,11 @@
 """`osora generate --gpus`: what several processes make is what one makes, and when one ends all end."""
 
 import json
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import psutil
 import pytest
 from PIL import Image
 
+import opensora_cli
 from opensora_cli.cli.app import main
 
 # Of one size with the clip there would be a single tile, which rank 0 decodes.
@@ -72,44 +75,181 @@ def test_what_can_be_known_before_is_told_before_ranks_start(capsys: pytest.Capt
     assert "runtime.device=cuda:3 is not there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", ["load", pytest.param("denoise", marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_all(stage: str) -> None:
-    command = [sys.executable, "-m", "opensora_cli", *SHORT, "--steps", "1000", "--gpus", "2", "--out", "a.mp4"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        launcher = psutil.Process(run.pid)
-        try:
-            assert run.stderr is not None
-            before = []
-            for line in run.stderr:
-                before.append(line)
-                if line.startswith(stage):
-                    break
-            ranks = [child for child in launcher.children() if rank_of(child) is not None]
-            assert sorted(map(rank_of, ranks)) == [0, 1]
-            os.kill(next(rank.pid for rank in ranks if rank_of(rank) == 1), signal.SIGKILL)
-            start = time.monotonic()
-            err = run.stderr.read()
-            assert run.wait(timeout=20) == 4, "".join(before) + err
-            assert time.monotonic() - start < 20
-        finally:
-            run.kill()
-    assert re.search(r"rank 1 .*SIGKILL", err), err
+SLOW = pytest.mark.slow
+# Rank 0 alone encodes references, and saves.
+STAGES = [
+    (1, "load"),
+    *(pytest.param(rank, stage, marks=SLOW) for rank, stage in ((1, "text"), (0, "encode"), (1, "denoise"))),
+    *(pytest.param(rank, stage, marks=SLOW) for rank, stage in ((1, "decode"), (0, "save"))),
+]
+
+
+@pytest.mark.parametrize(("rank", "stage"), STAGES)
+def test_a_killed_rank_ends_all(rank: int, stage: str) -> None:
+    err = ended_early(rank, stage, "os.kill(os.getpid(), signal.SIGKILL)", within_s=20.0)
+    assert f"error: rank {rank} on {socket.gethostname()}, in the stage {stage}: killed (SIGKILL)" in err
+
+
+@SLOW
+def test_a_stopped_rank_ends_all() -> None:
+    err = ended_early(1, "denoise", "os.kill(os.getpid(), signal.SIGSTOP)", within_s=20.0)
+    assert f"error: rank 1 on {socket.gethostname()}, in the stage denoise: stopped (SIGSTOP)" in err
+
+
+@pytest.mark.parametrize("stage", ["text", pytest.param("denoise", marks=SLOW)])
+def test_a_rank_that_hangs_before_the_first_step_ends_all(stage: str) -> None:
+    """As soon as the limit, here 3 s, is over, and not when the collective of the others gives up after 600 s."""
+    err = ended_early(1, stage, "time.sleep(300)", within_s=20.0)
+    assert f"error: rank 1 on {socket.gethostname()}, in the stage {stage}: no progress for" in err
+    log = Path(re.search(r"log: (.*rank1\.log)", err)[1])
+    assert "sitecustomize.py" in log.read_text()  # where it hangs
+
+
+def ended_early(rank: int, stage: str, act: str, *, within_s: float) -> str:
+    """Return what a run says in which a rank, as soon as it is in a stage, does `act`."""
+    Path("sitecustomize.py").write_text(ACTING.format(rank=rank, stage=stage, act=act))
+    Image.new("RGB", (64, 64)).save("a.png")
+    flags = [*TILES, "--num-frames", "17", "--steps", "2", "--gpus", "2", "--out", "a.mp4", "--ref", "a.png"]
+    environment = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), REPOSITORY]), "MARK": "acted"}
+    said, told_at = [], math.inf
+    with osora(*SHORT, *flags, **environment) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            said.append(line)
+            if line.startswith("error:"):
+                told_at = time.time()
+        out = run.stdout.read() if run.stdout else ""
+    err = "".join(said)
+    assert (run.returncode, out) == (4, ""), err
+    assert told_at - Path("acted").stat().st_mtime < within_s
     assert "Traceback" not in err
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert re.search(rf"log: .*rank{rank}\.log", err), err
+    assert not any(is_rank(process) for process in psutil.process_iter())
     assert not Path("a.mp4").exists()
+    return err
 
 
-def rank_of(process: psutil.Process) -> int | None:
+REPOSITORY = str(Path(opensora_cli.__file__).parent.parent)
+# Python runs a module of this name when it starts, in each process of a real run.
+ACTING = """
+import os, signal, time
+from functools import partial
+from pathlib import Path
+from opensora_cli.core import rank_link
+
+def beat(stage, *arguments, **named):
+    told(stage, *arguments, **named)
+    if (rank, stage) == ("{rank}", "{stage}"):
+        Path(os.environ["MARK"]).touch()
+        {act}
+
+rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+if rank is not None:
+    told, rank_link.beat = rank_link.beat, beat
+    rank_link.linked = partial(rank_link.linked, silence_s=3.0)
+"""
+
+
+def osora(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "opensora_cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(Path.cwd()), **environment},  # where the logs are
+    )
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether a process is a rank of a run in this folder."""
     try:
-        return int(process.environ()["RANK"])
-    except (KeyError, psutil.Error):
-        return None
+        is_alive = process.status() != psutil.STATUS_ZOMBIE
+        return is_alive and process.cwd() == str(Path.cwd()) and "RANK" in process.environ()
+    except psutil.Error:
+        return False
 
 
-def test_more_cards_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "raining, sea", "--gpus", "100"]) == 4
-    err = capsys.readouterr().err
-    assert "gpus=100, and this machine has" in err
+class TestRanksThatOthersStart:
+    @SLOW
+    def test_torchrun(self) -> None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, "-m", "opensora_cli", *SHORT, "--steps", "2", "--format", "png", "--out", "two.png"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "two\n"
+        assert "devices: 2, Ulysses 2" in done.stderr
+        assert main([*SHORT, "--steps", "2", "--format", "png", "--out", "one.png"]) == 0
+        assert np.abs(frames("one") - frames("two")).max() <= 1
+
+    @SLOW
+    def test_slurm(self) -> None:
+        outs, errs, codes = self.slurm("--steps", "2", "--format", "png", "--out", "two.png")
+        assert codes == [0, 0], errs
+        assert outs == ["two\n", ""]
+        assert "devices: 2, Ulysses 2" in errs[0]
+        assert main([*SHORT, "--steps", "2", "--format", "png", "--out", "one.png"]) == 0
+        assert np.abs(frames("one") - frames("two")).max() <= 1
+
+    @SLOW
+    def test_one_killed_under_slurm(self) -> None:
+        """Nobody watches both; the other finds its connection closed, and says where it was."""
+        Path("sitecustomize.py").write_text(
+            ACTING.format(rank=1, stage="denoise", act="os.kill(os.getpid(), signal.SIGKILL)")
+        )
+        path = os.pathsep.join([str(Path.cwd()), REPOSITORY])
+        _, errs, codes = self.slurm("--steps", "2", "--out", "a.mp4", PYTHONPATH=path, MARK="acted")
+        assert codes == [4, -signal.SIGKILL], errs
+        assert f"error: rank 0 on {socket.gethostname()}, in the stage denoise: lost the others" in errs[0]
+        assert "Traceback" not in errs[0]
+
+    @staticmethod
+    def slurm(*flags: str, **environment: str) -> tuple[list[str], list[str], list[int]]:
+        """Return what two ranks that srun would have started print on stdout and stderr, and their exit codes."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
+        counts = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "opensora_cli", *SHORT, *flags],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={
+                    **os.environ,
+                    **step,
+                    **counts,
+                    **environment,
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_LOCALID": str(rank),
+                },
+            )
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=300) for rank in ranks]
+        return [out for out, _ in said], [err for _, err in said], [rank.returncode for rank in ranks]
+
+    def test_unequal_machines_are_refused_before_loading(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}
+        for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        for flags in ([], ["--dry-run"]):
+            assert main([*SHORT, *flags]) == 2
+            err = " ".join(capsys.readouterr().err.split())
+            assert "machines have different numbers of ranks: 3 on 2 start equally many on every machine" in err
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_more_cards_than_there_are(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "raining, sea", "--gpus", "100", *flags]) == 4
+    assert "gpus=100, and this machine has" in capsys.readouterr().err
+    assert main(["generate", "raining, sea", "--devices", "0,99", *flags]) == 4
+    out, err = capsys.readouterr()
+    assert "and this machine has" in err
+    assert out == ""
 
 
 def test_the_plan_says_how_the_work_is_shared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,9 +93,7 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             print("no luck")
             os._exit(7)
         case "wait" if stage == "start":  # as an import does
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline:
-                pass
+            compute(120)
         case "wait":
             time.sleep(120)
         case "ignore":
@@ -106,6 +104,17 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
         case "silence":
             beat(stage, 0.01)
             time.sleep(120)
+        case "spin":
+            beat(stage, 0.01)
+            compute(120)
+        case "compute":
+            compute(4)
+
+
+def compute(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
 
 
 if __name__ == "__main__":

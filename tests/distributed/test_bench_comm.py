@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -279,8 +280,8 @@ SHAPES_OF_A_TINY_MODEL = ModelShapes(
 )
 
 
-def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[BenchReport, list[str]]:
-    shown: list[str] = []
+def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[BenchReport, list[list[str]]]:
+    shown: list[list[str]] = []
     with (
         patch.object(bench, "released_shapes", lambda: SHAPES_OF_A_TINY_MODEL),
         patch.object(bench, "affordable_bytes", affordable_bytes if free is None else lambda place: free),
@@ -291,13 +292,13 @@ def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[Ben
             group=place.group,
             device=CPU,
             environment={"GLOO_SOCKET_IFNAME": "lo"},
-            show=shown.extend,
+            show=shown.append,
         )
     json.dumps(report.to_json(), allow_nan=False)
     return report, shown
 
 
-def _whole_bench(plot: str) -> tuple[BenchReport, list[str]]:
+def _whole_bench(plot: str) -> tuple[BenchReport, list[list[str]]]:
     settings = BenchCommSettings(min_bytes=8, max_bytes=20_000, iters=2, warmup=2, plot=plot, scaling=Scaling.STRONG)
     with patch.object(bench, "doubling_sizes", lambda smallest, largest: [8, 64, 512]):
         return _bench(settings)
@@ -320,8 +321,9 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert len(report.verdicts) == 10
     # A line needs two sizes.
     assert set(report.fits) == {collective for collective in Collective if collective.has_sizes}
-    # All but the verdicts was shown while it was made.
-    assert [*shown, *report.closing_lines()] == report.lines()
+    # All but the verdicts was shown while it was made: the header, then each row by itself.
+    assert [len(lines) for lines in shown[1:]] == [1] * len(report.rows)
+    assert [*chain.from_iterable(shown), *report.closing_lines()] == report.lines()
     assert report.header.environment == {"GLOO_SOCKET_IFNAME": "lo"}
     assert plot.read_text().startswith("<!doctype html>")
 

@@ -201,10 +201,14 @@ class TestFailing:
         assert failure.exit_code == 3
         assert capfd.readouterr() == ("", "")
 
-    def test_error_of_one_says_which(self, tmp_path):
-        failure = failing(tmp_path, "--rank", "1", "--act", "refuse")
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_error_of_one_says_which(self, tmp_path, rank):
+        failure = failing(tmp_path, "--rank", str(rank), "--act", "refuse")
         assert failure.message == "weights.safetensors is cut short"
-        assert f"so says rank 1 on {socket.gethostname()}, in the stage denoise" in failure.hint
+        assert failure.hint.startswith(
+            f"download it again\nso says rank {rank} on {socket.gethostname()}, in the stage denoise\n"
+            f"log: {tmp_path}/logs/rank{rank}.log"
+        )
         assert failure.exit_code == 3
 
     def test_error_while_the_others_wait_in_a_collective(self, tmp_path, capfd):
@@ -242,12 +246,50 @@ class TestFrozen:
         assert time.monotonic() > start
         assert "rank 0" in failure.message
 
-    def test_silent(self, tmp_path):
-        """It lives, but does not get on: the watch of the rank itself ends it, and says where it hangs."""
-        failure = failing(tmp_path, "--rank", "1", "--act", "silence", "--silence", "1")
-        assert "in the stage denoise: no progress for" in failure.message
+
+class TestSilent:
+    """Ranks that live, but do not get on: the one that the others wait for is named, and its log says where it is."""
+
+    @pytest.mark.parametrize(
+        ("rank", "stage", "act"),
+        [(1, "load", "wait"), (0, "denoise", "wait"), (1, "denoise", "silence"), (1, "denoise", "spin")],
+    )
+    def test_one_of_them(self, tmp_path, rank, stage, act):
+        failure = failing(tmp_path, "--gloo", "--rank", str(rank), "--stage", stage, "--act", act, "--silence", "1.5")
+        where = f"rank {rank} on {socket.gethostname()}, in the stage {stage}"
+        assert failure.message.startswith(f"{where}: no progress for ")
         assert failure.exit_code == 4
-        assert "launch_rank.py" in log(tmp_path, 1)
+        assert f"log: {tmp_path}/logs/rank{rank}.log" in failure.hint
+        assert "launch_rank.py" in log(tmp_path, rank)
+
+    def test_waiting_for_one_that_works(self, tmp_path, capfd):
+        run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute", "--silence", "1")
+        assert capfd.readouterr().out == "result of rank 0 of 2 on 1\n"
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [1, 2])
+    def test_on_one_of_two_machines(self, tmp_path, rank):
+        endpoint = free_endpoint()
+        arguments = ("--gloo", "--rank", str(rank), "--stage", "load", "--act", "wait", "--silence", "1.5")
+        fields = {"nnodes": 2, "rdzv_endpoint": endpoint}
+        launchers = [driver(tmp_path, *arguments, node_rank=node, **fields) for node in range(2)]
+        for launcher in launchers:
+            out, err = launcher.communicate(timeout=60.0)
+            assert out == ""
+            assert err.startswith(f"error: rank {rank} on {socket.gethostname()}, in the stage load: no progress for")
+            assert launcher.returncode == 4
+        assert left(tmp_path) == []
+
+    @pytest.mark.slow
+    def test_a_machine_that_waits_for_another_that_works(self, tmp_path):
+        endpoint = free_endpoint()
+        arguments = ("--gloo", "--rank", "2", "--stage", "load", "--act", "compute", "--silence", "1")
+        fields = {"nnodes": 2, "rdzv_endpoint": endpoint}
+        launchers = [driver(tmp_path, *arguments, node_rank=node, **fields) for node in range(2)]
+        assert [launcher.communicate(timeout=60.0) for launcher in launchers] == [
+            ("result of rank 0 of 4 on 2\n", ""),
+            ("", ""),
+        ]
 
 
 class TestInterrupted:
@@ -260,6 +302,25 @@ class TestInterrupted:
         assert out == ""
         assert err.split("\n") == ["error: interrupted", "       kept by rank 0", ""]
         assert left(tmp_path) == []
+
+    def test_while_a_rank_is_started(self, tmp_path, monkeypatch):
+        """Not even a rank that nobody has heard of stays."""
+        real = subprocess.Popen
+
+        def interrupted(*arguments, **named):
+            started = real(*arguments, **named)
+            signal.raise_signal(signal.SIGINT)
+            return started
+
+        monkeypatch.setattr("opensora_cli.engine.launch.process.subprocess.Popen", interrupted)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, "--act", "wait")
+            assert left(tmp_path) == []
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def test_launcher_killed(self, tmp_path):
         """Also a rank that is stopped does not stay."""
@@ -299,12 +360,12 @@ class TestInterrupted:
 class TestTwoMachines:
     def test_gloo(self, tmp_path):
         endpoint = free_endpoint()
-        second = driver(tmp_path, "--gloo", gpus=1, nnodes=2, node_rank=1, rdzv_endpoint=endpoint)
+        second = driver(tmp_path, "--gloo", gpus=2, nnodes=2, node_rank=1, rdzv_endpoint=endpoint)
         first = driver(tmp_path, "--gloo", gpus=2, nnodes=2, rdzv_endpoint=endpoint)
-        assert first.communicate(timeout=60.0) == ("result of rank 0 of 3 on 2\n", "")
+        assert first.communicate(timeout=60.0) == ("result of rank 0 of 4 on 2\n", "")
         assert second.communicate(timeout=60.0) == ("", "")
         assert (first.returncode, second.returncode) == (0, 0)
-        assert log(tmp_path, 2) == "result of rank 2 of 3 on 2\n"
+        assert log(tmp_path, 3) == "result of rank 3 of 4 on 2\n"
 
     @pytest.mark.slow
     @pytest.mark.parametrize("victim", [0, 2])
@@ -398,6 +459,16 @@ class TestMeeting:
             thread.join()
         assert errors["first"] == f"machine 2 of 3 did not come to {endpoint}"
         assert "node_rank=1 was taken by another machine" in {errors["second"], errors["same"]}
+
+    def test_different_numbers_of_ranks(self, tmp_path):
+        endpoint = free_endpoint()
+        fields = {"nnodes": 2, "rdzv_endpoint": endpoint}
+        launchers = [driver(tmp_path, gpus=1 + node, node_rank=node, **fields) for node in range(2)]
+        messages = [launcher.communicate(timeout=60.0)[1].split("\n")[0] for launcher in launchers]
+        host = socket.gethostname()
+        assert messages == [f"error: gpus=1 here, and 2 on {host}", f"error: gpus=2 here, and 1 on {host}"]
+        assert [launcher.returncode for launcher in launchers] == [2, 2]
+        assert left(tmp_path) == []
 
     @pytest.mark.slow
     def test_different_numbers_of_machines(self, tmp_path):

@@ -3,6 +3,7 @@
 import re
 import sys
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine import build
+from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.wire import StepSizes, step_traffic
 from opensora_cli.engine.draw import sample_latents
 from opensora_cli.engine.plan import make_plan
 from opensora_cli.engine.prompts import PromptEmbeds
@@ -25,7 +28,7 @@ from opensora_cli.settings.load import load_preset
 STEPS = 2
 
 
-def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors"):
+def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors", **changes):
     references = {"i2v_loop": ("a.png", "b.png")}.get(mode, ("a.png",)) if mode != "t2v" else ()
     settings = load_preset("demo", prompt="raining, sea").replace(
         {
@@ -38,6 +41,7 @@ def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors"):
             "condition.references": references,
             "parallel.gpus": dist.get_world_size() if degrees else None,
             **{f"parallel.{axis}_degree": degree for axis, degree in degrees.items()},
+            **changes,
         }
     )
     return make_plan(settings)
@@ -57,7 +61,7 @@ def sharded(plan, ranks):
 
 
 def drawn(mode, degrees):
-    """Return the shape of the mesh and the latents."""
+    """Return the shape of the mesh, the latents, and the bytes that all steps sent and should send."""
     plan = plan_of(mode, degrees)
     ranks = Ranks(plan.mesh, torch.device("cpu")) if degrees else None
     transformer = sharded(plan, ranks)
@@ -74,40 +78,106 @@ def drawn(mode, degrees):
     references = [
         torch.randn(channels, (part.num_frames - 1) // ratio + 1, rows, columns, generator=generator) for part in parts
     ]
-    with torch.inference_mode():
+    with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
         latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
-    return plan.mesh, latents
+    return plan.mesh, latents, (sent.num_bytes, STEPS * step_bytes(plan, transformer.config))
 
 
-@pytest.mark.parametrize("mode", list(ConditionMode))
-def test_every_condition_on_two_ranks(pool, mode):
-    [(_, expected), _] = pool(2).run(drawn, str(mode), {})
-    for _, latents in pool(2).run(drawn, str(mode), {"ulysses": 2}):
-        assert torch.linalg.vector_norm(latents - expected) <= 1e-3 * torch.linalg.vector_norm(expected)
+def step_bytes(plan, config):
+    """Return what a step sends by the formula."""
+    _, frames, rows, columns = plan.latent_shape
+    sizes = StepSizes(
+        config=config,
+        batch=1,
+        text_tokens=plan.settings.text.t5_max_length,
+        latent_tokens=frames * rows * columns // config.patch_size**2,
+        itemsize=4,
+        branches=plan.evaluations_per_sample // STEPS,
+    )
+    return step_traffic(sizes, plan.mesh).num_bytes
+
+
+def velocity(degrees):
+    """Return what the demo's transformer computes once."""
+    plan = plan_of("t2v", degrees)
+    ranks = Ranks(plan.mesh, torch.device("cpu")) if degrees else None
+    transformer = sharded(plan, ranks)
+    transformer.set_attention(sdpa)
+    config, generator = transformer.config, torch.Generator().manual_seed(6)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
+    with torch.inference_mode():
+        return evaluate(
+            normal(1, 79, config.in_channels),
+            position_ids_BN3=torch.arange(79.0).view(1, 79, 1).expand(1, 79, 3).contiguous(),
+            timesteps_B=torch.tensor([0.4]),
+            prompt_embeds_BLC=normal(1, 31, config.context_in_dim),
+            pooled_prompt_embeds_BV=normal(1, config.vec_in_dim),
+            conditioning_BNK=normal(1, 79, config.conditioning_channels),
+        )
 
 
 @pytest.mark.parametrize(
     "degrees",
-    [
-        {"ulysses": 4},
-        {"ring": 4},
-        {"ulysses": 2, "ring": 2},
-        {"cfg_parallel": 2},
-        {"cfg_parallel": 2, "ring": 2},
-        {"tensor_parallel": 2, "ulysses": 2},
-    ],
+    [{"ulysses": 2}, {"ring": 2}, {"tensor_parallel": 2}, {"ulysses": 2, "ring": 2}, {"tensor_parallel": 2, "ring": 2}],
     ids=str,
 )
-def test_every_way_on_four_ranks(pool, degrees):
-    expected = pool(4).run(drawn, "i2v_head", {})[0][1]
-    answers = pool(4).run(drawn, "i2v_head", degrees)
-    shapes = {mesh for mesh, _ in answers}
-    assert len(shapes) == 1
-    assert shapes.pop().size == 4
-    for _, latents in answers:
+def test_velocity(pool, degrees):
+    ranks = pool(prod(degrees.values()))
+    expected = ranks.run(velocity, {})[0]
+    for computed in ranks.run(velocity, degrees):
+        assert computed.shape == expected.shape
+        assert (computed - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def assert_drawn_alike(ranks, mode, degrees):
+    expected = ranks.run(drawn, mode, {})[0][1]
+    answers = ranks.run(drawn, mode, degrees)
+    [shape] = {mesh for mesh, *_ in answers}
+    assert shape.size == len(answers)
+    for _, latents, _ in answers:
         assert torch.equal(latents, answers[0][1])
         assert torch.linalg.vector_norm(latents - expected) <= 1e-3 * torch.linalg.vector_norm(expected)
+    [steps] = {formula for *_, (_, formula) in answers}
+    noise = (len(answers) - 1) * answers[0][1].nbytes
+    assert steps > 0
+    # Before the first step rank 0 sends the noise, and says in a few words what it is.
+    assert 0 <= sum(sent for *_, (sent, _) in answers) - steps - noise < 1000 * len(answers)
+
+
+@pytest.mark.parametrize("mode", list(ConditionMode))
+def test_every_condition_on_two_ranks(pool, mode):
+    assert_drawn_alike(pool(2), str(mode), {"ulysses": 2})
+
+
+ON_TWO = [{"ulysses": 2}, {"ring": 2}, {"cfg_parallel": 2}, {"tensor_parallel": 2}]
+ON_FOUR = [
+    {"ulysses": 4},
+    {"ring": 4},
+    {"tensor_parallel": 4},
+    {"ulysses": 2, "ring": 2},
+    {"cfg_parallel": 2, "ulysses": 2},
+    {"cfg_parallel": 2, "ring": 2},
+    {"cfg_parallel": 2, "tensor_parallel": 2},
+    {"tensor_parallel": 2, "ulysses": 2},
+    {"tensor_parallel": 2, "ring": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", ON_FOUR, ids=str)
+def test_every_way_on_four_ranks(pool, degrees):
+    assert_drawn_alike(pool(4), "i2v_head", degrees)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(ConditionMode))
+@pytest.mark.parametrize("degrees", [*ON_TWO, *ON_FOUR], ids=str)
+def test_every_condition_in_every_way(pool, mode, degrees):
+    assert_drawn_alike(pool(prod(degrees.values())), str(mode), degrees)
 
 
 def held(degrees, frames):
@@ -133,28 +203,43 @@ def test_memory_of_a_rank_is_predicted(pool, degrees):
         assert predicted == pytest.approx(peak, rel=0.1)
 
 
-def added_pss(path):
-    """Return by how many bytes loading the weights raises this rank's share of the machine's memory."""
+def added_pss(path, changes):
+    """Return the bytes of the weights, and by how many loading them raises this rank's share of the memory."""
 
     def pss():
         rollup = Path("/proc/self/smaps_rollup").read_text()
         return 1024 * int(re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[1])
 
-    plan = plan_of("t2v", {"ulysses": 4}, transformer=path)
+    plan = plan_of("t2v", {"ulysses": 4}, transformer=path, **changes)
+    neighbours = Ranks(plan.mesh, torch.device("cpu")).neighbours
     before = pss()
-    transformer = build.load_transformer(plan)
-    assert sum(float(weight.sum()) for weight in transformer.parameters()) != 0  # touches every page
+    transformer = build.load_transformer(plan, neighbours=neighbours)
+    held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
+    assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page
     dist.barrier()
     added = pss() - before
     dist.barrier()  # nobody unmaps what another still counts
-    return added
+    return sum(weight.nbytes for weight in held), added
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of pages")
-def test_ranks_share_one_copy_of_the_weights(pool, tmp_path):
-    path = tmp_path / "transformer.safetensors"
-    assert main(["ckpt", "convert", str(packaged_demo() / path.name), str(path), "--dtype", "fp32", "--quiet"]) == 0
-    size = path.stat().st_size
-    assert size > 50e6
-    added = sum(pool(4).run(added_pss, str(path)))
-    assert 0.9 * size < added < 1.2 * size
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        pytest.param("fp32", {}, id="as in the file"),
+        pytest.param("fp16", {}, id="of another dtype"),
+        pytest.param("fp32", {"memory.fp8_storage": True, "memory.offload": "blocks"}, id="in 8 bits"),
+    ],
+)
+def test_ranks_share_one_copy_of_the_weights(pool, tmp_path, dtype, changes):
+    path = packaged_demo() / "transformer.safetensors"
+    if dtype != "fp16":
+        target = tmp_path / path.name
+        assert main(["ckpt", "convert", str(path), str(target), "--dtype", dtype, "--quiet"]) == 0
+        path = target
+    answers = pool(4).run(added_pss, str(path), changes)
+    [size] = {size for size, _ in answers}
+    assert size > 10e6
+    if "memory.fp8_storage" in changes:
+        size += path.stat().st_size  # biases lie in the file, of which all pages have been read
+    assert 0.9 * size < sum(added for _, added in answers) < 1.2 * size

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel import watching
 from opensora_cli.parallel.collectives import all_gather, all_reduce_sum
 from opensora_cli.parallel.watching import Watched, init_with_retry, rebuilt_group
 
@@ -103,8 +104,8 @@ def test_what_is_not_asked_for_costs_nothing(pool: Callable[[int], Any]) -> None
     assert pool(2).run(_unwatched) == [0, 0]
 
 
-def test_a_group_that_broke_is_rebuilt_by_all_or_by_none(tmp_path: Path) -> None:
-    out = _run("_break_and_rebuild", f"file://{tmp_path / 'meeting_place'}")
+def test_a_group_that_broke_is_rebuilt_by_all_or_by_none() -> None:
+    out = _run("_break_and_rebuild")
     first, second = out[0].splitlines(), out[1].splitlines()
     assert first[0].startswith("sum of keys, (4,) float32: failed on rank 0 after ")
     assert first[1] == "sum of keys: an earlier collective of this group failed"
@@ -114,18 +115,31 @@ def test_a_group_that_broke_is_rebuilt_by_all_or_by_none(tmp_path: Path) -> None
     assert (len(first), len(second)) == (4, 2)
 
 
-def test_the_rendezvous_is_tried_again() -> None:
-    assert _run("_meet", f"tcp://127.0.0.1:{_free_port()}") == ["[2.0]\n", "[2.0]\n"]
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_rendezvous_is_patient(late: int) -> None:
+    """Whoever comes late, also by many times what one attempt takes."""
+    assert _run(f"_meet_{late}") == ["[2.0]\n", "[2.0]\n"]
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    place = f"tcp://127.0.0.1:{_free_port()}"
-    with pytest.raises(HardwareError, match=f"rank 1: no answer from {place} in 3 attempts of 0.1 s"):
-        init_with_retry("cpu", init_method=place, rank=1, world_size=2, attempts=3, connect_s=0.1, first_pause_s=0.5)
-    assert pauses == [0.5, 1.0]
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))
+    monkeypatch.setattr(watching, "time", clock)
+    port = _free_port()
+    with pytest.raises(HardwareError, match=f"rank 1: no answer from 127.0.0.1:{port} within "):
+        init_with_retry(
+            "cpu", host="127.0.0.1", port=port, rank=1, world_size=2, timeout_s=2.0, connect_s=0.1, first_pause_s=0.25
+        )
+    # The next would be over the limit.
+    assert pauses == [0.25, 0.5, 1.0]
     assert not dist.is_initialized()
+
+
+def test_the_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(HardwareError, match=f"rank 0: cannot listen at port {port}"):
+            init_with_retry("cpu", host="127.0.0.1", port=port, rank=0, world_size=2)
 
 
 def _free_port() -> int:
@@ -134,9 +148,9 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _run(scenario: str, place: str) -> list[str]:
+def _run(scenario: str) -> list[str]:
     """Run a scenario below in two processes of their own, which it may break, and return what they print."""
-    command = [sys.executable, __file__, scenario, place]
+    command = [sys.executable, __file__, scenario, str(_free_port())]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -150,8 +164,8 @@ def _run(scenario: str, place: str) -> list[str]:
     return [out for out, _ in answers]
 
 
-def _break_and_rebuild(place: str, rank: int) -> None:
-    init_with_retry("cpu", init_method=place, rank=rank, world_size=2)
+def _break_and_rebuild(port: int, rank: int) -> None:
+    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2)
     dist.barrier()  # The short limit is also one for making the group.
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     watched = Watched(group, check_shapes=True)
@@ -182,13 +196,21 @@ def _break_and_rebuild(place: str, rank: int) -> None:
     os._exit(0)  # With a broken group the threads of gloo may abort an ordinary end.
 
 
-def _meet(place: str, rank: int) -> None:
-    if rank == 0:
-        time.sleep(2)  # The other finds nobody at first.
-    init_with_retry("cpu", init_method=place, rank=rank, world_size=2, attempts=100, connect_s=0.2, first_pause_s=0.0)
+def _meet_0(port: int, rank: int) -> None:
+    _meet(port, rank, late=0)
+
+
+def _meet_1(port: int, rank: int) -> None:
+    _meet(port, rank, late=1)
+
+
+def _meet(port: int, rank: int, *, late: int) -> None:
+    if rank == late:
+        time.sleep(3)  # Longer than one attempt waits.
+    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
     print(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist(), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    globals()[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))

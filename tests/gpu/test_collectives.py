@@ -1,9 +1,9 @@
 """Collectives over NCCL against the same over gloo, in processes of their own, and the time limit of a device."""
 
+import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +23,19 @@ pytestmark = [
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
-def test_nccl_does_what_gloo_does(tmp_path: Path) -> None:
-    _run("_compare", tmp_path, ranks=min(4, torch.cuda.device_count()))
+def test_nccl_does_what_gloo_does() -> None:
+    _run("_compare", ranks=min(4, torch.cuda.device_count()))
 
 
-def test_a_device_that_does_not_finish(tmp_path: Path) -> None:
-    _run("_stall", tmp_path, ranks=1)
+def test_a_device_that_does_not_finish() -> None:
+    _run("_stall", ranks=1)
 
 
-def _run(scenario: str, folder: Path, *, ranks: int) -> None:
-    command = [sys.executable, __file__, scenario, f"file://{folder / 'meeting_place'}", str(ranks)]
+def _run(scenario: str, *, ranks: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, scenario, str(port), str(ranks)]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(ranks)
@@ -90,9 +93,9 @@ def _stall(ranks: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    _, _scenario, _place, _ranks, _rank = sys.argv
+    _, _scenario, _port, _ranks, _rank = sys.argv
     torch.cuda.set_device(int(_rank))
-    init_with_retry("cuda", init_method=_place, rank=int(_rank), world_size=int(_ranks))
+    init_with_retry("cuda", host="127.0.0.1", port=int(_port), rank=int(_rank), world_size=int(_ranks))
     globals()[_scenario](int(_ranks), int(_rank))
     dist.destroy_process_group()
     print("done")

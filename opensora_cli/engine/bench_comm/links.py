@@ -99,11 +99,14 @@ class Verdict:
     bus_bandwidth_gb_per_s: float
     """The best of its rows."""
     expected_gb_per_s: float | None = None
+    source: str | None = None
+    """Who says what is expected."""
     reason: str
 
     def line(self) -> str:
         """Return it for people."""
-        return f"{self.collective:<16}{self.judgement:<20}{self.reason}"
+        source = f"; expected by {self.source}" if self.source else ""
+        return f"{self.collective:<16}{self.judgement:<20}{self.reason}{source}"
 
 
 def expectation_inside(kinds: Iterable[LinkKind], ports: Sequence[PortFacts]) -> Expectation | None:
@@ -233,6 +236,7 @@ def judge(
             judgement=judgement,
             bus_bandwidth_gb_per_s=best_gb_per_s,
             expected_gb_per_s=None if expected is None or is_gloo else expected[0],
+            source=None if expected is None or is_gloo else expected[1].source,
             reason=reason,
         )
 

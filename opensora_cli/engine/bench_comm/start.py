@@ -38,7 +38,10 @@ def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchReque
     Raises:
         HardwareError: nothing was said, and there is one card.
     """
-    parallel, kind = settings.parallel, device_type(settings.device)
+    parallel, device = settings.parallel, settings.device
+    if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
+        device = BenchDevice.CUDA  # who counts GPUs means GPUs
+    kind = device_type(device)
     if parallel.gpus is None and parallel.devices is None:
         gpus = torch.cuda.device_count() if kind == "cuda" else _RANKS_ON_CPU
         if gpus * parallel.nnodes == 1:

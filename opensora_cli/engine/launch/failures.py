@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.listing import plain
-from opensora_cli.core.rank_link import INTERRUPTED, RankReport
+from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.engine.launch.process import RankProcess
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
@@ -17,7 +17,7 @@ _HINTS: dict[int, str] = {
     signal.SIGBUS: "a file that it read was cut short, or /dev/shm is full",
 }
 _OUT_OF_MEMORY_HINT = "use fewer --gpus on this machine, stronger --offload, or a smaller --res"
-_SILENT_HINT = "its log says where it hung; osora bench-comm says whether the links are good"
+_SILENT_HINT = "its log says where it hangs; osora bench-comm says whether the links are good"
 
 
 class RankFailure(OsoraError):
@@ -51,7 +51,7 @@ class Cause:
     @property
     def may_follow(self) -> bool:
         """Whether a better one may show: it may follow from another, or others are about to say the same."""
-        return self.weight >= _WEIGHTS["abort"] or self.weight == _WEIGHTS["error"]
+        return self.weight >= _WEIGHTS["silent"] or self.weight == _WEIGHTS["error"]
 
 
 # A rank that dies takes its peers with it: they find their connections closed, and NCCL's watch aborts them for it.
@@ -62,9 +62,10 @@ _WEIGHTS = {
     "bug": 3,
     "exit": 3,
     "interrupted": 4,
-    "silent": 5,
-    "abort": 6,
-    "lost": 7,
+    "behind": 5,
+    "silent": 6,
+    "abort": 7,
+    "lost": 8,
 }
 
 
@@ -89,12 +90,14 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
         cause = f"ended with exit code {code}" + (f": {plain(last)}" if last else "")
         return _cause(process, "exit", cause, hint=None, exit_code=code)
     if report.kind == "error":
-        return Cause(_WEIGHTS["error"], process.rank, _told(process, report))
+        # In its own words, since a user can act on it.
+        hint = "\n".join(filter(None, [report.hint, f"so says {_where(process)}", f"log: {process.log}"]))
+        failure = RankFailure(report.message, hint=hint, exit_code=report.exit_code)
+        return Cause(_WEIGHTS["error"], process.rank, failure)
     if report.kind == "interrupted":
         return _cause(process, "interrupted", "interrupted", hint=report.hint, exit_code=INTERRUPTED)
-    hint = _SILENT_HINT if report.kind == "silent" else report.hint
     cause = f"lost the others: {report.message}" if report.kind == "lost" else report.message
-    return _cause(process, report.kind, cause, hint=hint, exit_code=report.exit_code)
+    return _cause(process, report.kind, cause, hint=report.hint, exit_code=report.exit_code)
 
 
 def frozen(process: RankProcess, silent_s: float) -> Cause:
@@ -102,6 +105,21 @@ def frozen(process: RankProcess, silent_s: float) -> Cause:
     how = "stopped (SIGSTOP)" if process.is_stopped() else "frozen"
     cause = f"{how}, no sign of life for {silent_s:.0f} s"
     return _cause(process, "frozen", cause, hint=None, exit_code=HardwareError.exit_code)
+
+
+def silent(processes: Iterable[RankProcess]) -> Cause:
+    """Return which of the ranks is behind, where none gets on: one that does not wait for others, if it can be told.
+
+    Args:
+        processes: all that run on this machine.
+    """
+    process = min(processes, key=lambda process: (process.pulse.waits, process.pulse.moves, process.rank))
+    pulse = process.pulse
+    cause = f"no progress for {pulse.still_s:.0f} s"
+    if pulse.waits:
+        cause += ", it waits for other ranks"
+    kind = "silent" if pulse.waits else "behind"
+    return _cause(process, kind, cause, hint=_SILENT_HINT, exit_code=HardwareError.exit_code)
 
 
 def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
@@ -117,12 +135,13 @@ def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
     return _cause(process, kind, cause, hint=hint, exit_code=exit_code)
 
 
-def _told(process: RankProcess, report: RankReport) -> RankFailure:
-    """Return an error that a user can act on, in its own words: most often all ranks have the same."""
-    hints = [report.hint] if report.hint else []
-    if process.rank != 0:
-        hints.append(f"so says {_where(process)}")
-    return RankFailure(report.message, hint="\n".join(hints) or None, exit_code=report.exit_code)
+def told_by_all(processes: Iterable[RankProcess]) -> RankFailure | None:
+    """Return the error that a user can act on and that all ranks have, if so; it says of no rank, and needs no log."""
+    reports = {process.report for process in processes}
+    report = reports.pop()
+    if reports or report is None or report.kind != "error":
+        return None
+    return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code)
 
 
 def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exit_code: int) -> Cause:

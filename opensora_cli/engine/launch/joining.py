@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.rank_link import beat
+from opensora_cli.core.rank_link import beat, device_is_card, move
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.parallel.watching import init_with_retry
 
@@ -56,14 +57,17 @@ def joined(
     device = rank_device(context, device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        device_is_card()
     beat("join")
-    host = f"[{context.master_addr}]" if ":" in context.master_addr else context.master_addr
     init_with_retry(
         device_type,
-        init_method=f"tcp://{host}:{context.master_port}",
+        host=context.master_addr,
+        port=context.master_port,
         rank=context.rank,
         world_size=context.world_size,
         timeout_s=timeout_s,
     )
-    yield device
+    # A first evaluation may take minutes: each of its parts is a sign that it goes on.
+    with register_module_forward_hook(lambda *_: move()):
+        yield device
     dist.destroy_process_group()

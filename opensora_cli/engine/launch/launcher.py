@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -147,7 +148,8 @@ class _Run:
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
             log = request.log_dir / f"rank{number}.log"
             try:
-                self._ranks.append(RankProcess(number, command, environment, log))
+                with _interruptions_held():
+                    self._ranks.append(RankProcess(number, command, environment, log))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
 
@@ -161,15 +163,18 @@ class _Run:
             if (elsewhere := neighbours.failure()) is not None:
                 return elsewhere
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            causes = self._causes()
+            causes = self._causes(neighbours)
             if causes:
                 cause = failures.origin(causes)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 is_all = have_ended and not neighbours
                 if not cause.may_follow or is_all or time.monotonic() > settle_until:
-                    return cause.failure
-            elif all(rank.exit_code() == 0 for rank in self._ranks) and neighbours.all_finished():
-                return None
+                    # On another machine it may be otherwise.
+                    return (None if neighbours else failures.told_by_all(self._ranks)) or cause.failure
+            else:
+                settle_until = None  # a step that took too long has ended
+                if all(rank.exit_code() == 0 for rank in self._ranks) and neighbours.all_finished():
+                    return None
             time.sleep(self._pace.look_s)
 
     def end(self) -> None:
@@ -200,8 +205,8 @@ class _Run:
             if since_last_look > self._pace.frozen_s / 2:  # this process was stopped itself, maybe with all the ranks
                 rank.forgive()
 
-    def _causes(self) -> list[Cause]:
-        found = []
+    def _causes(self, neighbours: Neighbours) -> list[Cause]:
+        found = self._silent(neighbours)
         for rank in self._ranks:
             code = rank.exit_code()
             if code is None:
@@ -214,12 +219,43 @@ class _Run:
                 found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
         return found
 
+    def _silent(self, neighbours: Neighbours) -> list[Cause]:
+        """Return which rank is behind, if a step takes too long, or if no rank of any machine gives a sign of work."""
+        running = [rank for rank in self._ranks if rank.exit_code() is None]
+        are_idle = all(rank.pulse.is_idle for rank in running)
+        # A rank that is left alone waits for nobody.
+        are_all_idle = neighbours.all_idle(are_idle) if neighbours else are_idle and len(running) > 1
+        if not running or not (are_all_idle or any(rank.pulse.is_late for rank in running)):
+            return []
+        return [failures.silent(running)]
+
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(
             rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks
         ):
             time.sleep(self._pace.look_s)
+
+
+@contextmanager
+def _interruptions_held() -> Iterator[None]:
+    """Hold Ctrl-C and requests to end back until the end of the block, so that no rank is started and forgotten."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets them
+        yield
+        return
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if callable(signal.getsignal(number))
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def _environment(request: LaunchRequest, meeting: Meeting) -> dict[str, str]:

@@ -9,11 +9,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
@@ -25,6 +26,7 @@ _CONNECT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _ANSWER_S = 5.0
 _ANOTHER_PORT = "something else may listen there: choose another port on all machines"
+_IDLE, _BUSY = "idle", "busy"
 _END, _FINISHED, _LEFT = "osora/end", "osora/finished", "osora/left"
 
 
@@ -52,7 +54,8 @@ def meet(request: LaunchRequest, *, wait_s: float) -> Meeting:
         wait_s: seconds to wait at most.
 
     Raises:
-        RequestError: the endpoint's name is unknown, or the machines were asked for different things.
+        RequestError: the endpoint's name is unknown, or the machines were asked for different things, as different
+            numbers of ranks.
         HardwareError: not all came in time, or the endpoint cannot be reached.
     """
     deadline = time.monotonic() + wait_s
@@ -64,16 +67,14 @@ def meet(request: LaunchRequest, *, wait_s: float) -> Meeting:
                 hint=f"give each machine its own --node-rank, 0 to {request.nnodes - 1}",
             )
         store.set(_alive(request.node_rank), "0")
+        store.set(_idle(request.node_rank), _BUSY)
         mine = {"gpus": request.gpus, "nnodes": request.nnodes, "host": socket.gethostname()}
         store.set(f"osora/node/{request.node_rank}", json.dumps(mine))
         nodes = [json.loads(_when_there(store, request, node, deadline)) for node in range(request.nnodes)]
-    other = next((node for node in nodes if node["nnodes"] != request.nnodes), None)
-    if other is not None:
-        raise RequestError(f"nnodes={request.nnodes} here, and {other['nnodes']} on {other['host']}")
-    gpus = [node["gpus"] for node in nodes]
+        _require_same(store, request.node_rank, nodes)
     return Meeting(
-        first_rank=sum(gpus[: request.node_rank]),
-        world_size=sum(gpus),
+        first_rank=request.node_rank * request.gpus,
+        world_size=request.nnodes * request.gpus,
         # Machine 0 keeps the store itself, whatever others call it.
         host="127.0.0.1" if request.node_rank == 0 else request.endpoint()[0],
         port=store.port,
@@ -81,6 +82,18 @@ def meet(request: LaunchRequest, *, wait_s: float) -> Meeting:
         node=request.node_rank,
         nnodes=request.nnodes,
     )
+
+
+def _require_same(store: TCPStore, node_rank: int, nodes: Sequence[Mapping[str, Any]]) -> None:
+    here = nodes[node_rank]
+    for name in ("nnodes", "gpus"):
+        other = next((node for node in nodes if node[name] != here[name]), None)
+        if other is not None:
+            _leave(store, len(nodes), keeps_store=node_rank == 0, wait_s=_ANSWER_S / 2)
+            raise RequestError(
+                f"{name}={here[name]} here, and {other[name]} on {other['host']}",
+                hint=f"say the same --{name} on all machines",
+            )
 
 
 class Neighbours:
@@ -106,6 +119,7 @@ class Neighbours:
         self._ours: RankFailure | None = None
         self._is_finished = False
         self._all_finished = meeting.nnodes == 1
+        self._is_idle = self._all_idle = False
         self._look = threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
@@ -146,12 +160,20 @@ class Neighbours:
             self._look.set()
         return self._all_finished
 
+    def all_idle(self, is_idle: bool) -> bool:
+        """Say whether the ranks of this machine are idle, and return whether those of all machines are."""
+        if is_idle != self._is_idle:
+            self._is_idle = is_idle
+            self._look.set()
+        return is_idle and self._all_idle
+
     def _watch(self) -> None:
         beats = 0
         seen: dict[int, tuple[bytes, float]] = {}
         has_told_finish = False
         while not self._stop:
-            self._look.wait(self._interval_s)
+            # The machine whose rank is behind should be heard before those whose ranks only wait speak.
+            self._look.wait(self._interval_s / 4 if self._is_idle else self._interval_s)
             self._look.clear()
             with suppress(DistError):
                 if self._ours is not None:
@@ -161,10 +183,13 @@ class Neighbours:
                     self._store.add(_FINISHED, 1)
                 beats += 1
                 self._store.set(_alive(self._node), str(beats))
+                self._store.set(_idle(self._node), _IDLE if self._is_idle else _BUSY)
+                idle = self._store.multi_get([_idle(node) for node in range(self._nnodes)])
+                self._all_idle = all(told.decode() == _IDLE for told in idle)
                 self._failure = self._failure or self._ended() or self._find_lost(seen)
-                self._all_finished = self._count(_FINISHED) == self._nnodes
+                self._all_finished = self._store.add(_FINISHED, 0) == self._nnodes
                 self._answered = time.monotonic()
-        self._leave()
+        _leave(self._store, self._nnodes, keeps_store=self._node == 0, wait_s=self._farewell_s())
 
     def _ended(self) -> RankFailure | None:
         return RankFailure(**json.loads(self._store.get(_END))) if self._store.check([_END]) else None
@@ -178,22 +203,25 @@ class Neighbours:
                 return _lost(f"machine {node}", now - seen[node][1])
         return None
 
-    def _leave(self) -> None:
-        deadline = time.monotonic() + self._farewell_s()
-        with suppress(DistError):
-            self._store.add(_LEFT, 1)
-            while self._node == 0 and self._count(_LEFT) < self._nnodes and time.monotonic() < deadline:
-                time.sleep(_FIRST_PAUSE_S)
-
     def _farewell_s(self) -> float:
         return _ANSWER_S if self._all_finished else _ANSWER_S / 2
 
-    def _count(self, key: str) -> int:
-        return int(self._store.add(key, 0))
+
+def _leave(store: TCPStore, nnodes: int, *, keeps_store: bool, wait_s: float) -> None:
+    """Say that this machine needs the store no more; who keeps it waits for the others."""
+    deadline = time.monotonic() + wait_s
+    with suppress(DistError):
+        store.add(_LEFT, 1)
+        while keeps_store and store.add(_LEFT, 0) < nnodes and time.monotonic() < deadline:
+            time.sleep(_FIRST_PAUSE_S)
 
 
 def _alive(node: int) -> str:
     return f"osora/alive/{node}"
+
+
+def _idle(node: int) -> str:
+    return f"osora/idle/{node}"
 
 
 def _written(failure: RankFailure) -> str:

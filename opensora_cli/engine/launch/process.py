@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.core.rank_link import CHANNEL_VARIABLE, RankReport
+from opensora_cli.core.rank_link import CHANNEL_VARIABLE, Pulse, RankReport
 from opensora_cli.core.ranks import LOG_VARIABLE
 from opensora_cli.engine.launch.terminal import CopiedStream
 
@@ -38,6 +38,7 @@ class RankProcess:
         self.log = log
         self.stage = "start"
         self.report: RankReport | None = None
+        self.pulse = Pulse()
         self._outputs: list[CopiedStream] = []
         self._open = ExitStack()
         self._channel, theirs = socket.socketpair()
@@ -76,6 +77,8 @@ class RankProcess:
         for line in lines:
             told = json.loads(line)
             self.stage = told.get("stage", self.stage)
+            if "pulse" in told:
+                self.pulse = Pulse(**told["pulse"])
             if "report" in told and self.report is None:
                 self.report = RankReport(**told["report"])
 

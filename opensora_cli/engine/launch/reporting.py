@@ -6,6 +6,9 @@ from contextlib import contextmanager
 
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat
+from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, TEXT
+
+_ON_DEVICE = (TEXT, ENCODE, DENOISE, DECODE)
 
 
 class WatchedReporter:
@@ -13,7 +16,7 @@ class WatchedReporter:
 
     From the second step of a stage on, no step may take longer than `rank_link.linked` allows. The first has warming up
     in it, what follows the last may be anything, and what is read or written comes at the pace of a disk: those take
-    as long as they take.
+    as long as they take, while there are signs of work.
 
     Args:
         reporter: shows the progress.
@@ -35,7 +38,7 @@ class WatchedReporter:
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Run a stage that is watched."""
-        beat(name)
+        beat(name, on_device=name in _ON_DEVICE)
         with self._reporter.stage(name, total=total, unit=unit) as progress:
             yield progress if unit == BYTES else _WatchedStage(name, progress, total, self._clock)
         beat(name)
@@ -57,5 +60,5 @@ class _WatchedStage:
         if self._left is not None:
             self._left -= amount
         is_last = self._left is not None and self._left <= 0
-        beat(self._name, None if is_last else self._longest_s)
+        beat(self._name, None if is_last else self._longest_s, on_device=self._name in _ON_DEVICE)
         self._progress.advance(amount)

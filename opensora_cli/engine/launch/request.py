@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.ranks import read_endpoint
 from opensora_cli.settings.parallel import ParallelSettings
 
 
@@ -79,15 +80,13 @@ class LaunchRequest:
         Raises:
             RequestError: `rdzv_endpoint` is not `host:port`.
         """
-        host, _, port = (self.rdzv_endpoint or "").rpartition(":")
-        # An IPv6 address comes in brackets.
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        endpoint = read_endpoint(self.rdzv_endpoint or "")
+        if endpoint is None:
             raise RequestError(
                 f"rdzv_endpoint={self.rdzv_endpoint!r} must be host:port, with a port from 1 to 65535",
                 hint="for example --rdzv-endpoint node0:29500",
             )
-        return host, int(port)
+        return endpoint
 
     def visible_devices(self) -> str | None:
         """Return the value of CUDA_VISIBLE_DEVICES that makes the ranks see `devices`; None: leave it as it is."""

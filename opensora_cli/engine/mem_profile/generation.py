@@ -14,7 +14,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine import build
 from opensora_cli.engine.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
 from opensora_cli.engine.draw import sample_latents
-from opensora_cli.engine.estimate import clip_model, t5_model
+from opensora_cli.engine.estimate_text import clip_model, t5_model
 from opensora_cli.engine.finish import decode_latents
 from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares

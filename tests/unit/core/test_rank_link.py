@@ -1,11 +1,15 @@
-"""What a rank tells where our launcher did not start it: nothing, but silence ends it there, too."""
+"""What a rank tells its launcher of itself, and that without one a step that takes too long ends it."""
 
+import json
+import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from opensora_cli.core.rank_link import beat, linked, report_bug, report_failure
+from opensora_cli.core.rank_link import CHANNEL_VARIABLE, beat, current_stage, linked, report_bug, report_failure
 from opensora_cli.core.ranks import RankContext
 
 CONTEXT = RankContext(rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1)
@@ -33,6 +37,14 @@ def test_without_launcher_errors_are_told_by_the_caller(context):
         assert not report_bug(ValueError("no luck"))
 
 
+def test_the_stage_is_known_inside_of_a_link():
+    assert current_stage() is None
+    with linked(CONTEXT):
+        assert current_stage() == "start"
+        beat("denoise", 1.0)
+        assert current_stage() == "denoise"
+
+
 def test_outside_of_a_link():
     beat("denoise", 1.0)
     assert not report_failure("no luck", exit_code=4)
@@ -54,3 +66,83 @@ def test_silence_ends_a_rank():
 def test_ten_times_a_long_step_is_no_silence():
     done = run_silent(step_s=20.0, sleep_s=1.2)
     assert (done.returncode, done.stdout, done.stderr) == (0, "decoded\n", "")
+
+
+WORKING = """
+import threading, time
+from pathlib import Path
+from opensora_cli.core import rank_link
+from opensora_cli.core.ranks import RankContext
+context = RankContext(
+    rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1, log={log}
+)
+lock = threading.Lock()
+lock.acquire()
+
+def compute():
+    start = time.monotonic()
+    while time.monotonic() < start + 3.5:
+        {between}
+
+with rank_link.linked(context, silence_s=1.5):
+    {before}
+"""
+
+
+def pulses(before, between="pass", log=None):
+    """Return what a rank says of itself while it does something for more than 3 s; its launcher is not stopped."""
+    ours, theirs = socket.socketpair()
+    code = WORKING.format(before=before, between=between, log=f"Path({str(log)!r})" if log else None)
+    environment = {**os.environ, CHANNEL_VARIABLE: str(theirs.fileno())}
+    with ours, theirs:
+        rank = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+        told = b""
+        with suppress(ConnectionError):
+            while chunk := ours.recv(4096):
+                told += chunk
+        assert rank.wait(timeout=60) == 0
+    return [message["pulse"] for message in map(json.loads, told.splitlines()) if "pulse" in message]
+
+
+def test_who_sleeps_is_idle():
+    last = pulses("time.sleep(3.5)")[-1]
+    assert last["is_idle"]
+    assert last["still_s"] >= 1.5
+    assert not last["is_late"]
+    assert not last["waits"]
+
+
+def test_who_sleeps_stays_idle_and_its_log_says_where(tmp_path):
+    """What is written to the log is no work."""
+    idle = [pulse["is_idle"] for pulse in pulses("time.sleep(6)", log=tmp_path / "log")]
+    since = idle[idle.index(True) :]
+    assert len(since) >= 2
+    assert all(since)
+    assert (tmp_path / "log").read_text().count("Current thread") == 1
+
+
+def test_who_computes_is_not():
+    told = pulses("compute()")
+    assert len(told) >= 3
+    assert not any(pulse["is_idle"] for pulse in told)
+
+
+def test_asking_a_card_again_and_again_is_no_work():
+    asking = "rank_link.device_is_card(); rank_link.beat('text', on_device=True); compute()"
+    assert pulses(asking)[-1]["is_idle"]
+    assert not any(pulse["is_idle"] for pulse in pulses(asking, between="rank_link.move()"))
+    assert not any(pulse["is_idle"] for pulse in pulses("rank_link.device_is_card(); compute()"))
+
+
+def test_a_step_that_takes_too_long_is_late_whatever_the_rank_does():
+    last = pulses("rank_link.beat('denoise', 0.1); compute()")[-1]
+    assert last["is_late"]
+    assert not last["is_idle"]
+    assert last["still_s"] >= 1.5
+
+
+def test_who_waits_in_a_collective_says_so():
+    """Known by the module whose function waits."""
+    waiting = "exec('lock.acquire(timeout=3.5)', {'__name__': 'torch.distributed.some', 'lock': lock})"
+    assert pulses(waiting)[-1]["waits"]

@@ -76,6 +76,8 @@ class TestTorchrun:
             ({"RANK": "-1"}, "RANK='-1' must be a whole number"),
             ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' must be a whole number"),
             ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be 1 to 65535"),
+            ({"GROUP_WORLD_SIZE": "3"}, "different numbers of ranks: 8 on 3$"),
+            ({"LOCAL_WORLD_SIZE": "5"}, "different numbers of ranks: 8 on 2, and 5 on this one"),
         ],
     )
     def test_contradictions(self, changes, message):
@@ -108,6 +110,13 @@ class TestSlurm:
             find_context({**SLURM, "WORLD_SIZE": "4"})
         with pytest.raises(RequestError, match="SLURM_PROCID=8 contradicts SLURM_NTASKS=8"):
             find_context({**SLURM, "SLURM_PROCID": "8"})
+        with pytest.raises(RequestError, match=r"different numbers of ranks: 8 on 3$"):
+            find_context({**SLURM, "SLURM_NNODES": "3"})
+        with pytest.raises(RequestError, match="different numbers of ranks: SLURM_STEP_TASKS_PER_NODE=5,3"):
+            find_context({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "5,3"})
+
+    def test_equal_shares(self):
+        assert find_context({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}) == find_context(SLURM)
 
     @pytest.mark.parametrize(
         ("nodelist", "first"),

@@ -33,6 +33,12 @@ def test_tokens_are_exchanged_within_a_machine_and_passed_round_between_them():
     assert mesh(gpus=8, nodes=4) == MeshShape(ring=4, ulysses=8)
 
 
+def test_the_nearest_ranks_are_those_of_tensor_parallelism():
+    assert mesh(gpus=4, nodes=2, tensor_parallel_degree=2) == MeshShape(ring=2, ulysses=2, tensor=2)
+    assert mesh(gpus=2, nodes=4, tensor_parallel_degree=4) == MeshShape(ring=2, tensor=4)
+    assert mesh(gpus=3, nodes=2, tensor_parallel_degree=2) == MeshShape(ring=3, tensor=2)
+
+
 def test_what_is_asked_for_is_done():
     assert mesh(gpus=8, ulysses_degree=2) == MeshShape(ulysses=2, ring=4)
     assert mesh(gpus=8, ring_degree=2) == MeshShape(ulysses=4, ring=2)

@@ -87,6 +87,7 @@ def estimated(plan: ExecutionPlan, offload: OffloadPlan, device_type: str = "cpu
         mode=plan.mode,
         lengths=plan.lengths,
         guidance=plan.guidance,
+        mesh=plan.mesh,
     )
     stages = estimate_generation(
         plan.settings,
@@ -242,6 +243,20 @@ def test_reading_the_prompts_takes_what_was_estimated():
     stage = estimated(plan, OffloadPlan())["text"]
     assert beside_weights(stage) == pytest.approx(expected, rel=TOLERANCE)
     assert stage.weight_bytes == sum(storage_bytes(encoder.model.parameters()) for encoder in (t5, clip))
+
+
+def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
+    layers = build.load_t5(plan_of({})).blocks
+    whole = sum(storage_bytes(layer.parameters()) for layer in layers)
+    of_ranks = [
+        estimated(plan_of({"parallel.gpus": ranks}), OffloadPlan())["text"].weight_bytes for ranks in (1, 2, 3, 4, 5)
+    ]
+    saved = [(of_ranks[0] - held) / whole for held in of_ranks]
+    # Of four heads, two of three ranks have one, and five cannot share them.
+    assert saved[1] == pytest.approx(1 / 2, abs=0.02)
+    assert 1 / 2 < saved[2] < 2 / 3
+    assert saved[3] == pytest.approx(3 / 4, abs=0.02)
+    assert saved[4] == 0
 
 
 def test_of_chunks_only_one_is_computed_at_a_time():

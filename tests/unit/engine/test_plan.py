@@ -14,6 +14,7 @@ from opensora_cli.engine.offload import OffloadPlan
 from opensora_cli.engine.plan import make_plan
 from opensora_cli.engine.weights import Component
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
@@ -64,6 +65,22 @@ def test_image_to_video_evaluations(tmp_path):
     made = make_plan(released_preset(tmp_path, **changes))
     assert made.evaluations_per_sample == 110
     assert "encode" in [stage.name for stage in made.stages]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resolution", ["256px", "768px"])
+def test_two_cards_of_24_gib(tmp_path, resolution):
+    card = Hardware(torch.device("cuda", 0), "a card of 24 GiB", torch.bfloat16, 23 * GIB, 24 * GIB)
+    alone, together = (
+        make_plan(released_preset(tmp_path, **{"video.resolution": resolution, "parallel.gpus": gpus}), hardware=card)
+        for gpus in (1, 2)
+    )
+    assert together.fits
+    assert together.offload.mode == "blocks"
+    assert together.offload.host_weights == "mapped"  # so that both read one copy
+    assert together.mesh == MeshShape(ulysses=2)
+    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, together)]
+    assert denoise[1].activation_bytes < 0.65 * denoise[0].activation_bytes
 
 
 def test_distilled_model_evaluates_once_a_step(world, tmp_path):

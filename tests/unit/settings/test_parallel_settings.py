@@ -32,6 +32,11 @@ def test_ranks(given, ranks, world):
         ({"rdzv_endpoint": "a:1"}, "parallel.rdzv_endpoint=a:1 has no effect on one machine"),
         ({"nnodes": 2, "rdzv_endpoint": "node0"}, "parallel.rdzv_endpoint=node0 must be HOST:PORT"),
         ({"nnodes": 2, "rdzv_endpoint": "node0:70000"}, "must be HOST:PORT"),
+        ({"nnodes": 2, "rdzv_endpoint": "node0:" + 5000 * "1"}, "1 must be HOST:PORT, as in node0:29500"),
+        ({"nnodes": 2, "rdzv_endpoint": "node0:\u0661\u0662"}, "must be HOST:PORT"),
+        ({"devices": "0,x"}, "parallel.devices=0,x must be numbers of cards, as in 0,2"),
+        ({"devices": "0,-1"}, "parallel.devices=0,-1 must be numbers of cards"),
+        ({"devices": [0, "x"]}, "parallel.devices=0,x must be numbers of cards"),
         ({"gpus": 8, "ulysses_degree": 3}, "parallel.ulysses_degree=3 must divide the 8 devices"),
         (
             {"gpus": 6, "ulysses_degree": 2, "ring_degree": 2},

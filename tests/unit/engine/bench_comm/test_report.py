@@ -93,6 +93,23 @@ def test_json_has_numbers_only_where_numbers_belong() -> None:
     assert _report(backend="gloo").to_json()["shows"] == "function"
 
 
+def test_the_schema_has_these_keys() -> None:
+    document = _report().to_json()
+    assert set(document) == {
+        *("schema", "header", "shows", "rows", "verdicts", "fits", "scaling", "wrong", "notes", "files")
+    }
+    assert set(document["rows"][0]) == {
+        *("collective", "size_bytes", "dtype", "repeats", "min_s", "avg_s", "p50_s", "p99_s"),
+        *("algorithm_bandwidth_gb_per_s", "bus_bandwidth_gb_per_s", "wrong"),
+    }
+    assert set(document["verdicts"][0]) == {
+        *("collective", "judgement", "bus_bandwidth_gb_per_s", "expected_gb_per_s", "source", "reason")
+    }
+    assert set(document["header"]) == {
+        *("backend", "versions", "ranks", "hosts", "environment", "buffers", "inside", "between")
+    }
+
+
 def test_csv_reads_back() -> None:
     rows = list(csv.DictReader(_report().csv_lines()))
     assert [int(row["size_bytes"]) for row in rows[:28]] == doubling_sizes(8, 2**30)

@@ -10,7 +10,9 @@ from opensora_cli.engine.launch.reporting import WatchedReporter
 @pytest.fixture
 def beats(monkeypatch):
     told = []
-    monkeypatch.setattr(reporting, "beat", lambda stage, step_s=None: told.append((stage, step_s)))
+    monkeypatch.setattr(
+        reporting, "beat", lambda stage, step_s=None, *, on_device=False: told.append((stage, step_s, on_device))
+    )
     return told
 
 
@@ -35,19 +37,19 @@ def test_longest_step_so_far_until_the_last(beats):
         for _ in range(4):
             progress.advance()
     assert beats == [
-        ("denoise", None),
-        ("denoise", 5.0),
-        ("denoise", 5.0),
-        ("denoise", 8.0),
-        ("denoise", None),
-        ("denoise", None),
+        ("denoise", None, True),
+        ("denoise", 5.0, True),
+        ("denoise", 5.0, True),
+        ("denoise", 8.0, True),
+        ("denoise", None, True),
+        ("denoise", None, False),
     ]
 
 
 def test_reading_has_no_pace(beats):
     with WatchedReporter(SilentReporter()).stage("load", total=10, unit=BYTES) as progress:
         progress.advance(5)
-    assert beats == [("load", None), ("load", None)]
+    assert beats == [("load", None, False), ("load", None, False)]
 
 
 def test_all_is_handed_on(beats):

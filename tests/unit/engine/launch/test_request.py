@@ -30,6 +30,8 @@ def two_cards(monkeypatch):
         ({"nnodes": 2, "rdzv_endpoint": "node0"}, "rdzv_endpoint='node0' must be host:port"),
         ({"nnodes": 2, "rdzv_endpoint": "node0:99999"}, "must be host:port"),
         ({"nnodes": 2, "rdzv_endpoint": ":29500"}, "must be host:port"),
+        ({"nnodes": 2, "rdzv_endpoint": "node0:" + 5000 * "1"}, "must be host:port"),
+        ({"nnodes": 2, "rdzv_endpoint": "node0:\u0661\u0662"}, "must be host:port"),
         ({"devices": (0, 1)}, "devices=0,1 picks cards, and the device is cpu"),
         ({"devices": (0, 0), "device_type": "cuda"}, "devices=0,0 must name each card once"),
         ({"devices": (0, -1), "device_type": "cuda"}, "must name each card once"),
