@@ -45,3 +45,9 @@ class HardwareError(OsoraError):
     """This machine cannot do it: no such device, too little memory, a missing library."""
 
     exit_code = 4
+
+
+class BatchError(OsoraError):
+    """Some rows of a batch failed; the others are done."""
+
+    exit_code = 5

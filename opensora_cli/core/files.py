@@ -77,11 +77,31 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
             # The system renames a folder over nothing but an empty one.
             with _no_replacing(target):
                 temporary.rename(target)
-        elif target.is_dir():
-            _swap_names(temporary, target)
+            _flush_to_disk(target.parent)
         else:
-            temporary.rename(target)
-        _flush_to_disk(target.parent)
+            _take_place(temporary, target)
+
+
+def replace_folder(temporary: Path, target: Path) -> None:
+    """Let a folder whose files are on the disk take the name of another beside it, which goes away if it is there.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    for folder in [*sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
+        _flush_to_disk(folder)
+    _take_place(temporary, target)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+
+
+def _take_place(temporary: Path, target: Path) -> None:
+    """Swap the folders' names, or rename one where there is no other."""
+    if target.is_dir():
+        _swap_names(temporary, target)
+    else:
+        temporary.rename(target)
+    _flush_to_disk(target.parent)
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:

@@ -1,6 +1,6 @@
 """How the engine tells what it is doing, without knowing who listens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -24,6 +24,9 @@ class Reporter(Protocol):
     def warn(self, text: str) -> None:
         """Say one line about something that may not be what was meant."""
 
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Show what is measured of the running stage, by name, in the place of what was shown before."""
+
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> AbstractContextManager[StageProgress]:
         """Open a stage of `total` units (None: unknown)."""
 
@@ -36,6 +39,9 @@ class SilentReporter:
 
     def warn(self, text: str) -> None:
         """Drop the line."""
+
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Drop the figures."""
 
     def advance(self, amount: int = 1) -> None:
         """Drop the progress."""

@@ -1,14 +1,17 @@
 """Videos in containers (MP4, MKV, WebM, AVI, ...), through PyAV."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import dropwhile, islice
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import av
 import numpy as np
 import torch
+from av.container import InputContainer
 from av.sidedata.sidedata import SideDataContainer
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.reformatter import Interpolation
@@ -36,6 +39,14 @@ result depends on the processor."""
 
 _FALLBACK_FPS = 24.0
 
+_MOST_DRIFT = 0.25
+"""How many frames the mean rate may be off at the frame that is looked for."""
+
+_MOST_REORDERED = 64
+"""More packets than any codec stores between two that are shown one after the other."""
+
+_Part = TypeVar("_Part")
+
 
 @contextmanager
 def open_video(path: Path) -> Iterator[VideoSource]:
@@ -44,6 +55,73 @@ def open_video(path: Path) -> Iterator[VideoSource]:
     Raises:
         MediaError: broken, not a video, or without a picture track; also while its frames are read.
     """
+    with _opened(path) as (container, track):
+        track.thread_type = "AUTO"
+        rate = _mean_rate(track)
+        yield VideoSource(frames=_numbered(_told(container.decode(track), path), rate), fps=rate)
+
+
+@contextmanager
+def open_video_at(path: Path, *, start: int) -> Iterator[VideoSource]:
+    """Open a video file at its frame number `start`, from 0, by seeking to it; one thread decodes.
+
+    Where times are missing, or the file cannot be entered before that frame, all before it are decoded and counted.
+
+    Raises:
+        MediaError: as `open_video`.
+    """
+    if start:
+        with _opened(path) as (container, track):
+            track.codec_context.thread_count = 1
+            rate = _mean_rate(track)
+            frames = _frames_after_seeking(container, track, path, start=start, rate=rate)
+            if frames is not None:
+                yield VideoSource(frames=frames, fps=rate)
+                return
+    # Opened anew: some files can be read once only.
+    with _opened(path) as (container, track):
+        track.codec_context.thread_count = 1
+        rate = _mean_rate(track)
+        yield VideoSource(
+            frames=islice(_numbered(_told(container.decode(track), path), rate, threads=1), start, None), fps=rate
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoFacts:
+    """What a video file holds."""
+
+    num_frames: int
+    height: int
+    width: int
+    fps: float
+    """The mean rate."""
+
+
+def probe_video(path: Path) -> VideoFacts:
+    """Read a video file to its end, decoding the first frame alone.
+
+    Raises:
+        MediaError: broken, cut off, not a video, or without a picture track.
+    """
+    with _opened(path) as (container, track):
+        track.codec_context.thread_count = 1
+        first: av.VideoFrame | None = None
+        num_frames = 0
+        for packet in _told(container.demux(track), path):
+            if first is None:
+                first = next(iter(packet.decode()), None)
+            num_frames += bool(packet.size) and not packet.is_discard
+        if first is None:
+            raise MediaError(f"{path} holds no video frame that can be read")
+        if num_frames < track.frames:
+            raise MediaError(f"{path} is cut off: it has {num_frames} of {track.frames} frames")
+        height, width, _ = _ContainerFrame(first, usual_time=0.0, usual_duration=0.0, threads=1).to_rgb().shape
+        return VideoFacts(num_frames=num_frames, height=height, width=width, fps=_mean_rate(track))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[InputContainer, av.VideoStream]]:
     with path.open("rb") as stream:
         start = stream.read(12)
     if start[4:8] == b"ftyp" and start[8:12] in _PICTURE_BRANDS:
@@ -54,15 +132,67 @@ def open_video(path: Path) -> Iterator[VideoSource]:
             if not container.streams.video:
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             track = container.streams.video[0]
-            track.thread_type = "AUTO"
-            rate = float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
-            decoded = enumerate(container.decode(track))
-            frames = (
-                _ContainerFrame(frame, usual_time=index / rate, usual_duration=1 / rate) for index, frame in decoded
-            )
-            yield VideoSource(frames=frames, fps=rate)
+            if track.codec_context is None:  # of a codec that this FFmpeg has not
+                raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
+            yield container, track
     except av.FFmpegError as error:
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
+
+
+def _told(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
+    """Yield packets or frames; PyAV stumbles over a track that appears only in the middle of a damaged file."""
+    try:
+        yield from parts
+    except IndexError as error:
+        raise MediaError(f"{path} is broken: a track begins in its middle") from error
+
+
+def _mean_rate(track: av.VideoStream) -> float:
+    return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
+
+
+def _numbered(
+    decoded: Iterable[av.VideoFrame], rate: float, *, threads: int | None = None
+) -> "Iterator[_ContainerFrame]":
+    for index, frame in enumerate(decoded):
+        yield _ContainerFrame(frame, usual_time=index / rate, usual_duration=1 / rate, threads=threads)
+
+
+def _frames_after_seeking(
+    container: InputContainer, track: av.VideoStream, path: Path, *, start: int, rate: float
+) -> "Iterator[_ContainerFrame] | None":
+    """Return the frames from number `start` on, or None if the container cannot be entered in front of it."""
+    wanted = _time_before(container, track, path, frame=start)
+    if wanted is None or track.time_base is None:
+        return None
+    try:
+        container.seek(int(wanted / track.time_base), stream=track)
+    except av.FFmpegError:
+        return None
+    decoded = _told(container.decode(track), path)
+    first = next(decoded, None)
+    if first is None or first.pts is None or first.time > wanted:
+        return None
+    later = dropwhile(lambda frame: frame.pts is not None and frame.time < wanted, decoded)
+    return _numbered(later, rate, threads=1)
+
+
+def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
+    """Return a time in seconds, halfway between a frame, not the first one, and the one before; None: none is known.
+
+    It follows from the rate where the container counts its frames, so that the rate was measured, and they are shown
+    for equally long. Elsewhere the packets up to that frame are read, and not decoded.
+    """
+    if track.time_base is None or track.start_time is None:
+        return None
+    mean, usual = track.average_rate, track.base_rate
+    if track.frames and mean and usual and abs(usual / mean - 1) * frame < _MOST_DRIFT:
+        return float(track.start_time * track.time_base + (frame - Fraction(1, 2)) / mean)
+    packets = islice(_told(container.demux(track), path), frame + _MOST_REORDERED)
+    times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
+    if frame >= len(times):
+        return None
+    return float((times[frame - 1] + times[frame]) * track.time_base / 2)
 
 
 @dataclass(frozen=True)
@@ -70,6 +200,8 @@ class _ContainerFrame:
     decoded: av.VideoFrame
     usual_time: float
     usual_duration: float
+    threads: int | None = None
+    """That convert its colours; None: as many as the machine has."""
 
     @property
     def time(self) -> float:
@@ -81,7 +213,7 @@ class _ContainerFrame:
         return float(length * time_base) if length and time_base else self.usual_duration
 
     def to_rgb(self) -> torch.Tensor:
-        rgb = self.decoded.reformat(format="rgb24", interpolation=EXACT_COLOURS)
+        rgb = self.decoded.reformat(format="rgb24", interpolation=EXACT_COLOURS, threads=self.threads)
         return torch.from_numpy(np.ascontiguousarray(_upright(rgb.to_ndarray(), self.decoded)))
 
 

@@ -86,6 +86,77 @@ def read_video(
     return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaFacts:
+    """What a picture or video file holds."""
+
+    num_frames: int
+    height: int
+    width: int
+    """Upright, as it is shown."""
+    fps: float | None
+    """Frames per second; None for a picture."""
+
+
+def probe(path: str | os.PathLike[str]) -> MediaFacts:
+    """Look into a picture or video, reading all of it and decoding little: an animated picture whole.
+
+    Raises:
+        MediaError: missing, empty, broken, cut off, or neither.
+    """
+    file = _readable_file(path)
+    num_pictures = pictures.num_pictures(file)
+    if num_pictures == 0:
+        video = containers.probe_video(file)
+        return MediaFacts(num_frames=video.num_frames, height=video.height, width=video.width, fps=video.fps)
+    height, width, _ = pictures.read_first(file).shape
+    if num_pictures == 1:
+        return MediaFacts(num_frames=1, height=height, width=width, fps=None)
+    with pictures.open_animation(file) as animation:
+        num_frames = sum(1 for _ in animation.frames)
+        return MediaFacts(num_frames=num_frames, height=height, width=width, fps=animation.fps)
+
+
+def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, interval: int = 1) -> Iterator[torch.Tensor]:
+    """Yield the frames `start`, `start + interval`, ... of a picture or video, as uint8 (H, W, 3) of one size.
+
+    A video is entered as near to `start` as it can be, and no frame is kept here.
+
+    Args:
+        path: the file.
+        start: first frame, from 0.
+        num_frames: how many frames.
+        interval: 1 or more.
+
+    Raises:
+        MediaError: missing, empty, broken, neither picture nor video, too short, or of several sizes.
+    """
+    file = _readable_file(path)
+    num_pictures = pictures.num_pictures(file)
+    if num_pictures == 1:
+        frames = iter([pictures.read_first(file)][start:])
+        yield from _exactly(frames, num_frames, file)
+        return
+    source = pictures.open_animation(file) if num_pictures else containers.open_video_at(file, start=start)
+    with source as video:
+        from_start = islice(video.frames, start, None) if num_pictures else video.frames
+        wanted = islice(from_start, 0, (num_frames - 1) * interval + 1, interval)
+        yield from _exactly((frame.to_rgb() for frame in wanted), num_frames, file)
+
+
+def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Iterator[torch.Tensor]:
+    found = 0
+    size: torch.Size | None = None
+    for frame in frames:
+        size = size or frame.shape
+        if frame.shape != size:
+            raise MediaError(f"{file} changes its size within the frames that were to be read")
+        found += 1
+        yield frame
+    if found < num_frames:
+        raise MediaError(f"{file} ends after {found} of {num_frames} frames that were to be read")
+
+
 def _resampled(frames: Iterable[StoredFrame], fps: float) -> Iterator[StoredFrame]:
     """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first."""
     # Times are rounded by the file; a frame that is due a thousandth of a step later is meant.

@@ -1,13 +1,18 @@
-"""Sizes, schedules, oscillation and prompt suffixes against the recorded tables."""
+"""Sizes, schedules, oscillation, prompt suffixes, frame rates and buckets against the recorded tables."""
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
+from opensora_cli.data.buckets import NO_BUCKET, Samples
+from opensora_cli.data.frame_rates import map_target_fps
+from opensora_cli.engine.data.datasets import make_buckets
 from opensora_cli.engine.sampling.guidance import oscillating_scale
 from opensora_cli.engine.sampling.schedule import flow_timesteps
 from opensora_cli.engine.sampling.sizes import image_size, inference_sizes, training_sizes
 from opensora_cli.engine.sampling.text import add_fps_info_to_text, add_motion_score_to_text
+from opensora_cli.settings.data import DataSettings
 
 
 @pytest.fixture
@@ -62,3 +67,27 @@ def test_prompt_suffixes(rows):
         with_fps = add_fps_info_to_text([row["text"]], row["fps"])
         assert with_fps == [row["with_fps"]], row
         assert add_motion_score_to_text(with_fps, row["motion"]) == [row["with_both"]], row
+
+
+def test_frame_rates(rows):
+    for row in rows("map_target_fps"):
+        assert [*map_target_fps(row["fps"], row["max_fps"])] == row["result"], row
+
+
+def test_buckets(rows, golden_json):
+    data = DataSettings(buckets=golden_json("tables")["bucket_config"])
+    for row in rows("buckets"):
+        buckets = make_buckets(data.buckets, fps_max=row["fps_max"], multiple=16)
+        sample = Samples(
+            num_frames=np.array([row["num_frames"]]),
+            height=np.array([row["height"]]),
+            width=np.array([row["width"]]),
+            fps=np.array([np.nan if row["fps"] is None else row["fps"]]),
+        )
+        index = int(buckets.assign(sample, np.zeros((1, buckets.num_resolutions)))[0])
+        found = None if index == NO_BUCKET else buckets[index]
+        assert (found and [found.resolution, found.num_frames, found.aspect_ratio]) == row["bucket"], row
+
+
+def test_the_default_buckets_are_the_recorded_ones(golden_json):
+    assert DataSettings() == DataSettings(buckets=golden_json("tables")["bucket_config"])

@@ -1,0 +1,162 @@
+"""`osora data`: to make tables of pictures and videos, cut them up, look at them and encode them."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from opensora_cli.cli import data_cache, errors, options, output
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.base import Section
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+app = typer.Typer(help="Make tables of pictures and videos, cut them up, look at them and encode them.")
+
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder of pictures and videos.", show_default=False)]
+Table = Annotated[str, typer.Argument(metavar="TABLE", help="CSV or parquet table.", show_default=False)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
+
+
+def scan(
+    folder: Folder,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="TABLE", help="CSV or parquet file to write. Default: DIR.csv"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Files that are read at a time. Default: cores.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Read everything anew, and replace a table of another origin.")
+    ] = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Make the table that training reads, of a folder and all folders in it.
+
+    The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new
+    and changed files. Broken files are listed, and left out: the exit code is 5 then.
+
+    Examples:
+
+      osora data scan clips
+
+      osora data scan clips -o clips.parquet --workers 16
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.data_tools import ScanSettings
+
+        settings = _validated(
+            ScanSettings,
+            {
+                "folder": ("DIR", folder),
+                "table": ("--out", out),
+                "workers": ("--workers", workers),
+                "overwrite": ("--overwrite", overwrite),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.data import scan as engine
+
+        result = engine.scan(settings, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)
+        result.require_whole()
+
+
+def shard(
+    table: Table,
+    parts: Annotated[int, typer.Option("--parts", metavar="N", help="How many files.")],
+    overwrite: Overwrite = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Cut a table into parts of as many rows, beside it.
+
+    Examples:
+
+      osora data shard clips.csv --parts 8
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.data_tools import ShardSettings
+
+        settings = _validated(
+            ShardSettings,
+            {"table": ("TABLE", table), "parts": ("--parts", parts), "overwrite": ("--overwrite", overwrite)},
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.data import shard as engine
+
+        output.print_result(engine.shard(settings), as_json=json_)
+
+
+def preview(
+    table: Table,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Picture to draw: .png, .jpg or .webp.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Settings or recipe of osora train whose buckets are shown. Default: usual ones.",
+        ),
+    ] = None,
+    count: Annotated[int | None, typer.Option("--count", metavar="N", help="Samples to show. Default: 24.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Of their choice. Default: 0.")] = None,
+    overwrite: Overwrite = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Draw a contact sheet of a table: frames, captions, sizes and buckets.
+
+    Examples:
+
+      osora data preview clips.csv -o sheet.png
+    """
+    with errors.interruptible():
+        from opensora_cli.settings.data_tools import PreviewSettings
+
+        settings = _validated(
+            PreviewSettings,
+            {
+                "table": ("TABLE", table),
+                "sheet": ("--out", out),
+                "count": ("--count", count),
+                "seed": ("--seed", seed),
+                "overwrite": ("--overwrite", overwrite),
+            },
+        )
+        with errors.uninterrupted():
+            from opensora_cli.engine.data import preview as engine
+            from opensora_cli.engine.data.loading import pixel_multiple
+        from opensora_cli.settings.data import DataSettings
+        from opensora_cli.settings.train import load_train_settings
+
+        data, multiple = DataSettings(), 16
+        if config is not None:
+            training = load_train_settings(config=config, overrides={}, environment=os.environ)
+            data, multiple = training.data, pixel_multiple(training)
+        result = engine.preview(settings, data, multiple=multiple, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)
+        result.require_whole()
+
+
+def _validated(schema: type[SectionT], given: dict[str, tuple[str, object]]) -> SectionT:
+    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import validate
+
+    return validate(schema, {key: Given(value, flag) for key, (flag, value) in given.items() if value is not None})
+
+
+app.command("scan")(scan)
+app.command("shard")(shard)
+app.command("preview")(preview)
+app.command("cache")(data_cache.cache)
+
+
+@app.callback(invoke_without_command=True)
+def _data(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -1,0 +1,190 @@
+"""Buckets: samples of one resolution, length and shape, which can stand in one batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opensora_cli.data.frame_rates import frame_intervals
+
+NO_BUCKET = -1
+_FILLED = 0.8
+"""A sample counts as large enough for a resolution if it has this part of its pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What the samples of a batch have in common after cutting and resizing."""
+
+    resolution: str
+    num_frames: int
+    aspect_ratio: str
+    """width:height."""
+    height: int
+    width: int
+    batch_size: int
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Resolution and length, whatever the shape."""
+        return self.resolution, self.num_frames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """One resolution, with the shapes and lengths that it is trained at."""
+
+    name: str
+    pixels: float
+    sizes: Mapping[str, tuple[int, int]]
+    """Aspect ratio width:height -> (height, width)."""
+    lengths: Mapping[int, tuple[float, int]]
+    """Frames -> (probability, batch size)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What decides about the bucket of each sample of a table: arrays of one length."""
+
+    num_frames: NDArray[np.int64]
+    height: NDArray[np.int64]
+    width: NDArray[np.int64]
+    fps: NDArray[np.float64]
+    """Frames per second; NaN for pictures, and where it is unknown."""
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return len(self.num_frames)
+
+    def only(self, wanted: NDArray[np.bool_]) -> "Samples":
+        """Return the samples where `wanted` is true."""
+        return Samples(
+            num_frames=self.num_frames[wanted],
+            height=self.height[wanted],
+            width=self.width[wanted],
+            fps=self.fps[wanted],
+        )
+
+
+class Buckets:
+    """Sorts samples into buckets.
+
+    A sample goes to the largest resolution of which it has 80 % of the pixels, there to the longest clip that it covers
+    at the reduced frame rate, and then to the nearest shape. If it covers no length, or is turned away by the length's
+    probability, the next smaller resolution is tried. Single frames go to buckets of one frame, and videos never do.
+
+    Args:
+        resolutions: in any order.
+        fps_max: frame rate that faster videos are reduced to.
+    """
+
+    def __init__(self, resolutions: list[Resolution], *, fps_max: float) -> None:
+        self._resolutions = sorted(resolutions, key=lambda resolution: -resolution.pixels)
+        self._fps_max = fps_max
+        self._all: list[Bucket] = []
+        self._first: dict[tuple[str, int], int] = {}
+        for resolution in self._resolutions:
+            for length in _descending(resolution.lengths):
+                self._first[resolution.name, length] = len(self._all)
+                self._all += _buckets(resolution, length)
+        chances = {resolution.name: resolution.lengths for resolution in self._resolutions}
+        self._probabilities = np.array([chances[bucket.resolution][bucket.num_frames][0] for bucket in self._all])
+
+    def __len__(self) -> int:
+        """Return how many buckets there are."""
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> Bucket:
+        """Return a bucket."""
+        return self._all[index]
+
+    @property
+    def num_resolutions(self) -> int:
+        """How many resolutions a sample may try."""
+        return len(self._resolutions)
+
+    def assign(self, samples: Samples, draws_NR: NDArray[np.float64]) -> NDArray[np.int32]:
+        """Return the index of each sample's bucket, or `NO_BUCKET`.
+
+        Args:
+            samples: what is known of them.
+            draws_NR: for each sample and resolution, the largest first, a number in [0, 1): the sample is turned away
+                by a bucket whose probability is not over it.
+        """
+        fitting_NR = self.fitting(samples)
+        taken_NR = (fitting_NR != NO_BUCKET) & (draws_NR < self._probabilities[fitting_NR])
+        first_N = taken_NR.argmax(axis=1)
+        chosen_N = np.take_along_axis(fitting_NR, first_N[:, None], axis=1)[:, 0]
+        return np.where(taken_NR.any(axis=1), chosen_N, NO_BUCKET).astype(np.int32)
+
+    def reachable(self, samples: Samples) -> NDArray[np.int32]:
+        """Return for each sample and resolution, (N, R), the bucket that it may land in with some luck, or `NO_BUCKET`.
+
+        A bucket of probability 1 lets no sample go on to smaller resolutions, one of probability 0 takes none.
+        """
+        fitting_NR = self.fitting(samples)
+        probabilities_NR = np.where(fitting_NR == NO_BUCKET, 0.0, self._probabilities[fitting_NR])
+        stopped_NR = np.cumsum(probabilities_NR >= 1, axis=1) - (probabilities_NR >= 1) > 0
+        return np.where((probabilities_NR > 0) & ~stopped_NR, fitting_NR, NO_BUCKET).astype(np.int32)
+
+    def fitting(self, samples: Samples) -> NDArray[np.int32]:
+        """Return for each sample and resolution, (N, R), the bucket that it fits, or `NO_BUCKET`; the largest first."""
+        fitting_NR = np.full((len(samples), len(self._resolutions)), NO_BUCKET, dtype=np.int32)
+        intervals = frame_intervals(samples.fps, self._fps_max)
+        pixels = samples.height * samples.width
+        for column, resolution in enumerate(self._resolutions):
+            lengths = _fitting_lengths(samples.num_frames, intervals, resolution)
+            shapes = _nearest_shapes(samples.height, samples.width, resolution)
+            large_enough = pixels >= resolution.pixels * _FILLED
+            for length in resolution.lengths:
+                fits = large_enough & (lengths == length)
+                fitting_NR[fits, column] = self._first[resolution.name, length] + shapes[fits]
+        return fitting_NR
+
+
+def _descending(lengths: Mapping[int, object]) -> list[int]:
+    return sorted(lengths, reverse=True)
+
+
+def _buckets(resolution: Resolution, length: int) -> list[Bucket]:
+    return [
+        Bucket(
+            resolution=resolution.name,
+            num_frames=length,
+            aspect_ratio=ratio,
+            height=height,
+            width=width,
+            batch_size=resolution.lengths[length][1],
+        )
+        for ratio, (height, width) in resolution.sizes.items()
+    ]
+
+
+def _fitting_lengths(
+    num_frames: NDArray[np.int64], intervals: NDArray[np.int64], resolution: Resolution
+) -> NDArray[np.int64]:
+    """Return for each sample the length of its bucket, or 0 if it covers none."""
+    lengths = np.zeros(len(num_frames), dtype=np.int64)
+    for length in sorted(resolution.lengths):
+        fits = num_frames == 1 if length == 1 else (num_frames > 1) & (num_frames >= length * intervals)
+        lengths[fits] = length
+    return lengths
+
+
+def _nearest_shapes(heights: NDArray[np.int64], widths: NDArray[np.int64], resolution: Resolution) -> NDArray[np.int64]:
+    """Return the index of the size nearest in height / width, of equally near ones the first."""
+    shapes = heights / widths
+    nearest = np.zeros(len(shapes), dtype=np.int64)
+    least = np.full(len(shapes), np.inf)
+    for index, ratio in enumerate(resolution.sizes):
+        distance: NDArray[np.floating[Any]] = np.abs(shapes - 1 / _ratio_value(ratio))
+        nearer = distance < least
+        nearest[nearer], least[nearer] = index, distance[nearer]
+    return nearest
+
+
+def _ratio_value(ratio: str) -> float:
+    width, _, height = ratio.partition(":")
+    return float(width) / float(height)

@@ -1,0 +1,304 @@
+"""Endless micro-batches for one rank, read ahead by worker processes."""
+
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
+from opensora_cli.data.sampler import MicroBatch, PlanEpoch
+
+T = TypeVar("T")
+
+_KILLED = "DataLoader worker"
+
+
+class BatchStream(Generic[T]):
+    """Hands out this rank's micro-batches, epoch after epoch.
+
+    Of every group of `micro_batches` that follow each other in an epoch, this rank has those at `rank`,
+    `rank + ranks`, ... What is left at an epoch's end, too few for a group, is not used.
+
+    Args:
+        plan_epoch: the order of each epoch.
+        load: reads a micro-batch; called in the workers, and so picklable.
+        fingerprint: of the data and of all else that the order depends on.
+        micro_batches: of an update, over all ranks; a multiple of `ranks`.
+        rank: of the data-parallel ranks.
+        ranks: how many there are.
+        workers: processes that read; 0: this process does.
+        prefetch: micro-batches that each worker keeps ready.
+        warn: told when a state of other data is taken up.
+
+    Raises:
+        FileProblem: an epoch has too few micro-batches for one update.
+    """
+
+    def __init__(
+        self,
+        plan_epoch: PlanEpoch,
+        load: Callable[[MicroBatch], T],
+        *,
+        fingerprint: str,
+        micro_batches: int,
+        rank: int,
+        ranks: int,
+        workers: int,
+        prefetch: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        if micro_batches % ranks:
+            raise ValueError(f"micro_batches={micro_batches} must be a multiple of ranks={ranks}")
+        self._plan_epoch = plan_epoch
+        self._load = load
+        self._fingerprint = fingerprint
+        self._micro_batches = micro_batches
+        self._rank, self._ranks = rank, ranks
+        self._workers, self._prefetch = workers, prefetch
+        self._warn = warn
+        # Where the next update begins, and how many micro-batches of it this rank has had.
+        self._epoch, self._position, self._number = 0, 0, 0
+        self._begun = 0
+        self._last_epoch = 0
+        self._reading: Iterator[tuple[MicroBatch, T | OsoraError]] | None = None
+        self._require_batches()
+
+    @property
+    def epoch(self) -> int:
+        """Of the micro-batch that was handed out last; from 0."""
+        return self._last_epoch
+
+    def next(self) -> T:
+        """Return this rank's next micro-batch.
+
+        Raises:
+            OsoraError: what `load` raised in a worker.
+            HardwareError: a worker was ended from outside.
+        """
+        if self._reading is None:
+            with _interrupts_blocked(), _garbage_kept():
+                self._reading = iter(self._data_loader())
+        try:
+            asked, loaded = next(self._reading)
+        except RuntimeError as error:
+            if _KILLED not in str(error):
+                raise
+            raise HardwareError(
+                f"a process that reads clips was ended from outside: {str(error).splitlines()[0]}",
+                hint="memory may have run out: use fewer with --set data.workers=N, or less --set data.prefetch=N",
+            ) from error
+        if isinstance(loaded, OsoraError):
+            raise loaded
+        self._count(asked)
+        return loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the last whole update ended, whatever was read ahead.
+
+        Plain values, the same for any number of ranks that have had as many updates. An update that was begun counts
+        as not handed out.
+        """
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "number": self._number,
+            "data": self._fingerprint,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there. If the data are others by now, with their next epoch: the order of this one is gone.
+
+        Raises:
+            CheckpointError: this is no such state.
+        """
+        try:
+            epoch, position, number = (int(state_dict[name]) for name in ("epoch", "position", "number"))
+            fingerprint = str(state_dict["data"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError("the checkpoint does not say where in the data the run was") from error
+        self.close()
+        if fingerprint != self._fingerprint:
+            self._warn(f"the data have changed since the checkpoint: training goes on with epoch {epoch + 1} of them")
+            epoch, position = epoch + 1, 0
+        self._epoch, self._position, self._number = epoch, position, number
+        self._last_epoch = epoch
+
+    def close(self) -> None:
+        """End the workers. May come twice; `next` then goes on after the last whole update."""
+        reading, self._reading = self._reading, None
+        self._begun = 0
+        shut_down = getattr(reading, "_shutdown_workers", None)
+        if shut_down is not None:
+            # Otherwise they end when the iterator is collected, which an exception that is being handled puts off.
+            shut_down()
+
+    def _require_batches(self) -> None:
+        found = len(self._plan_epoch(0))
+        if found < self._micro_batches:
+            raise FileProblem(
+                f"an epoch has {found} micro-batches, and one update takes {self._micro_batches}",
+                hint="osora train --check-data tells why: give more data, other data.buckets or fewer "
+                "loop.micro_batches",
+            )
+
+    def _count(self, asked: MicroBatch) -> None:
+        self._begun += self._ranks
+        self._last_epoch = asked.epoch
+        if self._begun == self._micro_batches:
+            # The ranks that follow this one have the last of the update.
+            rest = self._ranks - self._rank
+            self._epoch, self._position = asked.epoch, asked.position + rest
+            self._number, self._begun = asked.number + rest, 0
+
+    def _data_loader(self) -> "DataLoader[tuple[MicroBatch, T | OsoraError]]":
+        return DataLoader(
+            _Loading(self._load),
+            sampler=_Upcoming(self._upcoming),
+            batch_size=None,
+            collate_fn=_as_is,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if self._workers else None,
+            worker_init_fn=_ignore_interrupts,
+            # Not torch's global one, which a seed for the workers would be drawn from.
+            generator=torch.Generator(),
+        )
+
+    def _upcoming(self) -> Iterator[MicroBatch]:
+        epoch, position, number = self._epoch, self._position, self._number
+        while True:
+            plan = self._plan_epoch(epoch)
+            while position + self._micro_batches <= len(plan):
+                for index in range(self._rank, self._micro_batches, self._ranks):
+                    yield plan.batch(position + index, number=number + index, epoch=epoch)
+                position += self._micro_batches
+                number += self._micro_batches
+            epoch, position = epoch + 1, 0
+
+
+class PicturesFirst(Generic[T]):
+    """Hands out micro-batches of one stream for so many updates, and from then on those of another.
+
+    Args:
+        pictures: for the first updates.
+        clips: for the others.
+        updates: how many take `pictures`.
+        batches_of_update: micro-batches that this rank has of an update.
+    """
+
+    def __init__(
+        self, pictures: BatchStream[T], clips: BatchStream[T], *, updates: int, batches_of_update: int
+    ) -> None:
+        self._pictures, self._clips = pictures, clips
+        self._updates = updates
+        self._batches_of_update = batches_of_update
+        self._handed_out = 0
+
+    @property
+    def epoch(self) -> int:
+        """Of the micro-batch that was handed out last; counted anew from 0 when the pictures are over."""
+        return (self._pictures if self._is_early(self._handed_out - 1) else self._clips).epoch
+
+    def next(self) -> T:
+        """Return this rank's next micro-batch; errors are those of `BatchStream.next`."""
+        is_early = self._is_early(self._handed_out)
+        if not is_early and self._is_early(self._handed_out - 1):
+            self._pictures.close()
+            number = self._pictures.state_dict()["number"]
+            self._clips.load_state_dict({**self._clips.state_dict(), "number": number})
+        batch = (self._pictures if is_early else self._clips).next()
+        self._handed_out += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of both streams, and how many updates were fed; as `BatchStream.state_dict`."""
+        return {
+            "updates": self._handed_out // self._batches_of_update,
+            "pictures": self._pictures.state_dict(),
+            "clips": self._clips.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            CheckpointError: this is no such state.
+        """
+        try:
+            updates, pictures, clips = int(state_dict["updates"]), state_dict["pictures"], state_dict["clips"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError("the checkpoint does not say where in the data the run was") from error
+        self._pictures.load_state_dict(pictures)
+        self._clips.load_state_dict(clips)
+        self._handed_out = updates * self._batches_of_update
+
+    def close(self) -> None:
+        """End the workers of both; may come twice."""
+        self._pictures.close()
+        self._clips.close()
+        self._handed_out -= self._handed_out % self._batches_of_update
+
+    def _is_early(self, handed_out: int) -> bool:
+        return handed_out < self._updates * self._batches_of_update
+
+
+class _Upcoming:
+    """Makes something that can be iterated from a generator function."""
+
+    def __init__(self, start: Callable[[], Iterator[MicroBatch]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self._start()
+
+
+class _Loading(Dataset[tuple[MicroBatch, T | OsoraError]]):
+    """Calls the loader, and carries our own errors to the other process as they are."""
+
+    def __init__(self, load: Callable[[MicroBatch], T]) -> None:
+        self._load = load
+
+    def __getitem__(self, asked: MicroBatch) -> tuple[MicroBatch, T | OsoraError]:
+        try:
+            return asked, self._load(asked)
+        except OsoraError as error:
+            return asked, error
+
+
+def _as_is(value: T) -> T:
+    return value
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal: the one that trains decides when to stop reading.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let processes that are forked inside the block be deaf to Ctrl-C from their first instant."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Let processes that are forked inside the block never collect what this one had before.
+
+    Objects that own threads, as those of video decoders do, wait for ever when they are destroyed in a copy of their
+    process, where these threads are not.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,135 @@
+"""The table of samples that training reads: columns as arrays, and the rows that make no sense."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opensora_cli.data.buckets import Samples
+from opensora_cli.data.table_files import read_columns
+from opensora_cli.data.text_column import TextColumn
+
+COLUMNS = ("path", "text", "num_frames", "height", "width", "aspect_ratio", "resolution", "fps")
+"""What `osora data scan` writes. `aspect_ratio` is height / width, `resolution` height x width."""
+
+_SIZES = ("num_frames", "height", "width")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """A row that cannot be used."""
+
+    row: int
+    """From 1, without the header."""
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipTable:
+    """The rows of a table that can be used, in order."""
+
+    folder: Path
+    """What relative paths start from: the table's own folder."""
+    rows: NDArray[np.int64]
+    """Their numbers in the table, from 1."""
+    paths: TextColumn
+    """As in the table."""
+    texts: TextColumn
+    samples: Samples
+    motion_scores: NDArray[np.float64]
+    """NaN where there is none."""
+    bad_rows: tuple[BadRow, ...]
+
+    def __len__(self) -> int:
+        """Return how many rows can be used."""
+        return len(self.paths)
+
+    def file(self, index: int) -> Path:
+        """Return the file of a row."""
+        return self.folder / self.paths[index]
+
+    def motion_score(self, index: int) -> float | None:
+        """Return the motion score of a row, if it has one."""
+        score = float(self.motion_scores[index])
+        return None if math.isnan(score) else score
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that the order of training depends on."""
+        digest = hashlib.sha256()
+        samples = self.samples
+        for array in (*self.paths.arrays(), samples.num_frames, samples.height, samples.width, samples.fps):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def read_table(path: Path) -> ClipTable:
+    """Read a table with the columns path, text, num_frames, height and width, and maybe fps and motion_score.
+
+    Rows without a path, or whose sizes are no whole numbers over 0, are told as `bad_rows`. Empty cells and `nan` are
+    unknown frame rates and motion scores, and empty captions.
+
+    Raises:
+        FileProblem: the table is missing, broken, or has not these columns.
+        RequestError: its name ends in neither .csv nor .parquet.
+        HardwareError: parquet, and pyarrow is not installed.
+    """
+    columns = read_columns(path, ["path", "text", *_SIZES], optional=["fps", "motion_score"])
+    paths = ["" if cell is None else str(cell) for cell in columns["path"]]
+    numbers = {name: _numbers(columns.get(name), rows=len(paths)) for name in (*_SIZES, "fps", "motion_score")}
+    bad_rows = _bad_rows(paths, columns, numbers)
+    good = np.ones(len(paths), dtype=bool)
+    good[[bad.row - 1 for bad in bad_rows]] = False
+    kept = np.flatnonzero(good)
+    texts = columns["text"]
+    return ClipTable(
+        folder=path.absolute().parent,
+        rows=kept + 1,
+        paths=TextColumn(paths[row] for row in kept),
+        texts=TextColumn("" if texts[row] is None else str(texts[row]) for row in kept),
+        samples=Samples(
+            num_frames=numbers["num_frames"][kept].astype(np.int64),
+            height=numbers["height"][kept].astype(np.int64),
+            width=numbers["width"][kept].astype(np.int64),
+            fps=numbers["fps"][kept],
+        ),
+        motion_scores=numbers["motion_score"][kept],
+        bad_rows=tuple(bad_rows),
+    )
+
+
+def _numbers(cells: list[Any] | None, *, rows: int) -> NDArray[np.float64]:
+    """Return cells as numbers: NaN for nothing, infinity for what is no number at all."""
+    return np.full(rows, np.nan) if cells is None else np.array([_number(cell) for cell in cells], dtype=np.float64)
+
+
+def _number(cell: Any) -> float:
+    if cell is None or cell == "":
+        return math.nan
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return math.inf
+
+
+def _bad_rows(paths: list[str], columns: dict[str, list[Any]], numbers: dict[str, NDArray[np.float64]]) -> list[BadRow]:
+    reasons: dict[int, str] = {}
+    for row, path in enumerate(paths):
+        if not path.strip():
+            reasons[row] = "path is empty"
+    for name in _SIZES:
+        values = numbers[name]
+        with np.errstate(invalid="ignore"):
+            wrong = ~((values >= 1) & (values < 2**31) & (values == np.floor(values)))
+        for row in np.flatnonzero(wrong).tolist():
+            reasons.setdefault(row, f"{name}={columns[name][row]} must be a whole number over 0")
+    for name in ("fps", "motion_score"):
+        values = numbers[name]
+        lowest = 0.0 if name == "motion_score" else np.nextafter(0, 1)
+        for row in np.flatnonzero(np.isinf(values) | (values < lowest)).tolist():
+            reasons.setdefault(row, f"{name}={columns[name][row]} must be a number over 0")
+    return [BadRow(row=row + 1, path=paths[row], reason=reason) for row, reason in sorted(reasons.items())]

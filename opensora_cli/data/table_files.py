@@ -1,0 +1,174 @@
+"""Tables of samples as files: CSV or parquet, by the ending of their name."""
+
+import csv
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
+from opensora_cli.core.files import atomic_path
+from opensora_cli.core.listing import plain
+
+CSV = ".csv"
+PARQUET = ".parquet"
+
+
+def check_table_name(path: Path) -> str:
+    """Return how a table of this name is stored, `.csv` or `.parquet`.
+
+    Raises:
+        RequestError: the name has another ending.
+        HardwareError: parquet, and pyarrow is not installed.
+    """
+    kind = path.suffix.lower()
+    if kind not in (CSV, PARQUET):
+        raise RequestError(f"{path} must end in {CSV} or {PARQUET}, which says what kind of table it is")
+    if kind == PARQUET:
+        _pyarrow()
+    return kind
+
+
+def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, list[Any]]:
+    """Return columns of a table by name; cells are text, or what parquet holds, and None where there is nothing.
+
+    A row of a CSV file with too few cells has None in the others.
+
+    Args:
+        path: the table.
+        wanted: columns that it must have.
+        optional: columns that are left out where it has them not.
+
+    Raises:
+        FileProblem: it is missing, broken, or has not these columns.
+        RequestError, HardwareError: as `check_table_name`.
+    """
+    kind = check_table_name(path)
+    with _reading(path):
+        return _read_csv(path, wanted, optional) if kind == CSV else _read_parquet(path, wanted, optional)
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table, whole or not at all; None becomes an empty cell.
+
+    Raises:
+        OutputError: that is not possible.
+        RequestError, HardwareError: as `check_table_name`.
+    """
+    kind = check_table_name(path)
+    with atomic_path(path) as temporary:
+        if kind == CSV:
+            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(columns)
+                writer.writerows(rows)
+        else:
+            cells = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in columns]
+            pyarrow = _pyarrow()
+            try:
+                content = pyarrow.table(dict(zip(columns, cells, strict=True)))
+            except UnicodeEncodeError as error:
+                raise OutputError(
+                    f"cannot write {path}: parquet holds only UTF-8, which {plain(str(error.object))} is not",
+                    hint=f"rename the file, or write a {CSV} table",
+                ) from error
+            pyarrow.parquet.write_table(content, temporary)
+
+
+def split_table(path: Path, targets: Sequence[Path]) -> list[int]:
+    """Write a table in parts, one file each, with rows in order and all columns; return the rows of each.
+
+    Sizes differ by one row at most.
+
+    Raises:
+        FileProblem: it is missing, broken or has fewer rows than parts, or a part cannot be written.
+        RequestError, HardwareError: as `check_table_name`.
+    """
+    kind = check_table_name(path)
+    with _reading(path):
+        num_rows = (
+            sum(1 for _ in _csv_rows(path)) - 1 if kind == CSV else _pyarrow().parquet.read_metadata(path).num_rows
+        )
+    if num_rows < len(targets):
+        raise FileProblem(f"{path} has {max(num_rows, 0)} rows, too few for {len(targets)} parts")
+    ends = [num_rows * (part + 1) // len(targets) for part in range(len(targets))]
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    (_split_csv if kind == CSV else _split_parquet)(path, targets, sizes)
+    return sizes
+
+
+def _split_csv(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> None:
+    rows = _csv_rows(path)
+    header = next(rows)
+    for target, size in zip(targets, sizes, strict=True):
+        write_table(target, header, (next(rows) for _ in range(size)))
+
+
+def _split_parquet(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> None:
+    parquet = _pyarrow().parquet
+    table = parquet.read_table(path)
+    begin = 0
+    for target, size in zip(targets, sizes, strict=True):
+        with atomic_path(target) as temporary:
+            parquet.write_table(table.slice(begin, size), temporary)
+        begin += size
+
+
+def _read_csv(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dict[str, list[Any]]:
+    rows = _csv_rows(path)
+    header = next(rows, None)
+    if header is None:
+        raise FileProblem(f"{path} is empty")
+    places = {name: header.index(name) for name in _present(path, header, wanted, optional)}
+    columns: dict[str, list[Any]] = {name: [] for name in places}
+    for row in rows:
+        for name, place in places.items():
+            columns[name].append(row[place] if place < len(row) else None)
+    return columns
+
+
+def _csv_rows(path: Path) -> Iterator[list[str]]:
+    """Yield the rows that are not blank; a byte order mark, which spreadsheets write, is dropped."""
+    # Captions may be longer than the module's limit; Windows cannot take the largest of Python's numbers.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        yield from (row for row in csv.reader(file) if row)
+
+
+def _read_parquet(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dict[str, list[Any]]:
+    parquet = _pyarrow().parquet
+    present = _present(path, parquet.read_schema(path).names, wanted, optional)
+    table = parquet.read_table(path, columns=present)
+    return {name: table.column(name).to_pylist() for name in present}
+
+
+def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional: Sequence[str]) -> list[str]:
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise FileProblem(
+            f"{path} has no column {' and no '.join(missing)}; it has {', '.join(header) or 'none'}",
+            hint="osora data scan FOLDER makes a table that has them all",
+        )
+    return [*wanted, *(name for name in optional if name in header)]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
+    # pyarrow's errors for broken files are subclasses of ValueError.
+    except (csv.Error, ValueError) as error:
+        raise FileProblem(f"{path} is not a table: {str(error).splitlines()[0]}") from error
+
+
+def _pyarrow() -> Any:
+    """Return the package, with its module for parquet loaded; it has no types."""
+    try:
+        importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise HardwareError("parquet tables need pyarrow", hint="pip install 'osora[train]'") from error
+    return importlib.import_module("pyarrow")

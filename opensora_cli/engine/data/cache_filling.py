@@ -1,0 +1,228 @@
+"""`osora data cache`: every clip that training can ask for, encoded once and for all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from opensora_cli.core.exceptions import BatchError, MediaError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.data.batches import ClipRequest
+from opensora_cli.engine.data.cache import CacheWriter, ClipCache, is_cache_of, write_header
+from opensora_cli.engine.data.loading import iter_requests, pixel_multiple
+from opensora_cli.engine.data.reading import read_clip
+from opensora_cli.engine.sampling.conditioning import ReferenceLengths, ReferencePart
+from opensora_cli.engine.train.conditions import encoded_parts, fitting_modes
+from opensora_cli.engine.train.encoding import ALWAYS_CACHED, Encoders, FreshClip, encode_for_cache, part_name
+from opensora_cli.engine.train.frozen import cache_identity, load_encoders
+from opensora_cli.engine.train.mmdit import fresh_clip
+from opensora_cli.engine.train.together import training_device
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+RESULT_SCHEMA = "osora.data-cache/1"
+
+
+@dataclass(frozen=True, slots=True)
+class FailedClip:
+    """A clip that could not be read."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReport:
+    """What `osora data cache` did."""
+
+    folder: Path
+    clips: int
+    """In the cache now."""
+    encoded: int
+    """Of these, by this run."""
+    failed: tuple[FailedClip, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the result as a document of the schema `osora.data-cache/1`."""
+        return {
+            "schema": RESULT_SCHEMA,
+            "folder": str(self.folder),
+            "clips": self.clips,
+            "encoded": self.encoded,
+            "failed": [{"path": clip.path, "reason": clip.reason} for clip in self.failed],
+        }
+
+    def lines(self) -> list[str]:
+        """Return the result for people."""
+        return [
+            f"{self.folder}  {self.clips} clips, {self.encoded} of them encoded now",
+            *(f"failed  {clip.path}: {clip.reason}" for clip in self.failed),
+        ]
+
+    def require_whole(self) -> None:
+        """Raise BatchError if clips could not be read."""
+        if self.failed:
+            raise BatchError(
+                f"{len(self.failed)} of {len(self.failed) + self.clips} clips could not be read",
+                hint="mend them and run it again; training leaves out what the cache lacks",
+            )
+
+
+def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
+    """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
+
+    Interrupted, it keeps what is finished, and goes on there the next time.
+
+    Raises:
+        RequestError: the transformer is not what is trained, or no cache is named.
+        CheckpointError: frozen parts, or files of the cache, are missing or broken.
+        FileProblem: the cache was made with other parts, or the table cannot be read.
+        OutputError: the cache cannot be written.
+        HardwareError: there is no such device.
+        KeyboardInterrupt: its argument says how to go on.
+    """
+    if settings.target is not TrainTarget.MMDIT:
+        raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
+    if settings.train_mmdit.cache is None:
+        raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
+    reporter = reporter or SilentReporter()
+    device = training_device(settings)
+    folder, encoders = Path(settings.train_mmdit.cache), _encoders(settings, device)
+    _begin(settings, folder, encoders, device=device, reporter=reporter)
+    encoded, failed = _fill(settings, folder, encoders, rank=0, ranks=1, reporter=reporter)
+    return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
+
+
+def prepare_cache(
+    settings: TrainSettings,
+    *,
+    device: torch.device,
+    rank: int,
+    ranks: int,
+    barrier: Callable[[], None],
+    reporter: Reporter,
+) -> ClipCache | None:
+    """Return the cache that a training run reads, after what it lacks was encoded; None if the run has none.
+
+    Args:
+        settings: the run.
+        device: where clips are encoded.
+        rank: of this process.
+        ranks: processes, all of which call this and encode a share each.
+        barrier: returns when all ranks have called it.
+        reporter: shown progress, and warned about clips that cannot be read.
+
+    Raises:
+        CheckpointError: frozen parts, or files of the cache, are missing or broken.
+        FileProblem: the cache was made with other parts, or the table cannot be read.
+        OutputError: the cache cannot be written.
+        KeyboardInterrupt: its argument says how to go on.
+    """
+    if settings.train_mmdit.cache is None:
+        return None
+    folder, encoders = Path(settings.train_mmdit.cache), _encoders(settings, device)
+    if rank == 0:
+        _begin(settings, folder, encoders, device=device, reporter=reporter)
+    barrier()
+    _, failed = _fill(settings, folder, encoders, rank=rank, ranks=ranks, reporter=reporter)
+    if failed:
+        others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
+        reporter.warn(f"left out: {failed[0].path} ({failed[0].reason}){others}")
+    barrier()
+    return ClipCache(folder)
+
+
+def _encoders(settings: TrainSettings, device: torch.device) -> Callable[[], Encoders]:
+    # Loaded at the first call, if there is one.
+    return cache(partial(load_encoders, settings, device=device))
+
+
+def _begin(
+    settings: TrainSettings,
+    folder: Path,
+    encoders: Callable[[], Encoders],
+    *,
+    device: torch.device,
+    reporter: Reporter,
+) -> None:
+    """Make a new cache, or see to it that the one that is there was made with these settings and parts."""
+    identity = cache_identity(settings, device=device, reporter=reporter)
+    if not is_cache_of(folder, identity):
+        write_header(folder, identity, encoders().empty_prompt())
+
+
+def _fill(
+    settings: TrainSettings,
+    folder: Path,
+    encoders: Callable[[], Encoders],
+    *,
+    rank: int,
+    ranks: int,
+    reporter: Reporter,
+) -> tuple[int, list[FailedClip]]:
+    """Encode this rank's share of what the cache lacks; return how many clips, and what could not be read."""
+    clips = ClipCache(folder)
+    parts = {frames: _parts(settings, num_frames=frames) for frames in settings.data.lengths()}
+    share = [
+        request
+        for request in _requests(settings)[rank::ranks]
+        if not clips.names(request) >= {*ALWAYS_CACHED, *parts[request.num_frames]}
+    ]
+    if not share:
+        return 0, []
+    writer, failed = CacheWriter(folder), list[FailedClip]()
+    with reporter.stage("encode", total=len(share), unit="clips") as progress:
+        try:
+            for request in share:
+                try:
+                    clip = _fresh(settings, encoders(), request)
+                except MediaError as error:
+                    failed.append(FailedClip(request.path, error.message))
+                else:
+                    known = clips.names(request)
+                    writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known))
+                progress.advance()
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(f"what is finished is in {folder}: go on with the same command") from interrupt
+        finally:
+            # What is finished is kept, whatever ends this.
+            writer.flush()
+    return len(share) - len(failed), failed
+
+
+def _requests(settings: TrainSettings) -> list[ClipRequest]:
+    """Return every clip that training can ask for, once."""
+    requests = iter_requests(settings.data, seed=settings.loop.seed, multiple=pixel_multiple(settings))
+    return list(dict.fromkeys(requests))
+
+
+def _fresh(settings: TrainSettings, encoders: Encoders, request: ClipRequest) -> FreshClip:
+    return fresh_clip(
+        encoders,
+        read_clip(request, fit=settings.data.fit),
+        caption=request.caption,
+        fps=request.fps,
+        motion_score=request.motion_score,
+        settings=settings.train_mmdit,
+    )
+
+
+def _parts(settings: TrainSettings, *, num_frames: int) -> dict[str, ReferencePart]:
+    """Return what the condition modes of the run may ask for of a clip."""
+    grid, chosen = settings.vae.grid, settings.train_mmdit
+    lengths = ReferenceLengths(video=chosen.video_latent_frames, easy=chosen.easy_latent_frames)
+    modes = fitting_modes(
+        {str(mode): weight for mode, weight in chosen.mode_weights.by_mode().items()},
+        num_latent_frames=grid.latent_frames(num_frames),
+        causal=grid.is_causal,
+        lengths=lengths,
+    )
+    parts = (
+        part
+        for mode in modes
+        for part in encoded_parts(
+            mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio, lengths=lengths
+        )
+    )
+    return {part_name(part): part for part in parts}

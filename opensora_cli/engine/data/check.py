@@ -1,0 +1,232 @@
+"""`osora train --check-data`: what the data of a run come to, before any model is loaded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.data.buckets import NO_BUCKET, Buckets
+from opensora_cli.data.sampler import BucketSampler, EpochPlan
+from opensora_cli.data.table import BadRow, ClipTable
+from opensora_cli.engine.data.datasets import open_dataset
+from opensora_cli.engine.data.loading import pixel_multiple
+from opensora_cli.engine.data.requests import TableRequests
+from opensora_cli.settings.data import DataSettings
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+REPORT_SCHEMA = "osora.data-check/1"
+_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketReport:
+    """One resolution and length, in all shapes, in the first epoch."""
+
+    resolution: str
+    num_frames: int
+    probability: float
+    batch_size: int
+    samples: int
+    batches: int
+
+    @property
+    def name(self) -> str:
+        """As people say it."""
+        return f"{self.resolution} x {self.num_frames} frame{'' if self.num_frames == 1 else 's'}"
+
+    def line(self) -> str:
+        """Return it for people."""
+        batches = f"{self.batches:>9,} micro-batches of {self.batch_size}"
+        chance = "" if self.probability == 1 else f", probability {self.probability:g}"
+        return f"{self.name:20} {self.samples:>9,} samples {batches}{chance}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What an epoch has, and which rows it cannot use."""
+
+    source: str
+    """The table, or what stands for it."""
+    rows: int
+    bad_rows: tuple[BadRow, ...]
+    """Rows that make no sense, and rows whose file is missing."""
+    without_caption: int
+    without_bucket: int
+    """Good rows that are too small or too short for every bucket, whatever their probability."""
+    buckets: tuple[BucketReport, ...]
+    micro_batches: int
+    """Of the first epoch."""
+    micro_batches_of_update: int
+
+    @property
+    def updates(self) -> int:
+        """Of an epoch."""
+        return self.micro_batches // self.micro_batches_of_update
+
+    @property
+    def problems(self) -> list[str]:
+        """Why this cannot be trained on, one line each."""
+        empty = [bucket for bucket in self.buckets if bucket.probability > 0 and bucket.batches == 0]
+        problems = [
+            f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
+            f"{bucket.batch_size}"
+            for bucket in empty
+        ]
+        if self.updates == 0:
+            problems.append(
+                f"an epoch is empty: it has {self.micro_batches} micro-batches, and an update takes "
+                f"{self.micro_batches_of_update}"
+            )
+        return problems
+
+    def require_batches(self) -> None:
+        """Raise FileProblem if a bucket or the epoch is empty."""
+        if self.problems:
+            raise FileProblem(
+                "\n".join(self.problems),
+                hint="take empty buckets out of data.buckets, make their batches smaller, or give more data",
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as a document of the schema `osora.data-check/1`."""
+        return {
+            "schema": REPORT_SCHEMA,
+            "source": self.source,
+            "rows": self.rows,
+            "bad_rows": [{"row": bad.row, "path": bad.path, "reason": bad.reason} for bad in self.bad_rows],
+            "without_caption": self.without_caption,
+            "without_bucket": self.without_bucket,
+            "buckets": [
+                {
+                    "resolution": bucket.resolution,
+                    "num_frames": bucket.num_frames,
+                    "probability": bucket.probability,
+                    "batch_size": bucket.batch_size,
+                    "samples": bucket.samples,
+                    "micro_batches": bucket.batches,
+                }
+                for bucket in self.buckets
+            ],
+            "micro_batches": self.micro_batches,
+            "micro_batches_of_update": self.micro_batches_of_update,
+            "updates": self.updates,
+            "problems": self.problems,
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report for people."""
+        more = len(self.bad_rows) - _LISTED
+        updates = f"{self.updates:,} updates of {self.micro_batches_of_update}"
+        return [
+            f"data      {self.source}: {self.rows:,} rows, of which {len(self.bad_rows):,} are bad",
+            *(f"bad row   {bad.row}: {bad.path}: {bad.reason}" for bad in self.bad_rows[:_LISTED]),
+            *([f"bad row   and {more:,} more"] if more > 0 else []),
+            *([f"caption   {self.without_caption:,} rows without one"] if self.without_caption else []),
+            *(
+                [f"bucket    {self.without_bucket:,} rows without one: too small or too short for all"]
+                * bool(self.without_bucket)
+            ),
+            *(f"bucket    {bucket.line()}" for bucket in self.buckets),
+            f"epoch     {self.micro_batches:,} micro-batches, {updates}",
+        ]
+
+
+def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
+    """Return what the first epoch of a run has.
+
+    Every file of a table is looked for, and none is read.
+
+    Raises:
+        FileProblem: the table is missing or broken.
+        RequestError: a resolution is too small for the model, or the run has no clips.
+        HardwareError: the table is parquet, and pyarrow is not installed.
+    """
+    if settings.target is TrainTarget.TEXT:
+        raise RequestError("target=text has no clips to check: its captions are drawn as they are needed")
+    data = settings.data
+    dataset = open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=True)
+    of_update = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
+    if isinstance(dataset.requests, TableRequests):
+        return _table_report(data, dataset.requests, seed=settings.loop.seed, of_update=of_update, reporter=reporter)
+    plan = dataset.plan_epoch(0)
+    return DataReport(
+        source="procedural scenes",
+        rows=data.scenes.count,
+        bad_rows=(),
+        without_caption=0,
+        without_bucket=0,
+        buckets=tuple(_scene_buckets(data, plan)),
+        micro_batches=len(plan),
+        micro_batches_of_update=of_update,
+    )
+
+
+def _table_report(
+    data: DataSettings, requests: TableRequests, *, seed: int, of_update: int, reporter: Reporter
+) -> DataReport:
+    table, buckets = requests.table, requests.buckets
+    is_there = _look_for_files(table, reporter=reporter)
+    missing = [
+        BadRow(row=int(table.rows[index]), path=table.paths[index], reason="there is no such file")
+        for index in np.flatnonzero(~is_there).tolist()
+    ]
+    usable = table.samples.only(is_there)
+    plan = BucketSampler(buckets=buckets, samples=usable, seed=seed)(0)
+    return DataReport(
+        source=str(data.table),
+        rows=len(table) + len(table.bad_rows),
+        bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda bad: bad.row)),
+        without_caption=table.texts.num_empty,
+        without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
+        buckets=tuple(_bucket_reports(data, buckets, plan)),
+        micro_batches=len(plan),
+        micro_batches_of_update=of_update,
+    )
+
+
+def _look_for_files(table: ClipTable, *, reporter: Reporter) -> NDArray[np.bool_]:
+    is_there = np.zeros(len(table), dtype=bool)
+    with reporter.stage("look for files", total=len(table), unit="files") as progress:
+        for index in range(len(table)):
+            is_there[index] = table.file(index).is_file()
+            progress.advance()
+    return is_there
+
+
+def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> Iterator[BucketReport]:
+    counts = {(name, length): [0, 0] for name, lengths in data.buckets.items() for length in lengths}
+    for index in range(len(buckets)):
+        count = counts[buckets[index].kind]
+        count[0] += int(plan.samples_of_buckets[index])
+        count[1] += int(plan.batches_of_buckets[index])
+    for (name, length), (samples, batches) in counts.items():
+        probability, batch_size = data.buckets[name][length]
+        yield BucketReport(
+            resolution=name,
+            num_frames=length,
+            probability=probability,
+            batch_size=batch_size,
+            samples=samples,
+            batches=batches,
+        )
+
+
+def _scene_buckets(data: DataSettings, plan: EpochPlan) -> Iterator[BucketReport]:
+    scenes = data.scenes
+    kinds = (
+        (scenes.num_frames, scenes.batch_size, 1 - scenes.picture_share),
+        (1, scenes.picture_batch_size, scenes.picture_share),
+    )
+    for index, (length, batch_size, share) in enumerate(kinds):
+        if share > 0:
+            yield BucketReport(
+                resolution=f"{scenes.size}px",
+                num_frames=length,
+                probability=1.0,
+                batch_size=batch_size,
+                samples=int(plan.samples_of_buckets[index]),
+                batches=int(plan.batches_of_buckets[index]),
+            )

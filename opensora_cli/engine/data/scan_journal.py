@@ -1,0 +1,109 @@
+"""What a scan has found so far, so that another reads only new and changed files."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.media.read import MediaFacts
+
+_FACTS = ("num_frames", "height", "width", "fps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What became of one file."""
+
+    path: str
+    size: int
+    """Bytes."""
+    mtime_ns: int
+    """When it was changed."""
+    facts: MediaFacts | None
+    error: str | None
+    """Why it cannot be read, if it cannot."""
+
+    def to_line(self) -> str:
+        """Return it as a line of the journal."""
+        about = {"error": self.error} if self.facts is None else {name: getattr(self.facts, name) for name in _FACTS}
+        return json.dumps({"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, **about}) + "\n"
+
+    @classmethod
+    def of_values(cls, values: dict[str, Any]) -> "Finding":
+        """Return what a line of the journal says."""
+        error = values.get("error")
+        facts = None if error is not None else MediaFacts(**{name: values[name] for name in _FACTS})
+        return cls(path=values["path"], size=values["size"], mtime_ns=values["mtime_ns"], facts=facts, error=error)
+
+
+class ScanJournal:
+    """The findings of a scan in a file beside its table, one line each, written as they come.
+
+    Args:
+        table: the table that the scan makes.
+    """
+
+    def __init__(self, table: Path) -> None:
+        self.path = table.with_name(f"{table.name}.scan.jsonl")
+        self._table = table
+        self._findings: dict[str, Finding] = {}
+        self._table_sha256: str | None = None
+
+    def read(self) -> None:
+        """Take up what earlier scans wrote, but for a line that a crash cut off."""
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            return
+        for line in lines:
+            try:
+                values = json.loads(line)
+                if "table_sha256" in values:
+                    self._table_sha256 = values["table_sha256"]
+                else:
+                    finding = Finding.of_values(values)
+                    self._findings[finding.path] = finding
+            except (ValueError, KeyError, TypeError):
+                continue
+
+    def is_of_table(self) -> bool:
+        """Say whether the table is as the last scan wrote it."""
+        return self._table_sha256 is not None and self._table_sha256 == _sha256(self._table)
+
+    def find(self, path: str, *, size: int, mtime_ns: int) -> Finding | None:
+        """Return what is known of a file, unless it has changed since."""
+        finding = self._findings.get(path)
+        return finding if finding is not None and (finding.size, finding.mtime_ns) == (size, mtime_ns) else None
+
+    @contextmanager
+    def appending(self) -> Iterator[IO[str]]:
+        """Open the journal to add lines to it.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                yield file
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def finish(self, findings: list[Finding]) -> None:
+        """Write the journal anew: these findings, and what the table is by now.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        last = json.dumps({"table_sha256": _sha256(self._table)}) + "\n"
+        write_bytes_atomic(self.path, "".join([*(finding.to_line() for finding in findings), last]).encode())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

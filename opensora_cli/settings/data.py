@@ -1,0 +1,141 @@
+"""The clips that training learns from: a table of files, or the procedural world."""
+
+from typing import Annotated, NamedTuple, Self
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.enums import Fit
+from opensora_cli.settings.files import parse_yaml_text
+
+BatchSize = Annotated[int, Field(ge=1, le=4096)]
+
+
+class BucketSettings(NamedTuple):
+    """How often a sample that fits this bucket goes there, and how many of them make a micro-batch."""
+
+    probability: Annotated[float, Field(ge=0, le=1)]
+    batch_size: BatchSize
+
+
+_Length = Annotated[int, Field(ge=1, le=1025)]
+_Resolution = Annotated[str, Field(pattern=r"^[1-9]\d{1,3}(px|p)$")]
+BucketTable = dict[_Resolution, dict[_Length, BucketSettings]]
+"""Resolution -> frames -> (probability, batch size)."""
+
+RELEASED_BUCKETS: BucketTable = {
+    "256px": {
+        1: BucketSettings(1.0, 50),
+        33: BucketSettings(1.0, 12),
+        65: BucketSettings(1.0, 6),
+        129: BucketSettings(1.0, 3),
+    },
+    "768px": {1: BucketSettings(1.0, 13), 33: BucketSettings(1.0, 2)},
+}
+"""Those that the reference implementation's tables were recorded with."""
+
+
+class SceneSettings(Section):
+    """The clips of the procedural world: clip number i of a seed is the same in every epoch and every run."""
+
+    count: PositiveInt = Field(default=100_000, le=10**9, description="clips of an epoch")
+    size: int = Field(default=64, ge=32, le=1024, description="width and height in pixels")
+    num_frames: int = Field(default=17, ge=1, le=1025, description="frames of a clip: a multiple of 4, plus 1")
+    fps: float = Field(default=12.0, gt=0, le=240, description="frames per second")
+    batch_size: BatchSize = Field(default=8, description="clips of a micro-batch")
+    picture_share: float = Field(default=0.0, ge=0, le=1, description="part of the clips that are single frames")
+    picture_batch_size: BatchSize = Field(default=8, description="single frames of a micro-batch")
+    held_out: bool = Field(default=False, description="scenes that training never sees, to validate on")
+
+
+class DataSettings(Section):
+    """A table of pictures and videos, sorted into buckets of one size; without a table, the procedural scenes."""
+
+    table: str | None = Field(
+        default=None, min_length=1, description="CSV or parquet table, as osora data scan makes it; none: the scenes"
+    )
+    buckets: BucketTable = Field(
+        default=RELEASED_BUCKETS,
+        min_length=1,
+        description="{resolution: {frames: [probability, batch size]}}, as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}",
+    )
+    fps_max: float = Field(
+        default=24.0, gt=0, le=1000, description="faster videos lose frames: every second, or third, ... stays"
+    )
+    fit: Fit = Field(default=Fit.CROP, description="what happens to frames of another shape than their bucket's")
+    workers: NonNegativeInt = Field(default=2, le=256, description="processes that read clips; 0: training itself does")
+    prefetch: PositiveInt = Field(default=2, le=64, description="micro-batches that each of them keeps ready")
+    scenes: SceneSettings = SceneSettings()
+
+    @field_validator("buckets", mode="before")
+    @classmethod
+    def _read_buckets(cls, value: object) -> object:
+        try:
+            return parse_yaml_text(value) if isinstance(value, str) else value
+        except yaml.YAMLError:
+            raise ValueError(
+                f"data.buckets={value} must be resolutions, frames, probabilities and batch sizes, "
+                "as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}"
+            ) from None
+
+    @field_validator("buckets")
+    @classmethod
+    def _buckets_can_fill(cls, value: BucketTable) -> BucketTable:
+        for resolution, lengths in value.items():
+            if not lengths:
+                raise ValueError(f"data.buckets.{resolution} must name a length, as in {{33: [1.0, 2]}}")
+        if not any(bucket.probability for lengths in value.values() for bucket in lengths.values()):
+            raise ValueError("data.buckets have probability 0: give at least one bucket a probability over 0")
+        return value
+
+    @model_validator(mode="after")
+    def _share_leaves_clips_or_pictures(self) -> Self:
+        for share, size, name in (
+            (1 - self.scenes.picture_share, self.scenes.batch_size, "batch_size"),
+            (self.scenes.picture_share, self.scenes.picture_batch_size, "picture_batch_size"),
+        ):
+            if self.table is None and 0 < round(share * self.scenes.count) < size:
+                raise ValueError(
+                    f"data.scenes.{name}={size} must be at most the {round(share * self.scenes.count)} of "
+                    f"data.scenes.count={self.scenes.count} that it is made of"
+                )
+        return self
+
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of frames that micro-batches can have, the smallest first."""
+        if self.table is not None:
+            return tuple(sorted({length for lengths in self.buckets.values() for length in lengths}))
+        shares = {1: self.scenes.picture_share, self.scenes.num_frames: 1 - self.scenes.picture_share}
+        return tuple(sorted(length for length, share in shares.items() if share > 0))
+
+    def idle_keys(self) -> tuple[str, ...]:
+        """Keys, and beginnings of keys, that have no effect beside the others."""
+        if self.table is not None:
+            return ("data.scenes",)
+        return ("data.buckets", "data.fps_max", "data.fit")
+
+    def length_problems(self, grid: LatentGrid) -> list[str]:
+        """Return a line for every length that an autoencoder would not give back."""
+        key = "data.buckets" if self.table is not None else "data.scenes.num_frames"
+        problems = []
+        for length in self.lengths():
+            if (below := grid.longest_clip(length)) != length:
+                above = length + 1
+                while grid.longest_clip(above) != above:
+                    above += 1
+                problems.append(f"{key}: clips of {length} frames do not suit vae.kind: use {below} or {above} frames")
+        return problems
+
+    def size_problems(self, multiple: int) -> list[str]:
+        """Return a line if the scenes' size is no whole number of tokens; buckets are made to fit.
+
+        Args:
+            multiple: side of a token, in pixels.
+        """
+        size = self.scenes.size
+        if self.table is not None or size % multiple == 0:
+            return []
+        above = (size // multiple + 1) * multiple
+        return [f"data.scenes.size={size} must be a multiple of {multiple}, the side of a token: use {above}"]

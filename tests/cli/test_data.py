@@ -1,0 +1,98 @@
+"""`osora data` and `osora train --check-data`: output, exit codes and schemas."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_clips import write_clip, write_rows
+
+from opensora_cli.cli.app import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    for index in range(4):
+        write_clip(folder / f"{index}.mp4", num_frames=6, caption=f"clip {index}")
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    code = main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_from_a_folder_to_checked_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "data", "scan", folder, "--quiet")
+    table = folder.with_suffix(".csv")
+    assert code == 0
+    assert out.splitlines()[0] == f"table     {table}: 4 videos, 0 pictures"
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"target: vae\ndata:\n  table: {table}\n  buckets:\n    64px: {{5: [1.0, 2]}}\n")
+    check = ("train", "--config", recipe, "--check-data")
+    code, out, _ = run(capsys, *check, "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert (document["schema"], document["updates"]) == ("osora.data-check/1", 2)
+    code, out, err = run(capsys, *check, "--set", "data.buckets={64px: {5: [1.0, 2], 9: [1.0, 2]}}")
+    assert code == 3
+    assert "64px x 9 frames" in out
+    assert "bucket 64px x 9 frames is empty" in err
+
+
+def test_broken_files_end_with_5_after_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "broken.mp4").write_bytes(b"nothing")
+    code, out, err = run(capsys, "data", "scan", folder, "--json", "--out", folder / "table.csv")
+    assert code == 5
+    document = json.loads(out)
+    assert (document["schema"], document["rows"], len(document["broken"])) == ("osora.data-scan/1", 4, 1)
+    assert "1 file cannot be read" in err
+
+
+def test_shard_and_preview(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[folder / f"{index}.mp4", "text", 6, 64, 64, 24] for index in range(4)]
+    table = write_rows(folder / "table.csv", rows)
+    parts = [folder / f"table_{part}-of-2.csv" for part in (1, 2)]
+    assert run(capsys, "data", "shard", table, "--parts", 2) == (0, "".join(f"{part}\n" for part in parts), "")
+    code, _, err = run(capsys, "data", "shard", table, "--parts", 2)
+    assert (code, "use --overwrite" in err) == (3, True)
+    assert run(capsys, "data", "shard", table, "--parts", 2, "--overwrite", "--json")[0] == 0
+    sheet = folder / "sheet.png"
+    code, out, err = run(capsys, "data", "preview", table, "-o", sheet, "--quiet")
+    assert (code, out, err) == (0, f"{sheet}\n", "")
+    assert run(capsys, "data", "preview", table, "-o", sheet)[0] == 3
+    code, out, _ = run(capsys, "data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", "demo")
+    assert (code, json.loads(out)["shown"]) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["scan", "{}/none"], 3, "is not a folder"),
+        (["scan", "{}", "--out", "table.txt"], 2, "table=table.txt must end in .csv or .parquet"),
+        (["scan", "{}", "--workers", "0"], 2, "workers=0 must be over 0"),
+        (["shard", "{}/none.csv", "--parts", "2"], 3, "cannot be read"),
+        (["shard", "{}/none.csv", "--parts", "1"], 2, "parts=1 must be at least 2"),
+        (["preview", "{}/none.csv", "-o", "sheet.bmp"], 2, "sheet=sheet.bmp must end in"),
+        (["preview", "{}/none.csv", "-o", "{}/sheet.png"], 3, "cannot be read"),
+    ],
+)
+def test_wrong_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, message: str
+) -> None:
+    found, out, err = run(capsys, "data", *(arg.format(tmp_path) for arg in args))
+    assert (found, out) == (code, "")
+    assert message in err
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from opensora_cli.cli.app import main; code = main(['data', 'scan', '--help']);"
+        "sys.exit(code or any(name in sys.modules for name in ('torch', 'numpy', 'av', 'PIL', 'pyarrow')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Make the table" in done.stdout) == (0, True)

@@ -1,0 +1,126 @@
+"""Which bucket a sample goes to."""
+
+import numpy as np
+import pytest
+
+from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, Samples
+from opensora_cli.data.frame_rates import frame_intervals, map_target_fps
+
+SIZES = {"2:1": (64, 128), "1:1": (96, 96), "1:2": (128, 64)}
+
+
+def resolution(name: str, pixels: float, lengths: dict[int, tuple[float, int]]) -> Resolution:
+    return Resolution(name=name, pixels=pixels, sizes=SIZES, lengths=lengths)
+
+
+def samples(*rows: tuple[int, int, int, float]) -> Samples:
+    frames, heights, widths, fps = zip(*rows, strict=True)
+    return Samples(
+        num_frames=np.array(frames), height=np.array(heights), width=np.array(widths), fps=np.array(fps, dtype=float)
+    )
+
+
+@pytest.fixture
+def buckets() -> Buckets:
+    small = resolution("small", 1000, {1: (1.0, 4), 5: (1.0, 2)})
+    large = resolution("large", 4000, {1: (0.5, 2), 9: (0.25, 1)})
+    return Buckets([small, large], fps_max=24)
+
+
+def test_buckets_are_listed_by_resolution_then_length_the_largest_first(buckets: Buckets) -> None:
+    kinds = [(buckets[i].resolution, buckets[i].num_frames, buckets[i].aspect_ratio) for i in range(len(buckets))]
+    assert kinds == [
+        (name, n, ratio) for name, n in (("large", 9), ("large", 1), ("small", 5), ("small", 1)) for ratio in SIZES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ((9, 64, 64, 24.0), ("large", 9, "1:1")),
+        ((8, 64, 64, 24.0), ("small", 5, "1:1")),  # no length of the larger one
+        ((10, 64, 64, 25.0), ("small", 5, "1:1")),  # every second frame: 5 are left
+        ((9, 64, 64, 25.0), None),
+        ((18, 64, 64, 25.0), ("large", 9, "1:1")),
+        ((9, 40, 80, np.nan), ("large", 9, "2:1")),  # 80 % of 4000 pixels, and an unknown rate leaves no frame out
+        ((9, 40, 79, 24.0), ("small", 5, "2:1")),
+        ((1, 128, 64, np.nan), ("large", 1, "1:2")),
+        ((1, 28, 28, np.nan), None),  # under 80 % of 1000
+        ((4, 64, 64, 24.0), None),  # a video never goes to a bucket of pictures
+    ],
+)
+def test_the_bucket_of_a_sample(
+    buckets: Buckets, row: tuple[int, int, int, float], expected: tuple[str, int, str] | None
+) -> None:
+    index = int(buckets.assign(samples(row), np.zeros((1, 2)))[0])
+    found = None if index == NO_BUCKET else buckets[index]
+    assert (found and (found.resolution, found.num_frames, found.aspect_ratio)) == expected
+
+
+def test_who_is_turned_away_tries_the_next_resolution(buckets: Buckets) -> None:
+    many = samples(*[(9, 64, 64, 24.0)] * 3, *[(1, 64, 64, np.nan)] * 3)
+    draws = np.array([[0.0, 0.9], [0.24, 0.9], [0.25, 0.9], [0.49, 0.9], [0.5, 0.9], [0.9, 0.9]])
+    found = [(buckets[i].resolution, buckets[i].num_frames) for i in buckets.assign(many, draws)]
+    assert found == [("large", 9), ("large", 9), ("small", 5), ("large", 1), ("small", 1), ("small", 1)]
+
+
+def test_reachable_stops_at_a_probability_of_one_and_leaves_out_zero() -> None:
+    lengths = {1: (0.0, 1), 5: (1.0, 1)}
+    all_three = [
+        resolution(name, pixels, lengths if name == "b" else {1: (0.5, 1), 5: (0.5, 1)})
+        for name, pixels in (("a", 4000), ("b", 2000), ("c", 1000))
+    ]
+    buckets = Buckets(all_three, fps_max=24)
+    reachable = buckets.reachable(samples((5, 64, 64, 24.0), (1, 64, 64, np.nan), (5, 30, 30, 24.0)))
+    names = [[buckets[i].resolution for i in row if i != NO_BUCKET] for row in reachable]
+    assert names == [["a", "b"], ["a", "c"], ["c"]]
+
+
+def test_rates_of_many_are_those_of_each() -> None:
+    rates = np.array([24, 30, 23.976, 60, 12, 25, 120, np.nan, 48.0])
+    for most in (16.0, 24.0, 30.0):
+        assert frame_intervals(rates, most).tolist() == [map_target_fps(rate, most)[1] for rate in rates.tolist()]
+
+
+def plainly(
+    row: tuple[int, int, int, float], draws: list[float], resolutions: list[Resolution]
+) -> tuple[str, int, str] | None:
+    """The rule in words, one sample and one resolution after the other."""
+    frames, height, width, fps = row
+    _, interval = map_target_fps(fps, 24)
+    for draw, place in zip(draws, sorted(resolutions, key=lambda place: -place.pixels), strict=True):
+        if height * width < 0.8 * place.pixels:
+            continue
+        longer = [n for n in place.lengths if n > 1 and frames >= n * interval]
+        fitting = [n for n in place.lengths if n == 1] if frames == 1 else longer
+        if fitting and draw < place.lengths[max(fitting)][0]:
+            shapes = {ratio: float(ratio.split(":")[1]) / float(ratio.split(":")[0]) for ratio in place.sizes}
+            return place.name, max(fitting), min(shapes, key=lambda ratio: abs(height / width - shapes[ratio]))
+    return None
+
+
+def test_many_samples_go_where_each_goes_by_the_rule() -> None:
+    rng = np.random.default_rng(5)
+    resolutions = [
+        resolution("small", 1000, {1: (0.7, 4), 5: (0.5, 2), 33: (1.0, 1)}),
+        resolution("large", 4000, {1: (0.5, 2), 9: (0.25, 1)}),
+        resolution("largest", 9000, {5: (0.4, 2), 17: (0.9, 1)}),
+    ]
+    buckets = Buckets(resolutions, fps_max=24)
+    count = 500
+    rows = [
+        *zip(
+            rng.choice([1, 1, 4, 5, 9, 17, 40, 80], count).tolist(),
+            rng.integers(20, 120, count).tolist(),
+            rng.integers(20, 120, count).tolist(),
+            rng.choice([12, 24, 25, 60, np.nan], count).tolist(),
+            strict=True,
+        )
+    ]
+    draws = rng.random((count, 3))
+    found = [
+        None if i == NO_BUCKET else (*buckets[i].kind, buckets[i].aspect_ratio)
+        for i in buckets.assign(samples(*rows), draws)
+    ]
+    assert found == [plainly(row, draw, resolutions) for row, draw in zip(rows, draws.tolist(), strict=True)]
+    assert len({*found}) > 12

@@ -1,0 +1,112 @@
+"""The order of an epoch."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from opensora_cli.data.buckets import Buckets, Resolution, Samples
+from opensora_cli.data.sampler import BucketSampler, EpochPlan, MicroBatch, SceneSampler, draw_start
+
+
+def all_batches(plan: EpochPlan) -> list[MicroBatch]:
+    return [plan.batch(position, number=position, epoch=0) for position in range(len(plan))]
+
+
+@pytest.fixture
+def sampler() -> BucketSampler:
+    rng = np.random.default_rng(0)
+    count = 200
+    samples = Samples(
+        num_frames=rng.choice([1, 5, 9], size=count),
+        height=rng.choice([40, 64, 100], size=count),
+        width=rng.choice([40, 64, 100], size=count),
+        fps=np.full(count, 24.0),
+    )
+    sizes = {"1:1": (64, 64), "2:1": (48, 96)}
+    large = Resolution(name="large", pixels=4096, sizes=sizes, lengths={1: (0.5, 7), 9: (0.75, 2)})
+    small = Resolution(name="small", pixels=1600, sizes=sizes, lengths={1: (1.0, 10), 5: (1.0, 3)})
+    return BucketSampler(buckets=Buckets([large, small], fps_max=24), samples=samples, seed=3)
+
+
+def test_every_micro_batch_is_of_one_bucket_and_full_and_no_sample_comes_twice(sampler: BucketSampler) -> None:
+    batches = all_batches(sampler(0))
+    fitting = sampler.buckets.fitting(sampler.samples)
+    assert len(batches) > 20
+    seen = Counter(sample for batch in batches for sample in batch.samples)
+    assert max(seen.values()) == 1
+    for batch in batches:
+        assert len(batch.samples) == sampler.buckets[batch.bucket].batch_size
+        assert all(batch.bucket in fitting[sample] for sample in batch.samples)
+
+
+def test_only_what_fills_no_micro_batch_is_left_out(sampler: BucketSampler) -> None:
+    plan = sampler(0)
+    sizes = [sampler.buckets[bucket].batch_size for bucket in range(len(sampler.buckets))]
+    assert plan.batches_of_buckets.tolist() == [
+        n // size for n, size in zip(plan.samples_of_buckets, sizes, strict=True)
+    ]
+    counted = Counter(batch.bucket for batch in all_batches(plan))
+    assert [counted[bucket] for bucket in range(len(sizes))] == plan.batches_of_buckets.tolist()
+    assert plan.samples_of_buckets.sum() > 150
+
+
+def test_an_epoch_depends_on_seed_and_epoch_alone(sampler: BucketSampler) -> None:
+    first = all_batches(sampler(1))
+    other_seed = BucketSampler(buckets=sampler.buckets, samples=sampler.samples, seed=4)
+    assert all_batches(sampler(1)) == first
+    assert all_batches(sampler(0)) != first
+    assert all_batches(other_seed(1)) != first
+
+
+def test_a_probability_lets_that_part_in_and_others_in_each_epoch(sampler: BucketSampler) -> None:
+    fitting = sampler.buckets.fitting(sampler.samples)
+    pictures = {
+        i
+        for i in range(len(sampler.buckets))
+        if (sampler.buckets[i].resolution, sampler.buckets[i].num_frames) == ("large", 1)
+    }
+    could = sum(int(row[0]) in pictures for row in fitting)
+    went = [sum(int(sampler(epoch).samples_of_buckets[i]) for i in pictures) for epoch in range(20)]
+    assert could > 20
+    assert len(set(went)) > 3
+    assert sum(went) / 20 == pytest.approx(could / 2, rel=0.15)
+
+
+def test_substitutes_are_of_the_bucket_and_not_of_the_batch_where_there_are_others(sampler: BucketSampler) -> None:
+    plan = sampler(0)
+    fitting = sampler.buckets.fitting(sampler.samples)
+    for batch in all_batches(plan):
+        others = int(plan.samples_of_buckets[batch.bucket]) - len(batch.samples)
+        assert all(batch.bucket in fitting[sample] for sample in batch.substitutes)
+        if others:
+            assert len(batch.substitutes) == min(3, others)
+            assert not set(batch.substitutes) & set(batch.samples)
+        else:
+            assert batch.substitutes == batch.samples
+
+
+def test_nothing_fits() -> None:
+    plan = EpochPlan(np.full(5, -1, dtype=np.int32), np.array([2, 3]), rng=np.random.default_rng(0))
+    assert len(plan) == 0
+
+
+def test_scenes_are_shared_out_between_clips_and_pictures() -> None:
+    sampler = SceneSampler(count=40, batch_size=3, picture_share=0.25, picture_batch_size=5, seed=0)
+    plan = sampler(0)
+    assert plan.samples_of_buckets.tolist() == [30, 10]
+    assert plan.batches_of_buckets.tolist() == [10, 2]
+    batches = all_batches(plan)
+    assert sorted(len(batch.samples) for batch in batches) == [3] * 10 + [5] * 2
+    assert len({sample for batch in batches for sample in batch.samples}) == 40
+    pictures = [
+        {s for batch in all_batches(sampler(epoch)) if batch.bucket == 1 for s in batch.samples} for epoch in (0, 1)
+    ]
+    assert pictures[0] != pictures[1]
+
+
+def test_starts_cover_all_places_and_depend_on_seed_number_and_place() -> None:
+    starts = [draw_start(seed=1, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
+    assert set(starts) == {0, 1, 2, 3}
+    assert starts == [draw_start(seed=1, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
+    assert starts != [draw_start(seed=2, number=n, place=p, latest=3) for n in range(20) for p in range(4)]

@@ -1,0 +1,284 @@
+"""Micro-batches for ranks, read ahead by workers: in exact order, and resumable anywhere."""
+
+import gc
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError
+from opensora_cli.data.sampler import MicroBatch, SceneSampler
+from opensora_cli.data.stream import BatchStream, PicturesFirst
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+def whole(asked: MicroBatch) -> MicroBatch:
+    return asked
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Fails for one sample, in the way asked for."""
+
+    sample: int
+    how: str
+
+    def __call__(self, asked: MicroBatch) -> MicroBatch:
+        if self.sample in asked.samples:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MediaError("clip.mp4 is broken", hint="mend it")
+        return asked
+
+
+def stream(
+    *,
+    micro_batches: int = 2,
+    rank: int = 0,
+    ranks: int = 1,
+    workers: int = 0,
+    count: int = 21,
+    load: Any = whole,
+    **changes: Any,
+) -> BatchStream[MicroBatch]:
+    sampler = SceneSampler(
+        count=count, batch_size=3, picture_share=0.0, picture_batch_size=1, seed=changes.get("seed", 0)
+    )
+    return BatchStream(
+        sampler,
+        load,
+        fingerprint=changes.get("fingerprint", "same"),
+        micro_batches=micro_batches,
+        rank=rank,
+        ranks=ranks,
+        workers=workers,
+        prefetch=3,
+        warn=changes.get("warn", pytest.fail),
+    )
+
+
+def take(source: Any, count: int) -> list[MicroBatch]:
+    batches = [source.next() for _ in range(count)]
+    source.close()
+    return batches
+
+
+@WORKERS
+def test_epochs_follow_each_other_and_numbers_count_on(workers: int) -> None:
+    batches = take(stream(workers=workers), 14)  # 7 micro-batches an epoch, of which updates of 2 take 6
+    assert [batch.number for batch in batches] == [*range(14)]
+    assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6 + [2] * 2
+    assert [batch.position for batch in batches] == [0, 1, 2, 3, 4, 5] * 2 + [0, 1]
+    assert len({sample for batch in batches[:6] for sample in batch.samples}) == 18
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_out_what_one_process_has(ranks: int) -> None:
+    alone = take(stream(micro_batches=4, count=60), 20)
+    shared = [take(stream(micro_batches=4, count=60, rank=rank, ranks=ranks), 20 // ranks) for rank in range(ranks)]
+    assert [batch for together in zip(*shared, strict=True) for batch in together] == alone
+
+
+@WORKERS
+@pytest.mark.parametrize("updates", [1, 2, 3, 5])
+def test_a_resumed_stream_goes_on_exactly(workers: int, updates: int) -> None:
+    straight = take(stream(workers=workers), 16)
+    first = stream(workers=workers)
+    for _ in range(2 * updates):
+        first.next()
+    state = first.state_dict()
+    first.close()
+    second = stream(workers=workers)
+    second.load_state_dict(state)
+    assert take(second, 16 - 2 * updates) == straight[2 * updates :]
+    assert second.epoch == straight[-1].epoch
+
+
+@pytest.mark.parametrize("updates", [1, 3, 4])
+def test_the_state_does_not_depend_on_the_number_of_ranks(updates: int) -> None:
+    states = []
+    for rank, ranks in ((0, 1), (0, 2), (1, 2), (3, 4)):
+        source = stream(micro_batches=4, count=60, rank=rank, ranks=ranks)
+        take(source, updates * 4 // ranks)
+        states.append(source.state_dict())
+    assert states == [states[0]] * 4
+    assert states[0]["number"] == 4 * updates
+
+
+def test_the_state_of_one_is_taken_up_by_several_with_other_updates() -> None:
+    alone = stream(micro_batches=2, count=60)
+    take(alone, 6)
+    shared = []
+    for rank in range(3):
+        source = stream(micro_batches=3, count=60, rank=rank, ranks=3)
+        source.load_state_dict(alone.state_dict())
+        shared.append(take(source, 4))
+    together = [batch for batches in zip(*shared, strict=True) for batch in batches]
+    assert [batch.number for batch in together] == [*range(6, 18)]
+    assert [(batch.epoch, batch.position) for batch in together] == [(0, p) for p in range(6, 18)]
+
+
+@WORKERS
+def test_the_state_is_that_after_the_last_whole_update_whatever_was_read(workers: int) -> None:
+    source = stream(workers=workers)
+    numbers = []
+    for _ in range(5):
+        numbers.append(source.state_dict()["number"])
+        source.next()
+    assert numbers == [0, 0, 2, 2, 4]
+    source.close()
+    assert take(source, 2) == take(stream(), 6)[4:]
+
+
+def test_the_state_of_pictures_first_leaves_out_an_update_that_was_begun() -> None:
+    source = pictures_first()
+    source.next()
+    state = source.state_dict()
+    assert state["updates"] == 0
+    source.close()
+    assert take(source, 8) == take(pictures_first(), 8)
+
+
+def test_closing_in_between_loses_nothing() -> None:
+    source = stream(workers=2)
+    batches = take(source, 4) + take(source, 4)
+    source.close()
+    assert batches == take(stream(), 8)
+
+
+def test_other_data_begin_with_the_next_epoch_and_a_warning() -> None:
+    source = stream()
+    take(source, 8)
+    warnings: list[str] = []
+    other = stream(fingerprint="other", warn=warnings.append, seed=7)
+    other.load_state_dict(source.state_dict())
+    batches = take(other, 2)
+    assert [(batch.epoch, batch.position, batch.number) for batch in batches] == [(2, 0, 8), (2, 1, 9)]
+    assert len(warnings) == 1
+    assert "epoch 2" in warnings[0]
+
+
+def test_no_state_at_all_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="does not say where"):
+        stream().load_state_dict({"epoch": 1})
+
+
+def test_an_epoch_without_an_update_is_an_error() -> None:
+    with pytest.raises(FileProblem, match="an epoch has 7 micro-batches, and one update takes 8"):
+        stream(micro_batches=8)
+
+
+@WORKERS
+def test_errors_of_ours_arrive_as_they_were(workers: int) -> None:
+    source = stream(workers=workers, load=Failing(sample=5, how="broken"))
+    with pytest.raises(MediaError, match=r"clip\.mp4 is broken") as caught:
+        take(source, 7)
+    source.close()
+    assert caught.value.hint == "mend it"
+
+
+def test_a_worker_that_is_killed_is_told() -> None:
+    source = stream(workers=1, load=Failing(sample=5, how="killed"))
+    with pytest.raises(HardwareError, match="ended from outside"):
+        take(source, 7)
+    source.close()
+
+
+def test_workers_end_with_the_stream_even_while_an_error_is_handled() -> None:
+    before = psutil.Process().children()
+    source = stream(workers=2)
+    source.next()
+    children = [child for child in psutil.Process().children() if child not in before]
+    assert len(children) >= 2
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        source.close()
+    assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_workers_leave_ctrl_c_to_the_process_that_trains() -> None:
+    before = psutil.Process().children()
+    source = stream(workers=2)
+    first = source.next()
+    for child in psutil.Process().children():
+        if child not in before:
+            child.send_signal(signal.SIGINT)
+    assert [first, *take(source, 5)] == take(stream(), 6)
+
+
+class Guarded:
+    """Must not be destroyed in another process than its own, as what owns threads must not."""
+
+    def __init__(self, told: Path) -> None:
+        self.itself = self
+        self.told = told
+        self.process = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            self.told.write_text("destroyed in a worker")
+
+
+def collecting(asked: MicroBatch) -> MicroBatch:
+    gc.collect()
+    return asked
+
+
+def test_workers_never_collect_what_the_process_had_before(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    gc.disable()
+    try:
+        Guarded(told)  # garbage from the start, which only a collection finds
+        take(stream(workers=2, load=collecting), 4)
+    finally:
+        gc.enable()
+    assert not told.exists()
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    take(stream(workers=1), 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def pictures_first(
+    *, workers: int = 0, micro_batches: int = 2, rank: int = 0, ranks: int = 1
+) -> PicturesFirst[MicroBatch]:
+    pictures = stream(workers=workers, micro_batches=micro_batches, rank=rank, ranks=ranks, count=100)
+    clips = stream(workers=workers, micro_batches=micro_batches, rank=rank, ranks=ranks, seed=1)
+    return PicturesFirst(pictures, clips, updates=3, batches_of_update=micro_batches // ranks)
+
+
+@WORKERS
+def test_pictures_come_first_and_numbers_count_on(workers: int) -> None:
+    batches = take(pictures_first(workers=workers), 12)
+    assert [batch.number for batch in batches] == [*range(12)]
+    assert [batch.samples for batch in batches[:6]] == [batch.samples for batch in take(stream(count=100), 6)]
+    assert [batch.samples for batch in batches[6:]] == [batch.samples for batch in take(stream(seed=1), 6)]
+
+
+@pytest.mark.parametrize("updates", [0, 1, 3, 4])
+def test_pictures_first_resumes_exactly(updates: int) -> None:
+    straight = take(pictures_first(), 14)
+    first = pictures_first()
+    take(first, 2 * updates)
+    second = pictures_first()
+    second.load_state_dict(first.state_dict())
+    assert take(second, 14 - 2 * updates) == straight[2 * updates :]
+
+
+def test_ranks_of_pictures_first_agree() -> None:
+    shared = [take(pictures_first(rank=rank, ranks=2), 6) for rank in range(2)]
+    together = [batch for batches in zip(*shared, strict=True) for batch in batches]
+    assert together == take(pictures_first(), 12)
+    assert np.all(np.diff([batch.number for batch in together]) == 1)

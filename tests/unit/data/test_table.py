@@ -1,0 +1,169 @@
+"""Reading, writing and splitting tables."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_clips import write_rows
+
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
+from opensora_cli.data.table import COLUMNS, read_table
+from opensora_cli.data.table_files import read_columns, split_table, write_table
+from opensora_cli.data.text_column import TextColumn
+
+KINDS = pytest.mark.parametrize("kind", [".csv", ".parquet"])
+ROWS: list[tuple[object, ...]] = [
+    ("a.mp4", 'a boat, "red"\nat sea', 40, 48, 64, 0.75, 3072, 24.0),
+    ("/b/ü.png", "", 1, 64, 48, 1.333333, 3072, None),
+]
+
+
+@KINDS
+def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
+    if kind == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"table{kind}"
+    write_table(path, COLUMNS, ROWS)
+    table = read_table(path)
+    assert len(table) == 2
+    assert [table.paths[0], table.paths[1]] == ["a.mp4", "/b/ü.png"]
+    assert [table.texts[0], table.texts[1]] == [ROWS[0][1], ""]
+    assert [table.file(0), table.file(1)] == [tmp_path / "a.mp4", Path("/b/ü.png")]
+    assert table.samples.num_frames.tolist() == [40, 1]
+    assert (table.samples.height.tolist(), table.samples.width.tolist()) == ([48, 64], [64, 48])
+    assert table.samples.fps[0] == 24.0
+    assert math.isnan(table.samples.fps[1])
+    assert [table.motion_score(0), table.motion_score(1)] == [None, None]
+    assert table.bad_rows == ()
+    assert table.texts.num_empty == 1
+
+
+def test_rows_that_make_no_sense_are_told_and_left_out(tmp_path: Path) -> None:
+    good = ["good.mp4", "text", 5, 64, 64, 24, 3]
+    rows = [
+        good,
+        ["", "text", 5, 64, 64, 24, 3],
+        ["no_frames.mp4", "text", 0, 64, 64, 24, 3],
+        ["half.mp4", "text", 5, 64.5, 64, 24, 3],
+        ["words.mp4", "text", 5, 64, "wide", 24, 3],
+        ["backwards.mp4", "text", 5, 64, 64, -24, 3],
+        ["endless.mp4", "text", 5, 64, 64, "inf", 3],
+        ["short.mp4", "text"],
+        ["floats.mp4", "text", "5.0", "64.0", 64, "nan", ""],
+    ]
+    columns = ["path", "text", "num_frames", "height", "width", "fps", "motion_score"]
+    table = read_table(write_rows(tmp_path / "table.csv", rows, columns=columns))
+    assert [table.paths[0], table.paths[1]] == ["good.mp4", "floats.mp4"]
+    assert table.rows.tolist() == [1, 9]
+    assert [table.motion_score(0), table.motion_score(1)] == [3.0, None]
+    assert [(bad.row, bad.path) for bad in table.bad_rows] == [(row + 1, rows[row][0]) for row in range(1, 8)]
+    reasons = [bad.reason for bad in table.bad_rows]
+    assert reasons[0] == "path is empty"
+    assert reasons[3] == "width=wide must be a whole number over 0"
+    assert reasons[4] == "fps=-24 must be a number over 0"
+    assert reasons[6].startswith("num_frames=None")
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("\ufeffpath,text,num_frames,height,width\n\na.mp4,x,5,64,64\n\n", encoding="utf-8")
+    assert len(read_table(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"path,num_frames\na.mp4,5\n", "has no column text and no height and no width; it has path, num_frames"),
+    ],
+)
+def test_tables_without_what_is_needed(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(content)
+    with pytest.raises(FileProblem, match=message):
+        read_table(path)
+
+
+def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "table.parquet"
+    path.write_bytes(b"not parquet")
+    with pytest.raises(FileProblem, match=r"table\.parquet is not a table"):
+        read_table(path)
+
+
+@KINDS
+def test_a_table_that_is_missing(tmp_path: Path, kind: str) -> None:
+    with pytest.raises((FileProblem, HardwareError), match=r"cannot be read|pyarrow"):
+        read_table(tmp_path / f"none{kind}")
+
+
+def test_the_fingerprint_is_of_what_orders_training(tmp_path: Path) -> None:
+    base = ["a.mp4", "text", 5, 64, 64, 24]
+    prints = []
+    for changed in (base, base, [*base[:1], "other text", *base[2:]], ["b.mp4", *base[1:]], [*base[:5], 25]):
+        prints.append(read_table(write_rows(tmp_path / "table.csv", [changed])).fingerprint())
+    assert prints[0] == prints[1] == prints[2]
+    assert len({*prints}) == 3
+
+
+@KINDS
+def test_parts_have_all_rows_in_order_and_all_columns(tmp_path: Path, kind: str) -> None:
+    if kind == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"table{kind}"
+    write_table(path, ["path", "other"], [(f"{i}.mp4", f"line\nof {i}") for i in range(10)])
+    targets = [tmp_path / f"part_{i}{kind}" for i in range(3)]
+    assert split_table(path, targets) == [3, 3, 4]
+    columns = [read_columns(target, ["path", "other"]) for target in targets]
+    assert [cell for part in columns for cell in part["path"]] == [f"{i}.mp4" for i in range(10)]
+    assert [cell for part in columns for cell in part["other"]] == [f"line\nof {i}" for i in range(10)]
+
+
+def test_more_parts_than_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "table.csv", [["a.mp4", "", 1, 1, 1, ""]])
+    with pytest.raises(FileProblem, match="has 1 rows, too few for 2 parts"):
+        split_table(path, [tmp_path / "1.csv", tmp_path / "2.csv"])
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+    row = ("\udcff.mp4", "text", 5, 64, 64, 1.0, 4096, 24.0)
+    write_table(tmp_path / "table.csv", COLUMNS, [row])
+    assert read_table(tmp_path / "table.csv").paths[0] == "\udcff.mp4"
+    pytest.importorskip("pyarrow")
+    with pytest.raises(OutputError, match="parquet holds only UTF-8"):
+        write_table(tmp_path / "table.parquet", COLUMNS, [row])
+
+
+def test_a_name_that_says_no_kind(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"must end in \.csv or \.parquet"):
+        write_table(tmp_path / "table.xlsx", COLUMNS, [])
+
+
+def test_text_columns_hold_any_text() -> None:
+    texts = ["", "plain", "ü 語", "\udcff surrogate", ""]
+    column = TextColumn(texts)
+    assert [column[index] for index in range(len(column))] == texts
+    assert column.num_empty == 2
+    assert len(TextColumn([])) == 0
+    with pytest.raises(IndexError):
+        column[5]
+    with pytest.raises(IndexError):
+        column[-1]
+
+
+def test_a_large_table_is_kept_in_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows((f"clips/{i}.mp4", f"caption {i}", 40, 256, 256, 1.0, 65536, 24.0) for i in range(50_000))
+    table = read_table(path)
+    assert len(table) == 50_000
+    assert (table.paths[49_999], table.texts[12_345]) == ("clips/49999.mp4", "caption 12345")
+    data, ends = table.paths.arrays()
+    assert isinstance(data, np.ndarray)
+    assert len(data) == sum(len(f"clips/{i}.mp4") for i in range(50_000)) == ends[-1]

@@ -1,0 +1,333 @@
+"""Filling a cache: what is encoded, what is left as it is, and that training on it is training on the clips."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tiny_clips
+import tiny_frozen
+import tiny_training
+import tiny_world
+import torch
+from torch import nn
+
+from opensora_cli.core.exceptions import BatchError, CheckpointError, FileProblem, MediaError, RequestError
+from opensora_cli.engine.configs import mmdit_config
+from opensora_cli.engine.data import cache_filling
+from opensora_cli.engine.data.cache import HEADER_FILE, ClipCache
+from opensora_cli.engine.data.cache_filling import cache_clips, prepare_cache
+from opensora_cli.engine.data.loading import open_batches
+from opensora_cli.engine.train import frozen, run
+from opensora_cli.engine.train.encoding import ALWAYS_CACHED, Encoders
+from opensora_cli.engine.train.frozen import build_mmdit_task
+from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.enums import ConditionMode
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings_of(weights, cache, **changes):
+    settings = tiny_training.mmdit_settings("unused", weights)
+    return settings.replace(
+        {"data.scenes.count": 6, "train_mmdit.cache": None if cache is None else str(cache), **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("weights"))
+
+
+def prepared(settings, **where):
+    return prepare_cache(
+        settings,
+        **{
+            "device": CPU,
+            "rank": 0,
+            "ranks": 1,
+            "barrier": lambda: None,
+            "reporter": tiny_world.RecordingReporter(),
+            **where,
+        },
+    )
+
+
+def test_everything_is_encoded_once(weights, tmp_path):
+    settings, reporter = settings_of(weights, tmp_path / "cache"), tiny_world.RecordingReporter()
+    report = cache_clips(settings, reporter=reporter)
+    assert (report.clips, report.encoded, report.failed) == (6, 6, ())
+    assert reporter.advanced["encode"] == reporter.totals["encode"] == 6
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    again = cache_clips(settings, reporter=reporter)
+    assert (again.clips, again.encoded) == (6, 0)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == files
+    assert reporter.stages.count("encode") == 1
+
+
+def test_more_clips_are_added_to_those_that_are_there(weights, tmp_path):
+    settings = settings_of(weights, tmp_path / "cache")
+    cache_clips(settings.replace({"data.scenes.count": 4}))
+    report = cache_clips(settings)
+    assert (report.clips, report.encoded) == (6, 2)
+
+
+def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(weights, tmp_path):
+    settings = settings_of(weights, tmp_path / "cache")
+    cache = prepared(settings)
+    [request, *_] = cache_filling._requests(settings)
+    shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
+    assert shapes == {
+        "latents": (4, 4, 8, 8),
+        "head1": (4, 1, 8, 8),
+        "tail1": (4, 1, 8, 8),
+        "head5": (4, 2, 8, 8),
+        "tail5": (4, 2, 8, 8),
+        "head9": (4, 3, 8, 8),
+        "tail9": (4, 3, 8, 8),
+        "prompt_embeds": (tiny_training.MAX_LENGTH, tiny_training.WIDTH),
+        "pooled_prompt_embeds": (tiny_training.WIDTH,),
+    }
+
+
+def losses(settings, *, micro_batches):
+    """The first losses of a training with fresh weights that are not zero anywhere."""
+    cache = prepared(settings)
+    torch.manual_seed(0)
+    module = MMDiT(mmdit_config(settings.model))
+    nn.init.normal_(module.final_layer.linear.weight)
+    nn.init.normal_(module.cond_in.weight)
+    task = build_mmdit_task(settings, module, device=CPU, clips=cache)
+    batches = open_batches(
+        settings,
+        data_rank=0,
+        data_ranks=1,
+        reporter=tiny_world.RecordingReporter(),
+        load=cache.clip if cache else None,
+    )
+    drawn = [batches.next() for _ in range(micro_batches)]
+    batches.close()
+    assert all((batch.cached is None) == (cache is None) for batch in drawn)
+    return [task.loss(batch, Chance.of(0, batch.number))[0].item() for batch in drawn]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_on_the_cache_is_training_on_the_clips_bit_for_bit(weights, tmp_path, workers):
+    kinds = [settings_of(weights, cache, **{"data.workers": workers}) for cache in (None, tmp_path / "cache")]
+    fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)  # over the end of the epoch
+    assert fresh == cached
+    assert len(set(cached)) == 4
+
+
+def test_so_it_is_on_a_table_of_pictures_and_videos(weights, tmp_path):
+    table = tiny_clips.clip_table(tmp_path, clips=4, pictures=3, num_frames=13)
+    changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}}}
+    kinds = [settings_of(weights, cache, **changes) for cache in (None, tmp_path / "cache")]
+    fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)
+    assert fresh == cached
+    assert len(set(cached)) == 4
+    requests = cache_filling._requests(kinds[1])
+    cache = prepared(kinds[1])
+    assert sorted(request.num_frames for request in requests) == [1] * 3 + [13] * 4
+    names = {request.num_frames: set(cache.clip(request).tensors) for request in requests}
+    assert names[1] == {"latents", "prompt_embeds", "pooled_prompt_embeds"}
+    assert names[13] == names[1] | {"head1", "tail1", "head5", "tail5", "head9", "tail9"}
+
+
+def test_whatever_buckets_the_clips_are_drawn_into_they_are_there(weights, tmp_path):
+    table = tiny_clips.clip_table(tmp_path, clips=4, pictures=3, num_frames=13)
+    buckets = {"64px": {1: (0.5, 1), 13: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}}
+    settings = settings_of(weights, None, **{"data.table": str(table), "data.buckets": buckets})
+    batches = open_batches(
+        settings, data_rank=0, data_ranks=1, reporter=tiny_world.RecordingReporter(), load=lambda request: request
+    )
+    asked = {request for _ in range(60) for request in batches.next().cached}
+    batches.close()
+    found = {(request.num_frames, request.height) for request in asked}
+    assert found == {(1, 32), (1, 64), (5, 32), (13, 64)}
+    assert asked <= set(cache_filling._requests(settings))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_run_goes_on_bit_for_bit(weights, tmp_path, cached):
+    settings = settings_of(
+        weights,
+        tmp_path / "cache" if cached else None,
+        **{"output": str(tmp_path / "whole"), "loop.steps": 4, "loop.log_every": 1, "checkpoints.every": 2},
+        **{"checkpoints.keep": 5, "data.workers": 1},
+    )
+    run.train(settings)
+    [halfway] = (tmp_path / "whole").glob("*-global_step2")
+    shutil.copytree(halfway, tmp_path / "rest" / halfway.name)
+    result = run.train(settings.replace({"output": str(tmp_path / "rest")}), resume=Resume())
+    assert result.resumed_from == 2
+    whole, rest = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("whole", "rest")
+    )
+    assert (len(whole), rest) == (4, whole[2:])
+    exported = [(tmp_path / name / "transformer.safetensors").read_bytes() for name in ("whole", "rest")]
+    assert exported[0] == exported[1]
+
+
+def test_ranks_share_the_work(weights, tmp_path):
+    settings, barrier = settings_of(weights, tmp_path / "cache"), threading.Barrier(2)
+    reporters = [tiny_world.RecordingReporter() for _ in range(2)]
+
+    def prepare(rank):
+        return prepared(settings, rank=rank, ranks=2, barrier=barrier.wait, reporter=reporters[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        caches = list(threads.map(prepare, range(2)))
+    assert [len(cache) for cache in caches] == [6, 6]
+    assert [reporter.totals["encode"] for reporter in reporters] == [3, 3]
+    assert [reporter.stages for reporter in reporters] == [["hash", "encode"], ["encode"]]
+
+
+def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
+    settings, left = settings_of(weights, tmp_path / "cache"), [3]
+    read = cache_filling.read_clip
+
+    def interrupted(request, *, fit):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return read(request, fit=fit)
+
+    monkeypatch.setattr(cache_filling, "read_clip", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="go on with the same command"):
+        cache_clips(settings)
+    left[0] = 1
+    with pytest.raises(KeyboardInterrupt, match="go on with the same command"):
+        prepared(settings)
+    left[0] = 100
+    report = cache_clips(settings)
+    assert (report.clips, report.encoded) == (6, 2)
+
+
+def test_what_cannot_be_read_is_told_and_tried_again(weights, tmp_path, monkeypatch):
+    settings = settings_of(weights, tmp_path / "cache")
+    bad = cache_filling._requests(settings)[2]
+    read = cache_filling.read_clip
+
+    def broken(request, *, fit):
+        if request == bad:
+            raise MediaError("it is broken")
+        return read(request, fit=fit)
+
+    monkeypatch.setattr(cache_filling, "read_clip", broken)
+    report = cache_clips(settings)
+    assert (report.clips, report.encoded) == (5, 5)
+    with pytest.raises(BatchError, match="1 of 6 clips could not be read"):
+        report.require_whole()
+    assert report.to_json()["failed"] == [{"path": bad.path, "reason": "it is broken"}]
+    assert report.lines()[1] == f"failed  {bad.path}: it is broken"
+    reporter = tiny_world.RecordingReporter()
+    assert not prepared(settings, reporter=reporter).names(bad)
+    assert reporter.warnings == [f"left out: {bad.path} (it is broken)"]
+    monkeypatch.undo()
+    whole = cache_clips(settings)
+    whole.require_whole()
+    assert whole.encoded == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vae.scale_factor": 0.5}, "autoencoder's settings"),
+        ({"text.t5_max_length": 7}, "text lengths"),
+        ({"train_mmdit.add_fps": False}, "captions"),
+        ({"data.fit": "pad"}, "fit"),
+        ({"train_mmdit.frozen_dtype": "bfloat16"}, "precision"),
+    ],
+)
+def test_a_cache_of_other_settings_is_refused(weights, tmp_path, changes, named):
+    settings = settings_of(weights, tmp_path / "cache")
+    cache_clips(settings)
+    with pytest.raises(FileProblem, match=rf"which differs in: {named}$"):
+        cache_clips(settings.replace(changes))
+
+
+def test_a_cache_of_other_weights_is_refused(weights, tmp_path):
+    cache_clips(settings_of(weights, tmp_path / "cache"))
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("t5", "clip"):
+        (other / name).symlink_to(weights / name)
+    content = bytearray((weights / "vae.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "vae.safetensors").write_bytes(content)
+    with pytest.raises(FileProblem, match=r"which differs in: autoencoder$"):
+        prepared(settings_of(other, tmp_path / "cache"))
+
+
+def test_another_mode_adds_its_references_alone(weights, tmp_path, monkeypatch):
+    all_modes = settings_of(weights, tmp_path / "cache")
+    few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in ConditionMode if mode != "t2v"})
+    cache_clips(few)
+    [request, *_] = cache_filling._requests(few)
+    assert ClipCache(tmp_path / "cache").names(request) == set(ALWAYS_CACHED)
+    encoded = []
+    encode = Encoders.latents
+    monkeypatch.setattr(Encoders, "latents", lambda self, pixels: encoded.append(len(pixels)) or encode(self, pixels))
+    report = cache_clips(all_modes)
+    assert (report.clips, report.encoded) == (6, 6)
+    assert sorted(encoded) == [1] * 12 + [5] * 12 + [9] * 12
+    assert cache_clips(few).encoded == cache_clips(all_modes).encoded == 0
+    clip = prepared(few).clip(request)
+    whole = settings_of(weights, tmp_path / "at once")
+    cache_clips(whole)
+    at_once = prepared(whole).clip(request)
+    assert clip.tensors.keys() == at_once.tensors.keys()
+    assert all(torch.equal(tensor, at_once.tensors[name]) for name, tensor in clip.tensors.items())
+
+
+def test_other_chances_do_not_matter(weights, tmp_path):
+    """Weights of modes, dropouts and the objective may change on the same cache."""
+    settings = settings_of(weights, tmp_path / "cache")
+    cache_clips(settings)
+    changes = {"train_mmdit.mode_weights.t2v": 1, "train_mmdit.t5_dropout": 0, "train_mmdit.masked_loss": True}
+    assert cache_clips(settings.replace(changes)).encoded == 0
+
+
+def test_without_the_frozen_parts(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no vae\.safetensors, t5, clip"):
+        cache_clips(settings_of(tmp_path, tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_requests_that_make_no_sense(weights, tmp_path):
+    with pytest.raises(RequestError, match=r"train_mmdit\.cache is not set"):
+        cache_clips(settings_of(weights, None))
+    settings = settings_of(weights, tmp_path / "cache").model_copy(update={"target": "text"})
+    with pytest.raises(RequestError, match="target=text"):
+        cache_clips(settings)
+
+
+def test_training_reads_no_frozen_weights(weights, tmp_path, monkeypatch):
+    settings = settings_of(weights, tmp_path / "cache")
+    cache_clips(settings)
+    for module in (frozen, cache_filling):
+        monkeypatch.setattr(module, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
+    cache = prepared(settings)
+    assert isinstance(cache, ClipCache)
+    assert (tmp_path / "cache" / HEADER_FILE).exists()
+    build_mmdit_task(settings, MMDiT(mmdit_config(settings.model)), device=CPU, clips=cache)
+
+
+def test_a_text_encoder_of_another_width_is_refused(weights):
+    settings = settings_of(weights, None, **{"model.context_in_dim": 24})
+    with pytest.raises(RequestError, match=r"model\.context_in_dim=24 must be the width of T5: use 16"):
+        build_mmdit_task(settings, MMDiT(mmdit_config(settings.model)), device=CPU)

@@ -1,0 +1,287 @@
+"""Micro-batches of clips out of files and of the procedural world."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
+
+from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError, RequestError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import ClipBatch, ClipRequest
+from opensora_cli.data.scene_clips import SceneClip
+from opensora_cli.engine.data.loading import iter_requests, open_clips
+from opensora_cli.engine.data.reading import read_clip
+from opensora_cli.settings.data import DataSettings
+
+BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+class Warnings(SilentReporter):
+    """Keeps what it is warned of."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clip_table(tmp_path_factory.mktemp("clips"))
+
+
+def settings(table: Path, **changes: Any) -> DataSettings:
+    return DataSettings.model_validate({"table": str(table), "buckets": BUCKETS, "workers": 0, **changes})
+
+
+def take(data: DataSettings, count: int, *, reporter: Warnings | None = None, **changes: Any) -> list[ClipBatch]:
+    arguments = {"seed": 0, "micro_batches": 1, "multiple": 16, **changes}
+    source = open_clips(data, reporter=reporter or Warnings(), **arguments)
+    try:
+        return [source.next() for _ in range(count)]
+    finally:
+        source.close()
+
+
+def described(batch: ClipBatch) -> tuple[object, ...]:
+    pixels = None if batch.pixels_BTHWC is None else batch.pixels_BTHWC.numpy().tobytes()
+    return (batch.number, batch.epoch, batch.paths, batch.captions, batch.fps, batch.motion_scores, pixels)
+
+
+def test_an_epoch_has_every_sample_once_in_batches_of_one_shape(table: Path) -> None:
+    batches = take(settings(table), 4)
+    assert sorted(path for batch in batches for path in batch.paths) == sorted(
+        str(table.parent / name)
+        for name in [f"clip_{i}.mp4" for i in range(6)] + [f"picture_{i}.png" for i in range(4)]
+    )
+    for batch in batches:
+        is_picture = "picture" in batch.paths[0]
+        assert batch.pixels_BTHWC is not None
+        assert batch.pixels_BTHWC.shape == ((2, 1, 64, 64, 3) if is_picture else (3, 5, 64, 64, 3))
+        assert batch.pixels_BTHWC.dtype == torch.uint8
+        assert batch.fps == ((0.0,) * 2 if is_picture else (FPS,) * 3)
+        assert batch.motion_scores == (None,) * len(batch.paths)
+        for path, caption in zip(batch.paths, batch.captions, strict=True):
+            kind, number = Path(path).stem.split("_")
+            assert caption == f"{kind} number {number}"
+
+
+def test_clips_begin_anywhere_and_their_frames_follow_each_other(table: Path) -> None:
+    starts = []
+    for batch in take(settings(table), 20):
+        assert batch.pixels_BTHWC is not None
+        for clip_THWC in batch.pixels_BTHWC:
+            numbers = [frame_number(frame) for frame in clip_THWC]
+            assert numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+            starts += [numbers[0]] if len(numbers) > 1 else []
+    assert set(starts) == {*range(9)}
+
+
+def test_fast_videos_lose_frames(tmp_path: Path) -> None:
+    for index in range(3):
+        write_clip(tmp_path / f"{index}.mp4", num_frames=15, fps=60)
+    rows = [[f"{index}.mp4", "", 15, 64, 64, 60.0] for index in range(3)]
+    (batch,) = take(settings(write_rows(tmp_path / "table.csv", rows)), 1)
+    assert batch.fps == (20.0,) * 3
+    assert batch.pixels_BTHWC is not None
+    for clip_THWC in batch.pixels_BTHWC:
+        numbers = [frame_number(frame) for frame in clip_THWC]
+        assert numbers == [numbers[0] + 3 * step for step in range(5)]
+
+
+@WORKERS
+@pytest.mark.parametrize("updates", [1, 2, 5])
+def test_a_resumed_run_reads_the_very_same(table: Path, workers: int, updates: int) -> None:
+    data = settings(table, workers=workers)
+    straight = [described(batch) for batch in take(settings(table), 14, micro_batches=2)]
+    first = open_clips(data, seed=0, micro_batches=2, multiple=16, reporter=SilentReporter())
+    before = [described(first.next()) for _ in range(2 * updates)]
+    state = first.state_dict()
+    first.close()
+    second = open_clips(data, seed=0, micro_batches=2, multiple=16, reporter=SilentReporter())
+    second.load_state_dict(state)
+    after = [described(second.next()) for _ in range(14 - 2 * updates)]
+    second.close()
+    assert before + after == straight
+
+
+def test_ranks_share_out_what_one_process_reads(table: Path) -> None:
+    alone = [described(batch) for batch in take(settings(table), 8, micro_batches=2)]
+    shared = [take(settings(table), 4, micro_batches=2, data_rank=rank, data_ranks=2) for rank in range(2)]
+    assert [described(batch) for pair in zip(*shared, strict=True) for batch in pair] == alone
+
+
+def test_another_seed_gives_another_order(table: Path) -> None:
+    orders = [[batch.paths for batch in take(settings(table), 4, seed=seed)] for seed in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+@pytest.fixture
+def broken_table(tmp_path: Path) -> Path:
+    table = clip_table(tmp_path, clips=7, pictures=0)
+    (tmp_path / "clip_3.mp4").write_bytes(b"not a video")
+    return table
+
+
+@WORKERS
+def test_a_broken_sample_is_replaced_by_the_next_and_told_once(broken_table: Path, workers: int) -> None:
+    warned = Warnings()
+    data = settings(broken_table, workers=workers, buckets={"64px": {5: (1.0, 3)}})
+    batches = take(data, 20, reporter=warned)
+    broken = str(broken_table.parent / "clip_3.mp4")
+    replaced = [replacement for batch in batches for replacement in batch.replaced]
+    assert len(replaced) >= 5
+    assert {replacement.path for replacement in replaced} == {broken}
+    assert all(len(batch.paths) == 3 and broken not in batch.paths for batch in batches)
+    assert all(replacement.by in batch.paths for batch in batches for replacement in batch.replaced)
+    assert len(warned.texts) == 1
+    assert "clip_3.mp4" in warned.texts[0]
+    again = take(data.replace({"workers": 0}), 20)
+    assert [described(batch) for batch in again] == [described(batch) for batch in batches]
+
+
+def test_what_is_left_out_is_warned_of(table: Path) -> None:
+    warned = Warnings()
+    wrong = table.with_name("wrong.csv")
+    wrong.write_text(table.read_text() + "wrong.mp4,text,none,64,64,24\n")
+    take(settings(wrong, buckets={"64px": {1: (1.0, 2), 5: (1.0, 7), 9: (0.0, 1)}}), 1, reporter=warned)
+    assert len(warned.texts) == 2
+    assert "bad rows left out: 1;" in warned.texts[0]
+    assert warned.texts[1].startswith("data.buckets.64px.5 is empty")
+
+
+def test_where_nothing_can_be_read_the_file_is_named(broken_table: Path) -> None:
+    for path in broken_table.parent.glob("*.mp4"):
+        path.unlink()
+    with pytest.raises(FileProblem, match=r"clip_\d\.mp4.*3 others of its bucket cannot be read"):
+        take(settings(broken_table), 1)
+
+
+def refusing(request: ClipRequest) -> str:
+    """Stands for a cache that has not all clips."""
+    if "clip_3" in request.path:
+        raise MediaError(f"{request.path} is not in the cache")
+    return f"{request.path} from {request.start}"
+
+
+def stumbling(request: ClipRequest) -> str:
+    raise ZeroDivisionError("a bug")
+
+
+def crashing(request: ClipRequest) -> str:
+    """Stands for a decoder that a file makes crash."""
+    if "clip_3" in request.path:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return request.path
+
+
+def test_a_worker_that_crashes_leaves_the_name_of_its_file(table: Path) -> None:
+    with pytest.raises(HardwareError, match=r"ended from outside.*clip_3\.mp4") as caught:
+        take(settings(table, workers=2), 4, load=crashing)
+    assert "take it out of the table" in (caught.value.hint or "")
+
+
+@WORKERS
+def test_a_loader_takes_the_place_of_decoding_and_starts_are_fixed(table: Path, workers: int) -> None:
+    warned = Warnings()
+    batches = take(settings(table, workers=workers), 8, reporter=warned, load=refusing)
+    for batch in batches:
+        assert batch.pixels_BTHWC is None
+        assert batch.cached == tuple(f"{path} from 0" for path in batch.paths)
+    assert ["clip_3.mp4 is not in the cache" in text for text in warned.texts] == [True]
+
+
+@WORKERS
+def test_a_bug_names_the_file(table: Path, workers: int) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        take(settings(table, workers=workers), 1, load=stumbling)
+    told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert "while reading" in told
+    assert str(table.parent) in told
+
+
+def test_all_requests_are_what_epochs_ask_for(table: Path) -> None:
+    data = settings(table, buckets={"64px": {1: (1.0, 2), 9: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}})
+    every = iter_requests(data, seed=0, multiple=16)
+    assert len(every) == 4 + 2 * 6
+    found: set[ClipRequest] = set()
+    for batch in take(data, 60, load=_as_is):
+        assert batch.cached is not None
+        found |= {*batch.cached}
+    assert found == {*every}
+    assert {*every[2:5]} <= found
+    assert {(request.num_frames, request.start) for request in found} == {(1, 0), (9, 0), (5, 0)}
+
+
+def _as_is(request: ClipRequest) -> ClipRequest:
+    return request
+
+
+def scenes(**changes: Any) -> DataSettings:
+    values = {"count": 12, "size": 32, "num_frames": 5, "fps": 12, "batch_size": 2, "picture_batch_size": 3, **changes}
+    return DataSettings.model_validate({"workers": 0, "scenes": values})
+
+
+def test_scenes_are_a_dataset_like_any_other() -> None:
+    batches = take(scenes(), 12)
+    assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6
+    assert sorted(path for batch in batches[:6] for path in batch.paths) == sorted(f"scene:0/{n}" for n in range(12))
+    by_path = {}
+    for batch in batches:
+        assert batch.pixels_BTHWC is not None
+        assert batch.pixels_BTHWC.shape == (2, 5, 32, 32, 3)
+        for path, caption, clip in zip(batch.paths, batch.captions, batch.pixels_BTHWC, strict=True):
+            caption_before, clip_before = by_path.setdefault(path, (caption, clip))
+            assert caption == caption_before
+            assert torch.equal(clip, clip_before)
+    assert len({caption for caption, _ in by_path.values()}) > 6
+
+
+def test_scenes_mixed_with_pictures() -> None:
+    batches = take(scenes(picture_share=0.5), 5)
+    shapes = sorted(tuple(batch.pixels_BTHWC.shape[:2]) for batch in batches if batch.pixels_BTHWC is not None)
+    assert shapes == [(2, 5)] * 3 + [(3, 1)] * 2
+    assert {batch.fps for batch in batches} == {(12.0, 12.0), (0.0, 0.0, 0.0)}
+
+
+def test_first_updates_of_pictures() -> None:
+    batches = take(scenes(), 8, micro_batches=2, picture_updates=2, picture_batch_size=4)
+    assert [batch.pixels_BTHWC.shape[:2] for batch in batches if batch.pixels_BTHWC is not None] == [(4, 1)] * 4 + [
+        (2, 5)
+    ] * 4
+    assert [batch.number for batch in batches] == [*range(8)]
+
+
+def test_a_scene_can_be_read_by_its_name() -> None:
+    clip = SceneClip(seed=3, number=7, held_out=True)
+    assert clip.name == "held-out:3/7"
+    assert SceneClip.named(clip.name) == clip
+    assert SceneClip.named("a/scene:3/7") is None
+    (request,) = iter_requests(scenes(count=1, batch_size=1, held_out=True), seed=3, multiple=16)
+    assert request.path == "held-out:3/0"
+    assert read_clip(request).shape == (5, 32, 32, 3)
+
+
+def test_a_table_that_is_not_there_and_one_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(FileProblem, match="cannot be read"):
+        take(settings(tmp_path / "none.csv"), 1)
+    with pytest.raises(RequestError, match=r"must end in \.csv or \.parquet"):
+        take(settings(tmp_path / "none.txt"), 1)
+
+
+def test_buckets_too_small_for_the_model(table: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.buckets\.30px is too small for frames in multiples of 32"):
+        take(settings(table, buckets={"30px": {1: (1.0, 1)}}), 1, multiple=32)
+
+
+def test_parquet_without_pyarrow_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(HardwareError) as caught:
+        take(settings(tmp_path / "table.parquet"), 1)
+    assert caught.value.hint == "pip install 'osora[train]'"

@@ -1,0 +1,219 @@
+"""From folders to tables, parts and contact sheets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_clips import write_clip, write_rows
+
+from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.table import COLUMNS, read_table
+from opensora_cli.data.table_files import read_columns
+from opensora_cli.engine.data import scan as scan_module
+from opensora_cli.engine.data.preview import preview
+from opensora_cli.engine.data.scan import ScanResult, scan
+from opensora_cli.engine.data.shard import shard
+from opensora_cli.settings.data import DataSettings
+from opensora_cli.settings.data_tools import PreviewSettings, ScanSettings, ShardSettings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three videos and a picture, one of them in a folder of its own."""
+    folder = tmp_path / "clips"
+    (folder / "more").mkdir(parents=True)
+    write_clip(folder / "b.mp4", num_frames=5, height=48, width=64, caption="from a text\nof two lines\n")
+    write_clip(folder / "a.png", num_frames=1, height=32, width=32)
+    (folder / "a.json").write_text(json.dumps({"caption": "from JSON"}))
+    write_clip(folder / "more" / "c.mp4", num_frames=7, fps=30, caption="in a folder")
+    write_clip(folder / "more" / "d.mp4", num_frames=3)
+    (folder / "notes.md").write_text("not a clip")
+    (folder / ".hidden.mp4").write_bytes(b"left out")
+    return folder
+
+
+def run(folder: Path, **changes: Any) -> ScanResult:
+    return scan(ScanSettings(folder=str(folder), workers=2, **changes))
+
+
+def test_a_folder_becomes_a_table(folder: Path) -> None:
+    result = run(folder)
+    assert (result.table, result.videos, result.pictures, result.read) == (folder.with_suffix(".csv"), 3, 1, 4)
+    assert (result.without_caption, result.broken) == (1, ())
+    columns = read_columns(result.table, COLUMNS)
+    names = ["a.png", "b.mp4", "more/c.mp4", "more/d.mp4"]
+    assert columns["path"] == [str(folder / name) for name in names]
+    assert columns["text"] == ["from JSON", "from a text of two lines", "in a folder", ""]
+    assert columns["num_frames"] == ["1", "5", "7", "3"]
+    assert columns["height"] == ["32", "48", "64", "64"]
+    assert columns["width"] == ["32", "64", "64", "64"]
+    assert columns["aspect_ratio"] == ["1.0", "0.75", "1.0", "1.0"]
+    assert columns["resolution"] == ["1024", "3072", "4096", "4096"]
+    assert columns["fps"] == ["", "24.0", "30.0", "24.0"]
+    assert len(read_table(result.table)) == 4
+
+
+def test_a_dot_in_the_folder_s_name_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "clips.v1"
+    folder.mkdir()
+    write_clip(folder / "a.png", num_frames=1)
+    assert run(folder).table == tmp_path / "clips.v1.csv"
+    assert run(folder / "." / "..", table=str(tmp_path / "all.csv")).pictures == 1
+
+
+def test_parquet_has_the_same(folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    result = run(folder, table=str(folder / "table.parquet"))
+    columns = read_columns(result.table, COLUMNS)
+    assert columns["num_frames"] == [1, 5, 7, 3]
+    assert columns["fps"] == [None, 24.0, 30.0, 24.0]
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read."""
+    names: list[str] = []
+    probe = scan_module.probe
+    monkeypatch.setattr(scan_module, "probe", lambda file: names.append(file.name) or probe(file))
+    return names
+
+
+def test_a_second_scan_reads_only_what_is_new_or_changed(folder: Path, probed: list[str]) -> None:
+    first = run(folder)
+    content = first.table.read_bytes()
+    probed.clear()
+    second = run(folder)
+    assert (probed, second.read) == ([], 0)
+    assert first.table.read_bytes() == content
+    write_clip(folder / "b.mp4", num_frames=9)
+    write_clip(folder / "new.mp4", num_frames=2)
+    (folder / "more" / "c.mp4").unlink()
+    (folder / "a.json").write_text(json.dumps("another caption"))
+    third = run(folder)
+    assert sorted(probed) == ["b.mp4", "new.mp4"]
+    columns = read_columns(third.table, ["path", "text", "num_frames"])
+    assert [Path(path).name for path in columns["path"]] == ["a.png", "b.mp4", "new.mp4", "d.mp4"]
+    assert columns["num_frames"] == ["1", "9", "2", "3"]
+    assert columns["text"][0] == "another caption"
+
+
+def test_broken_files_are_listed_and_left_out_and_tried_again_when_they_change(folder: Path) -> None:
+    (folder / "broken.mp4").write_bytes(b"nothing")
+    (folder / "b.txt").write_bytes(b"\xff\xfe\xff")
+    (folder / "a.json").write_text("{}")
+    result = run(folder)
+    assert [Path(file.path).name for file in result.broken] == ["a.png", "b.mp4", "broken.mp4"]
+    assert [
+        name in file.reason for name, file in zip(("a.json", "b.txt", "broken.mp4"), result.broken, strict=True)
+    ] == [True] * 3
+    assert (result.videos, result.pictures) == (2, 0)
+    assert len(read_table(result.table)) == 2
+    with pytest.raises(BatchError, match="3 files cannot be read"):
+        result.require_whole()
+    write_clip(folder / "broken.mp4", num_frames=4)
+    (folder / "b.txt").unlink()
+    (folder / "a.json").unlink()
+    mended = run(folder)
+    assert (mended.broken, mended.read, mended.videos, mended.pictures) == ((), 1, 4, 1)
+    mended.require_whole()
+
+
+class Interrupting(SilentReporter):
+    """Presses Ctrl-C after so many files."""
+
+    def __init__(self, files: int) -> None:
+        self._left = files
+
+    def advance(self, amount: int = 1) -> None:
+        self._left -= amount
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_scan_goes_on_where_it_was(folder: Path, probed: list[str]) -> None:
+    settings = ScanSettings(folder=str(folder), workers=1)
+    with pytest.raises(KeyboardInterrupt, match="2 of 4 files are noted"):
+        scan(settings, reporter=Interrupting(2))
+    assert not folder.with_suffix(".csv").exists()
+    done = len(probed)
+    journal = folder.with_suffix(".csv.scan.jsonl")
+    journal.write_text(journal.read_text() + '{"path": "half a li')  # a crash
+    assert 2 <= done <= 3
+    result = run(folder)
+    assert result.read == 2
+    assert len(read_table(result.table)) == 4
+
+
+def test_a_table_that_was_changed_by_hand_is_kept(folder: Path, probed: list[str]) -> None:
+    table = run(folder).table
+    table.write_text(table.read_text().replace("from JSON", "a better caption"))
+    with pytest.raises(OutputError, match="exists already, and is not as osora data scan left it"):
+        run(folder)
+    assert "a better caption" in table.read_text()
+    probed.clear()
+    assert run(folder, overwrite=True).read == 4
+    assert len(probed) == 4
+    assert "from JSON" in table.read_text()
+
+
+def test_a_folder_without_clips_and_one_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileProblem, match="has no pictures or videos"):
+        run(tmp_path)
+    with pytest.raises(FileProblem, match="is not a folder"):
+        run(tmp_path / "none")
+
+
+def test_the_result_as_json_and_as_lines(folder: Path) -> None:
+    (folder / "broken.mp4").write_bytes(b"nothing")
+    result = run(folder)
+    document = result.to_json()
+    assert document["schema"] == "osora.data-scan/1"
+    assert (document["rows"], document["read"]) == (4, 5)
+    assert [entry["path"] for entry in json.loads(json.dumps(document))["broken"]] == [str(folder / "broken.mp4")]
+    assert [line.split()[0] for line in result.lines()] == ["table", "files", "caption", "broken"]
+
+
+def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None:
+    table = write_rows(tmp_path / "table.csv", [[f"{i}.mp4", "", 5, 64, 64, 24] for i in range(25)])
+    settings = ShardSettings(table=str(table), parts=10)
+    result = shard(settings)
+    assert [path.name for path, _ in result.parts][:2] == ["table_01-of-10.csv", "table_02-of-10.csv"]
+    assert sum(rows for _, rows in result.parts) == 25
+    parts = [read_table(path) for path, _ in result.parts]
+    assert [part.paths[i] for part in parts for i in range(len(part))] == [f"{i}.mp4" for i in range(25)]
+    with pytest.raises(OutputError, match=r"table_01-of-10\.csv exists already"):
+        shard(settings)
+    assert shard(settings.replace({"overwrite": True})).parts == result.parts
+
+
+def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
+    table = run(folder).table
+    sheet = folder / "sheet.png"
+    data = DataSettings.model_validate({"buckets": {"64px": {1: (1.0, 1), 5: (1.0, 1)}}})
+    result = preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+    assert (result.shown, result.rows, result.broken) == (4, 4, ())
+    pixels = np.asarray(Image.open(sheet).convert("RGB"), dtype=int)
+    # The first three side by side, the fourth below; paper is nearly white, and the first frames are nearly black.
+    height, width = pixels.shape[:2]
+    assert width > 3 * 480
+    dark = (pixels.max(axis=2) < 35) & (pixels.min(axis=2) > 5)
+    for row, column in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        cell = dark[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
+        assert cell.sum() > 500
+    with pytest.raises(OutputError, match="exists already"):
+        preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+
+
+def test_a_contact_sheet_says_what_it_cannot_show(folder: Path) -> None:
+    table = run(folder).table
+    (folder / "b.mp4").unlink()
+    sheet = folder / "sheet.webp"
+    result = preview(PreviewSettings(table=str(table), sheet=str(sheet), count=1000), DataSettings(), multiple=16)
+    assert (result.shown, len(result.broken)) == (4, 1)
+    assert sheet.is_file()
+    with pytest.raises(BatchError, match=r"1 of 4 samples cannot be read\n.*b\.mp4"):
+        result.require_whole()

@@ -1,0 +1,210 @@
+"""Probing files, and reading cuts of them: the very frames that reading from the start gives."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.media import containers
+from opensora_cli.media.read import probe, read_cut, read_video
+from opensora_cli.media.write import write_media
+
+NUM_FRAMES = 30
+
+
+def frames(count: int = NUM_FRAMES, *, height: int = 48, width: int = 64) -> torch.Tensor:
+    """A bright column that walks through the picture, so that every frame differs."""
+    clip = torch.full((count, height, width, 3), 30, dtype=torch.uint8)
+    for index in range(count):
+        clip[index, :, 2 * index % width] = 220
+    return clip
+
+
+def encode(
+    path: Path,
+    *,
+    codec: str,
+    gop: int = 6,
+    format_: str | None = None,
+    rate: Fraction = Fraction(24),
+    times: list[int] | None = None,
+) -> Path:
+    """Write a video with a key frame every `gop` frames, shown at `times` (milliseconds) if they are given."""
+    with av.open(str(path), mode="w", format=format_) as container:
+        track = container.add_stream(codec, rate=rate)
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        track.gop_size = gop
+        if times is not None:
+            track.codec_context.time_base = Fraction(1, 1000)
+        for index, pixels in enumerate(frames()):
+            frame = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = times[index], Fraction(1, 1000)
+            container.mux(track.encode(frame))
+        container.mux(track.encode(None))
+    return path
+
+
+@pytest.fixture(
+    params=[
+        ("a.mp4", "libx264"),
+        ("a.mkv", "libx264"),
+        ("a.avi", "mpeg4"),
+        ("a.ts", "libx264"),
+        ("a.webm", "libvpx-vp9"),
+    ],
+    ids=lambda param: param[0],
+)
+def video(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    name, codec = request.param
+    return encode(tmp_path / name, codec=codec)
+
+
+def cut(path: Path, start: int, num_frames: int, interval: int = 1) -> torch.Tensor:
+    return torch.stack([*read_cut(path, start=start, num_frames=num_frames, interval=interval)])
+
+
+def test_a_cut_has_the_frames_that_reading_from_the_start_gives(video: Path) -> None:
+    every = read_video(video).frames_THWC
+    assert len(every) == NUM_FRAMES
+    for start in (0, 1, 5, 6, 7, 11, 13, 25):
+        assert torch.equal(cut(video, start, 5), every[start : start + 5]), start
+
+
+def test_an_interval_leaves_frames_out(video: Path) -> None:
+    every = read_video(video).frames_THWC
+    for start, interval in ((0, 2), (7, 3), (13, 4)):
+        assert torch.equal(cut(video, start, 5, interval), every[start : start + 4 * interval + 1 : interval])
+
+
+def test_rates_that_are_no_whole_numbers_are_entered_at_the_right_frame(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", codec="libx264", rate=Fraction(30000, 1001))
+    every = read_video(path).frames_THWC
+    for start in range(NUM_FRAMES):
+        assert torch.equal(cut(path, start, 1)[0], every[start]), start
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each file that was cut could be entered in its middle."""
+    found: list[bool] = []
+    seek = containers._frames_after_seeking
+
+    def spy(*args: object, **kwargs: object) -> object:
+        frames = seek(*args, **kwargs)
+        found.append(frames is not None)
+        return frames
+
+    monkeypatch.setattr(containers, "_frames_after_seeking", spy)
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_frames_that_are_shown_for_unequal_times_are_entered_at_the_right_one(
+    tmp_path: Path, entered: list[bool], name: str
+) -> None:
+    times = np.cumsum(np.random.default_rng(0).choice([10, 20, 100], size=NUM_FRAMES)).tolist()
+    path = encode(tmp_path / name, codec="libx264", times=times)
+    every = read_video(path).frames_THWC
+    assert len(every) == NUM_FRAMES
+    for start in range(NUM_FRAMES):
+        assert torch.equal(cut(path, start, 1)[0], every[start]), start
+    assert len(entered) == NUM_FRAMES - 1
+    assert sum(entered) > 20  # the others are counted from the start
+
+
+def test_mp4_is_entered_by_seeking(tmp_path: Path, entered: list[bool]) -> None:
+    cut(encode(tmp_path / "a.mp4", codec="libx264"), 20, 3)
+    assert entered == [True]
+
+
+def test_what_cannot_be_entered_is_counted_from_the_start(tmp_path: Path) -> None:
+    path = encode(tmp_path / "raw.h264", codec="libx264", format_="h264")
+    every = read_video(path).frames_THWC
+    assert torch.equal(cut(path, 9, 4), every[9:13])
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp"])
+def test_animated_pictures_are_cut_too(tmp_path: Path, suffix: str) -> None:
+    path = write_media([frames(12)], tmp_path / f"a.{suffix}", fps=10, format=suffix)
+    every = read_video(path).frames_THWC
+    assert torch.equal(cut(path, 3, 3, 2), every[3:8:2])
+    facts = probe(path)
+    assert (facts.num_frames, facts.height, facts.width, facts.fps) == (12, 48, 64, 10)
+
+
+def test_a_picture_is_a_cut_of_one_frame(tmp_path: Path) -> None:
+    path = write_media([frames(1)], tmp_path / "a.png", fps=1, format="png")
+    assert torch.equal(cut(path, 0, 1), frames(1))
+    facts = probe(path)
+    assert (facts.num_frames, facts.height, facts.width, facts.fps) == (1, 48, 64, None)
+    with pytest.raises(MediaError, match="ends after 0 of 1"):
+        cut(path, 1, 1)
+
+
+def test_probing_counts_frames(video: Path) -> None:
+    facts = probe(video)
+    assert (facts.num_frames, facts.height, facts.width) == (NUM_FRAMES, 48, 64)
+    assert facts.fps == pytest.approx(24, rel=1e-3)
+
+
+def test_a_cut_that_is_not_there_is_an_error(video: Path) -> None:
+    with pytest.raises(MediaError, match=r"ends after 2 of 5 frames"):
+        cut(video, NUM_FRAMES - 2, 5)
+    with pytest.raises(MediaError, match=r"ends after 0 of 1 frames"):
+        cut(video, NUM_FRAMES + 10, 1)
+
+
+def test_a_video_that_is_cut_off_is_broken(tmp_path: Path) -> None:
+    path = write_media(
+        [torch.from_numpy(np.random.default_rng(0).integers(0, 255, (20, 48, 64, 3), dtype=np.uint8))],
+        tmp_path / "a.mp4",
+        fps=24,
+        format="mp4",
+    )
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(MediaError, match="cut off"):
+        probe(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"\x00\x00\x00\x20ftypisom" + bytes(100)])
+def test_what_is_no_media_is_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(content)
+    with pytest.raises(MediaError, match=r"a\.mp4"):
+        probe(path)
+    with pytest.raises(MediaError, match=r"a\.mp4"):
+        cut(path, 0, 1)
+
+
+def test_a_picture_that_a_camera_turned_is_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (64, 48)).save(tmp_path / "a.jpg", exif=exif)
+    facts = probe(tmp_path / "a.jpg")
+    assert (facts.height, facts.width) == (64, 48)
+
+
+@pytest.mark.slow
+def test_damaged_files_are_read_or_told_and_nothing_else_happens(video: Path) -> None:
+    rng = np.random.default_rng(0)
+    content = video.read_bytes()
+    told = []
+    for _ in range(150):
+        damaged = bytearray(content[: rng.integers(1, len(content) + 1)] if rng.random() < 0.4 else content)
+        for place in rng.integers(0, len(damaged), rng.integers(1, 40)):
+            damaged[place] = rng.integers(256)
+        video.write_bytes(bytes(damaged))
+        try:
+            facts = probe(video)
+            assert cut(video, max(facts.num_frames - 4, 0), min(facts.num_frames, 3)).dtype == torch.uint8
+        except MediaError as error:
+            told.append(error.message)
+    assert len(told) > 20
+    assert all(video.name in message for message in told)

@@ -1,0 +1,97 @@
+"""Which clips a run may ask for."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.settings.data import DataSettings
+from opensora_cli.settings.explain import explain
+
+HUNYUAN = LatentGrid(latent_channels=16, time_compression_ratio=4, spatial_compression_ratio=8, is_causal=True)
+DC_AE = LatentGrid(latent_channels=128, time_compression_ratio=4, spatial_compression_ratio=32, is_causal=False)
+
+
+def problems(**values: object) -> list[str]:
+    with pytest.raises(ValidationError) as caught:
+        DataSettings.model_validate(values)
+    return explain(caught.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{256px: {1: [1.0, 8], 33: [0.5, 2]}}",
+        {"256px": {"1": ["1.0", "8"], "33": ["0.5", "2"]}},
+        {"256px": {1: (1.0, 8), 33: (0.5, 2)}},
+    ],
+)
+def test_buckets_may_be_text_or_mappings(written: object) -> None:
+    buckets = DataSettings.model_validate({"buckets": written}).buckets
+    assert buckets == {"256px": {1: (1.0, 8), 33: (0.5, 2)}}
+    assert (buckets["256px"][33].probability, buckets["256px"][33].batch_size) == (0.5, 2)
+
+
+def test_settings_survive_json() -> None:
+    data = DataSettings.model_validate({"table": "a.csv", "buckets": {"256px": {33: (0.5, 2)}}, "workers": 0})
+    assert DataSettings.model_validate(json.loads(data.model_dump_json())) == data
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"buckets": {}}, "buckets"),
+        ({"buckets": {"256px": {}}}, "data.buckets.256px must name a length"),
+        ({"buckets": {"256": {1: (1, 1)}}}, "256"),
+        ({"buckets": {"256px": {0: (1, 1)}}}, "buckets.256px"),
+        ({"buckets": {"256px": {1: (1.5, 1)}}}, "1.5 must be at most 1"),
+        ({"buckets": {"256px": {1: (1.0, 0)}}}, "0 must be at least 1"),
+        ({"buckets": {"256px": {1: (0.0, 1)}}}, "data.buckets have probability 0"),
+        ({"buckets": "{256px: ["}, "data.buckets={256px: [ must be resolutions"),
+        ({"fps_max": 0}, "fps_max=0 must be over 0"),
+        ({"workers": -1}, "workers=-1 must be at least 0"),
+        ({"fit": "squeeze"}, "fit"),
+        ({"scenes": {"count": 3, "batch_size": 4}}, "data.scenes.batch_size=4 must be at most the 3"),
+        (
+            {"scenes": {"count": 10, "picture_share": 0.5, "batch_size": 2}},
+            "data.scenes.picture_batch_size=8 must be at most the 5",
+        ),
+        ({"tables": "a.csv"}, "tables is not a setting"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(values: dict[str, object], message: str) -> None:
+    lines = problems(**values)
+    assert any(message in line for line in lines), lines
+
+
+def test_lengths_are_those_of_what_is_used() -> None:
+    assert DataSettings().lengths() == (17,)
+    assert DataSettings.model_validate({"scenes": {"picture_share": 0.5}}).lengths() == (1, 17)
+    assert DataSettings.model_validate({"scenes": {"picture_share": 1.0}}).lengths() == (1,)
+    assert DataSettings(table="a.csv").lengths() == (1, 33, 65, 129)
+
+
+def test_lengths_that_an_autoencoder_has_not() -> None:
+    assert DataSettings(table="a.csv").length_problems(HUNYUAN) == []
+    data = DataSettings.model_validate({"table": "a.csv", "buckets": {"256px": {1: (1, 1), 32: (1, 1)}}})
+    assert data.length_problems(DC_AE) == []
+    assert data.length_problems(HUNYUAN) == [
+        "data.buckets: clips of 32 frames do not suit vae.kind: use 29 or 33 frames"
+    ]
+    scenes = DataSettings.model_validate({"scenes": {"num_frames": 17}})
+    assert scenes.length_problems(DC_AE) == [
+        "data.scenes.num_frames: clips of 17 frames do not suit vae.kind: use 16 or 20 frames"
+    ]
+
+
+def test_sizes_of_scenes_are_whole_numbers_of_tokens() -> None:
+    scenes = DataSettings.model_validate({"scenes": {"size": 72}})
+    assert scenes.size_problems(8) == []
+    assert scenes.size_problems(16) == ["data.scenes.size=72 must be a multiple of 16, the side of a token: use 80"]
+    assert DataSettings(table="a.csv").size_problems(7) == []
+
+
+def test_keys_without_effect() -> None:
+    assert DataSettings().idle_keys() == ("data.buckets", "data.fps_max", "data.fit")
+    assert DataSettings(table="a.csv").idle_keys() == ("data.scenes",)
