@@ -2,17 +2,25 @@
 
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.dc_ae import DCAE
+from opensora_cli.models.vae.dc_ae_config import DCAEConfig
+from opensora_cli.models.vae.flux_ae import FluxAE
+from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import TileGrid, Tiling
+from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
+from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
 # The released text encoders, for plans that are made before they are downloaded.
@@ -44,11 +52,13 @@ def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
 
 
 def vae_config(settings: VAESettings) -> HunyuanVAEConfig:
-    """Return the autoencoder's sizes.
+    """Return the sizes of the causal autoencoder.
 
     Raises:
-        RequestError: they contradict each other.
+        RequestError: they contradict each other, or another autoencoder is chosen.
     """
+    if settings.kind is not VAEKind.HUNYUAN:
+        raise RequestError(f"vae.kind={settings.kind} must be {VAEKind.HUNYUAN} here")
     return HunyuanVAEConfig(
         latent_channels=settings.latent_channels,
         block_out_channels=settings.block_out_channels,
@@ -62,6 +72,30 @@ def vae_config(settings: VAESettings) -> HunyuanVAEConfig:
         time_compression_ratio=settings.time_compression_ratio,
         spatial_compression_ratio=settings.spatial_compression_ratio,
     )
+
+
+def new_autoencoder(settings: VAESettings) -> Autoencoder:
+    """Return the chosen autoencoder with random weights, on torch's default device.
+
+    Raises:
+        RequestError: its sizes contradict each other.
+    """
+    if settings.kind is VAEKind.DC_AE:
+        return DCAE(DCAEConfig(**_fields(settings.dc_ae)))
+    if settings.kind is VAEKind.FLUX_AE:
+        return FluxAE(FluxAEConfig(**_fields(settings.flux_ae)))
+    return HunyuanVAE(vae_config(settings))
+
+
+def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
+    """Return the chosen autoencoder without weights; RequestError where its sizes contradict each other."""
+    with torch.device("meta"):
+        return new_autoencoder(settings)
+
+
+def _fields(section: Section) -> dict[str, Any]:
+    # The sections have the names of the configurations.
+    return {name: getattr(section, name) for name in type(section).model_fields}
 
 
 def vae_tiling(settings: VAESettings) -> Tiling:
@@ -89,7 +123,7 @@ def transformer_on_meta(settings: ModelSettings) -> MMDiT:
 
 
 def vae_on_meta(settings: VAESettings) -> HunyuanVAE:
-    """Return the autoencoder without weights; RequestError where its sizes contradict each other."""
+    """Return the causal autoencoder without weights; RequestError as in `vae_config`."""
     with torch.device("meta"):
         return HunyuanVAE(vae_config(settings))
 

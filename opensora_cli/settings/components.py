@@ -1,14 +1,17 @@
 """Settings of the parts that generating and training share: the models and their files."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.enums import ModelName, VAEKind
 
 DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
 """The line that fetches the released weights to where they are looked for."""
+
+_KEYS_OF_ALL_KINDS = frozenset({"kind", "spatial_tiling", "temporal_tiling"})
 
 
 class ModelSettings(Section):
@@ -49,9 +52,95 @@ class ModelSettings(Section):
         return self
 
 
-class VAESettings(Section):
-    """Sizes and tiling of the causal video autoencoder. The defaults are those of the released one."""
+class DCAESettings(Section):
+    """Sizes of the video DC-AE. The defaults are those of the released one; lists go from the pixels inwards."""
 
+    latent_channels: PositiveInt = Field(default=128, description="channels of the latents; divides the last width")
+    block_types: tuple[Literal["res", "efficientvit"], ...] = Field(
+        default=("res", "res", "res", "efficientvit", "efficientvit", "efficientvit"),
+        min_length=1,
+        description="what each stage is made of: res or efficientvit",
+    )
+    width_list: tuple[PositiveInt, ...] = Field(
+        default=(128, 256, 512, 512, 1024, 1024), description="widths; multiples of 32 in efficientvit stages"
+    )
+    encoder_depth_list: tuple[PositiveInt, ...] = Field(
+        default=(2, 2, 2, 3, 3, 3), description="blocks of the encoder's stages"
+    )
+    decoder_depth_list: tuple[PositiveInt, ...] = Field(
+        default=(3, 3, 3, 3, 3, 3), description="blocks of the decoder's stages"
+    )
+    temporal: tuple[bool, ...] = Field(
+        default=(False, False, False, True, True, False), description="after which stages time is halved, too"
+    )
+    spatial_tile_size: PositiveInt = Field(default=256, description="side of a spatial tile, in pixels")
+    temporal_tile_size: PositiveInt = Field(default=32, description="length of a temporal tile, in frames")
+    tile_overlap_factor: float = Field(
+        default=0.25, ge=0, lt=1, description="part of a tile that its neighbour covers too"
+    )
+    scaling_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="latents = encoded / scaling_factor; none: latents are what is encoded. The reference trains with "
+        "0.493 and generates with none",
+    )
+
+    @property
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents."""
+        return LatentGrid(
+            latent_channels=self.latent_channels,
+            time_compression_ratio=int(2 ** sum(self.temporal)),
+            spatial_compression_ratio=int(2 ** (len(self.width_list) - 1)),
+            is_causal=False,
+        )
+
+    @model_validator(mode="after")
+    def _lists_are_equally_long(self) -> Self:
+        for name in ("width_list", "encoder_depth_list", "decoder_depth_list", "temporal"):
+            if (found := len(getattr(self, name))) != len(self.block_types):
+                raise ValueError(
+                    f"vae.dc_ae.{name} has {found} entries and must have {len(self.block_types)}, "
+                    "as vae.dc_ae.block_types has"
+                )
+        return self
+
+
+class FluxAESettings(Section):
+    """Sizes of the 2D autoencoder. The defaults are those of the released one."""
+
+    z_channels: PositiveInt = Field(default=16, description="channels of the latents")
+    ch: PositiveInt = Field(default=128, description="base of the widths; a multiple of 32")
+    ch_mult: tuple[PositiveInt, ...] = Field(
+        default=(1, 2, 4, 4), min_length=1, description="widths over ch, from the pixels inwards"
+    )
+    num_res_blocks: PositiveInt = Field(default=2, description="residual blocks at each width")
+    scale_factor: float = Field(default=0.3611, gt=0, description="latents = scale_factor x (sample - shift_factor)")
+    shift_factor: float = Field(default=0.1159, description="see scale_factor")
+    tile_size: PositiveInt = Field(default=1024, description="side of a spatial tile, in pixels")
+    tile_overlap_factor: float = Field(
+        default=0.25, ge=0, lt=1, description="part of a tile that its neighbour covers too"
+    )
+
+    @property
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents."""
+        return LatentGrid(
+            latent_channels=self.z_channels,
+            time_compression_ratio=1,
+            spatial_compression_ratio=int(2 ** (len(self.ch_mult) - 1)),
+            is_causal=False,
+        )
+
+
+class VAESettings(Section):
+    """Which autoencoder, with its sizes and tiling.
+
+    The keys beside `kind` and the two tilings are those of the causal one (`hunyuan`), whose defaults are of the
+    released weights. The others have sections of their own.
+    """
+
+    kind: VAEKind = Field(default=VAEKind.HUNYUAN, description="which autoencoder: hunyuan, dc_ae or flux_ae")
     latent_channels: PositiveInt = Field(default=16, description="channels of the latents")
     block_out_channels: tuple[PositiveInt, ...] = Field(
         default=(128, 256, 512, 512), min_length=1, description="widths, from the pixels inwards"
@@ -67,8 +156,29 @@ class VAESettings(Section):
     shift_factor: float = Field(default=0.0, description="see scale_factor")
     time_compression_ratio: PositiveInt = Field(default=4, description="frames to one latent frame, after the first")
     spatial_compression_ratio: PositiveInt = Field(default=8, description="pixels to one latent pixel, along each side")
-    spatial_tiling: bool = Field(default=True, description="encode and decode in tiles of sample_size pixels")
-    temporal_tiling: bool = Field(default=False, description="encode and decode in tiles of sample_tsize frames")
+    spatial_tiling: bool = Field(
+        default=True,
+        description="encode and decode in tiles of sample_size pixels, or as many as the kind's section says",
+    )
+    temporal_tiling: bool = Field(
+        default=False, description="likewise in tiles of sample_tsize frames; flux_ae frame by frame"
+    )
+    dc_ae: DCAESettings = Field(default=DCAESettings(), description="sizes and tiles of kind dc_ae")
+    flux_ae: FluxAESettings = Field(default=FluxAESettings(), description="sizes and tiles of kind flux_ae")
+
+    @property
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents, by the chosen kind."""
+        if self.kind is VAEKind.DC_AE:
+            return self.dc_ae.grid
+        if self.kind is VAEKind.FLUX_AE:
+            return self.flux_ae.grid
+        return LatentGrid(
+            latent_channels=self.latent_channels,
+            time_compression_ratio=self.time_compression_ratio,
+            spatial_compression_ratio=self.spatial_compression_ratio,
+            is_causal=True,
+        )
 
     @model_validator(mode="after")
     def _groups_divide_widths(self) -> Self:
@@ -78,6 +188,16 @@ class VAESettings(Section):
                     f"vae.norm_num_groups={self.norm_num_groups} must divide every width of vae.block_out_channels, "
                     f"and {width} is one"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _everything_has_an_effect(self) -> Self:
+        for name, details in type(self).model_fields.items():
+            value = getattr(self, name)
+            owner = VAEKind(name) if name in list(VAEKind) else VAEKind.HUNYUAN
+            if name not in _KEYS_OF_ALL_KINDS and owner is not self.kind and value != details.default:
+                told = f"vae.{name}" if isinstance(value, Section) else f"vae.{name}={value}"
+                raise ValueError(f"{told} has no effect with vae.kind={self.kind}: drop it, or use vae.kind={owner}")
         return self
 
 

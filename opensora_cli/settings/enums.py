@@ -18,6 +18,17 @@ class ModelChoice(StrEnum):
     OPEN_SORA_V2 = "open-sora-v2"
 
 
+class VAEKind(StrEnum):
+    """An autoencoder."""
+
+    HUNYUAN = "hunyuan"
+    """Causal, for video: 4x8x8."""
+    DC_AE = "dc_ae"
+    """For video, of high compression: 4x32x32."""
+    FLUX_AE = "flux_ae"
+    """For pictures, and video frame by frame: 1x8x8."""
+
+
 class AspectRatio(StrEnum):
     """Width to height."""
 

@@ -18,3 +18,5 @@ def test_train_math(golden, assert_close):
     assert_close(target, outputs["velocity"], what="target")
     loss = get_batch_loss(inputs["pred"], inputs["target"])
     assert_close(loss.reshape(1), outputs["loss_plain"], what="loss")
+    masked = get_batch_loss(inputs["pred"], inputs["target"], inputs["masks"])
+    assert_close(masked.reshape(1), outputs["loss_masked"], what="masked loss")

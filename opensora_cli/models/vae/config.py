@@ -85,6 +85,16 @@ class HunyuanVAEConfig:
             )
 
     @property
+    def is_causal(self) -> bool:
+        """The first latent frame is the first frame alone."""
+        return True
+
+    @property
+    def has_posterior(self) -> bool:
+        """Pixels are encoded to a normal distribution."""
+        return True
+
+    @property
     def latent_sample_size(self) -> int:
         """Edge of a spatial tile in latents."""
         return self.sample_size // self.spatial_compression_ratio

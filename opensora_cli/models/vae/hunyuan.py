@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, split_moments
 from opensora_cli.models.vae.blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.chunked import decode_in_chunks
 from opensora_cli.models.vae.config import HunyuanVAEConfig
@@ -90,12 +91,14 @@ class Decoder(nn.Module):
                 yield from stack.children()
 
 
-class HunyuanVAE(nn.Module):
+class HunyuanVAE(PosteriorAutoencoder):
     """Causal video autoencoder: 4k+1 frames become k+1 latent frames, the first of them a picture of its own.
 
     State-dict keys are those of the released `hunyuan_vae.safetensors`. Trainable: every method is differentiable and
     works under autocast. Architecture: HunyuanVideo (https://arxiv.org/abs/2412.03603), section 4.1.
     """
+
+    config: HunyuanVAEConfig
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()
@@ -105,47 +108,21 @@ class HunyuanVAE(nn.Module):
         self.quant_conv = nn.Conv3d(2 * config.latent_channels, 2 * config.latent_channels, 1)
         self.post_quant_conv = nn.Conv3d(config.latent_channels, config.latent_channels, 1)
 
-    def encode(
-        self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
-    ) -> Tensor:
-        """Encode a clip, or a picture as a clip of one frame, to scaled latents.
-
-        Args:
-            pixels_BCTHW: (B, in_channels, T, H, W) in [-1, 1]; T-1 must be a multiple of r = time_compression_ratio,
-                H and W of s = spatial_compression_ratio.
-            generator: draws the sample from the posterior, on the pixels' device; None takes the posterior's mode.
-            tiling: the axes along which to encode tile by tile.
-
-        Returns:
-            (B, latent_channels, (T-1)/r + 1, H/s, W/s).
-
-        Raises:
-            RequestError: the clip has a shape that cannot be encoded.
-        """
-        mean_BCTHW, logvar_BCTHW = self.encode_moments(pixels_BCTHW, tiling=tiling)
-        if generator is None:
-            return self.scale_latents(mean_BCTHW)
-        noise_BCTHW = torch.randn(
-            mean_BCTHW.shape, generator=generator, device=mean_BCTHW.device, dtype=mean_BCTHW.dtype
-        )
-        return self.scale_latents(mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW)
+    @property
+    def last_layer(self) -> nn.Conv3d:
+        """The decoder's last convolution."""
+        return self.decoder.conv_out.conv
 
     def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the posterior, unscaled, each of the shape of the latents (see `encode`).
-
-        Raises:
-            RequestError: the clip has a shape that cannot be encoded.
-        """
-        self._check_pixels(pixels_BCTHW)
+        """Return mean and log variance of the posterior, unscaled; see `PosteriorAutoencoder.encode_moments`."""
+        self.check_pixels(pixels_BCTHW)
         moments_BCTHW = run_tiled(
             lambda tile_BCTHW: self.quant_conv(self.encoder(tile_BCTHW)),
             pixels_BCTHW,
             grid=TileGrid.of_encoder(self.config),
             tiling=tiling,
         )
-        mean_BCTHW, logvar_BCTHW = moments_BCTHW.chunk(2, dim=1)
-        # Beyond these limits the variance over- or underflows in half precision.
-        return mean_BCTHW, logvar_BCTHW.clamp(-30.0, 20.0)
+        return split_moments(moments_BCTHW)
 
     def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
         """Bring posterior values to about unit variance: scale_factor * (posterior - shift_factor)."""
@@ -197,11 +174,7 @@ class HunyuanVAE(nn.Module):
             RequestError: see `decode`; before anything is computed.
         """
         config = self.config
-        if latents_BCTHW.dim() != 5 or latents_BCTHW.shape[1] != config.latent_channels or not latents_BCTHW.numel():
-            raise RequestError(
-                f"latents of shape {tuple(latents_BCTHW.shape)} cannot be decoded: expected "
-                f"(batch, {config.latent_channels}, latent frames, latent height, latent width)"
-            )
+        self.check_latents(latents_BCTHW)
         if chunk_frames is not None and chunk_frames < 1:
             raise RequestError(f"chunk_frames={chunk_frames} must be at least 1")
         decoder = partial(self.decoder, chunk_frames=chunk_frames, store=store, canvas=canvas)
@@ -211,20 +184,3 @@ class HunyuanVAE(nn.Module):
             grid=TileGrid.of_decoder(config),
             tiling=tiling,
         )
-
-    def _check_pixels(self, pixels_BCTHW: Tensor) -> None:
-        config, shape = self.config, tuple(pixels_BCTHW.shape)
-        if len(shape) != 5 or shape[1] != config.in_channels or not pixels_BCTHW.numel():
-            raise RequestError(
-                f"pixels of shape {shape} cannot be encoded: "
-                f"expected (batch, {config.in_channels}, frames, height, width)"
-            )
-        _, _, num_frames, height, width = shape
-        time, space = config.time_compression_ratio, config.spatial_compression_ratio
-        if (num_frames - 1) % time:
-            below = (num_frames - 1) // time * time + 1
-            raise RequestError(
-                f"num_frames={num_frames} must be 1 more than a multiple of {time}: use {below} or {below + time}"
-            )
-        if height % space or width % space:
-            raise RequestError(f"height={height} and width={width} must be multiples of {space}")

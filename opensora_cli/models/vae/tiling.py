@@ -20,7 +20,7 @@ class Tiling:
 
     Args:
         spatial: cut height and width into tiles of `sample_size` pixels, where one of them is larger.
-        temporal: cut clips of more than `sample_tsize` frames into tiles of that many and one more.
+        temporal: cut clips of more than `sample_tsize` frames into tiles of that many, for a causal model of one more.
     """
 
     spatial: bool = False
@@ -38,27 +38,37 @@ class TileAxis:
         size: input positions of a tile.
         stride: input positions from one tile's start to the next.
         blend: output positions at the beginning of a tile that are blended with the tile before.
-        kept: output positions that are kept of each tile.
+        kept: output positions that are kept of each tile but the last.
+        shortest: input positions of the shortest last tile in time; what a shorter one has is left to the tile before.
     """
 
     size: int
     stride: int
     blend: int
     kept: int
+    shortest: int = 1
 
     @classmethod
-    def from_sizes(cls, size: int, *, output_size: int, overlap: float) -> "TileAxis":
+    def from_sizes(cls, size: int, *, output_size: int, overlap: float, shortest: int = 1) -> "TileAxis":
         """Cut tiles of `size` positions, `output_size` of them coming out, that share `overlap` of their length."""
         blend = int(output_size * overlap)
-        return cls(size=size, stride=int(size * (1 - overlap)), blend=blend, kept=output_size - blend)
+        stride = int(size * (1 - overlap))
+        return cls(size=size, stride=stride, blend=blend, kept=output_size - blend, shortest=shortest)
 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """The cut of space and time of one direction, encoding or decoding."""
+    """The cut of space and time of one direction, encoding or decoding.
+
+    Args:
+        space: of height and of width.
+        time: of the frames.
+        is_causal: whether a tile in time has one frame more than its size, for a causal model.
+    """
 
     space: TileAxis
     time: TileAxis
+    is_causal: bool = True
 
     @classmethod
     def of_encoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
@@ -105,7 +115,7 @@ def tiled_pieces(
         return run(part_BCTHW)
 
     if tiling.temporal and clip_BCTHW.shape[2] > grid.time.size:
-        yield from _run_temporal_tiles(run_in_space, clip_BCTHW, grid.time)
+        yield from _run_temporal_tiles(run_in_space, clip_BCTHW, grid.time, extra=int(grid.is_causal))
     else:
         yield run_in_space(clip_BCTHW)
 
@@ -133,17 +143,23 @@ def _run_spatial_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis
     return torch.cat(rows_kept, dim=3)
 
 
-def _run_temporal_tiles(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis) -> Iterator[Tensor]:
-    # A tile has one frame more than its size, so that it is a causal clip of its own. What comes out for that frame the
-    # tile before has too, except in the first tile: a last tile of one frame would add nothing.
+def _run_temporal_tiles(
+    run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, axis: TileAxis, *, extra: int
+) -> Iterator[Tensor]:
+    # A causal tile has one extra frame, so that it is a causal clip of its own. What comes out for that frame the tile
+    # before has too, except in the first tile: a last tile of one frame would add nothing.
+    num_frames = clip_BCTHW.shape[2] - extra
+    starts = range(0, num_frames, axis.stride)
+    if num_frames - starts[-1] < axis.shortest:
+        starts = starts[:-1]
     before: Tensor | None = None
-    for start in range(0, clip_BCTHW.shape[2] - 1, axis.stride):
-        tile_BCTHW = run(clip_BCTHW[:, :, start : start + axis.size + 1])
-        if before is None:
-            yield tile_BCTHW[:, :, : axis.kept + 1]
-        else:
-            tile_BCTHW = blend(before, tile_BCTHW[:, :, 1:], length=axis.blend, dim=2)
-            yield tile_BCTHW[:, :, : axis.kept]
+    for start in starts:
+        tile_BCTHW = run(clip_BCTHW[:, :, start : start + axis.size + extra])
+        kept = axis.kept + extra
+        if before is not None:
+            tile_BCTHW = blend(before, tile_BCTHW[:, :, extra:], length=axis.blend, dim=2)
+            kept = axis.kept
+        yield tile_BCTHW if start == starts[-1] else tile_BCTHW[:, :, :kept]
         before = tile_BCTHW
 
 

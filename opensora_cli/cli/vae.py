@@ -1,0 +1,101 @@
+"""`osora vae`: what autoencoders make of pictures and videos."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opensora_cli.cli import errors, options, output
+
+app = typer.Typer(help="See what an autoencoder makes of pictures and videos.")
+
+Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Pictures and videos.", show_default=False)]
+Out = Annotated[
+    str | None, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results. Default: reconstructed/")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="NAME",
+        help="Autoencoder: demo (the default), hunyuan, dc_ae or flux_ae; a YAML file of settings; or what osora train "
+        "was given or wrote (settings.json), for the autoencoder that it trained.",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", metavar="DIR", help="Folder with the weights. Default: ./ckpts or the Hugging Face cache."
+    ),
+]
+ClipFrames = Annotated[
+    int | None,
+    typer.Option("--clip-frames", metavar="N", help="Longest clip that is encoded at once; longer videos in several."),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, as in vae.temporal_tiling=true. Repeatable."),
+]
+NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Write no sidecar beside a result.")]
+
+
+def reconstruct(
+    files: Files,
+    config: Config = None,
+    weights: Weights = None,
+    out: Out = None,
+    clip_frames: ClipFrames = None,
+    overwrite: options.Overwrite = False,
+    no_metadata: NoMetadata = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    set_: Assignments = None,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Encode and decode files, write both side by side, and print PSNR and SSIM.
+
+    The original is left, the reconstruction right. Sizes are cropped to what the autoencoder takes.
+
+    Examples:
+
+      osora vae reconstruct boat.mp4 house.png
+
+      osora vae reconstruct boat.mp4 --config hunyuan --weights ckpts -o compared
+
+      osora vae reconstruct boat.mp4 --config runs/vae/settings.json
+    """
+    flags = {
+        "files": ("FILE", tuple(files)),
+        "runtime.weights": ("--weights", weights),
+        "runtime.device": ("--device", device),
+        "runtime.dtype": ("--dtype", dtype),
+        "output.folder": ("--out", out),
+        "output.overwrite": ("--overwrite", True if overwrite else None),
+        "output.metadata": ("--no-metadata", False if no_metadata else None),
+        "clip.num_frames": ("--clip-frames", clip_frames),
+    }
+    with errors.interruptible():
+        from opensora_cli.settings.explain import Given
+        from opensora_cli.settings.layers import collect_overrides
+        from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_reconstruct_settings
+
+        given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
+        overrides = collect_overrides(ReconstructSettings, given, set_ or [])
+        settings = load_reconstruct_settings(config=config, overrides=overrides, environment=os.environ)
+        with errors.uninterrupted():
+            from opensora_cli.engine import vae_reconstruct as engine
+
+        result = engine.reconstruct(settings, reporter=output.make_reporter(quiet=quiet))
+        output.print_result(result, as_json=json_)
+        result.require_whole()
+
+
+app.command("reconstruct")(reconstruct)
+
+
+@app.callback(invoke_without_command=True)
+def _vae(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

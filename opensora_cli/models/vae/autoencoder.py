@@ -1,0 +1,198 @@
+"""What all autoencoders have in common: pixels to scaled latents, and back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling, joined_in_time
+
+
+class AutoencoderConfig(Protocol):
+    """What is known of an autoencoder from its sizes."""
+
+    @property
+    def in_channels(self) -> int:
+        """Colour channels that are encoded."""
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+
+    @property
+    def time_compression_ratio(self) -> int:
+        """Frames to a latent frame."""
+
+    @property
+    def spatial_compression_ratio(self) -> int:
+        """Pixels to a latent along height and width."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the first latent frame is the first frame alone; see `LatentGrid`."""
+
+    @property
+    def has_posterior(self) -> bool:
+        """Whether pixels are encoded to a normal distribution, and not straight to latents."""
+
+
+class Reconstruction(NamedTuple):
+    """What became of pixels on their way through the latents, and the posterior that these were drawn from."""
+
+    pixels_BCTHW: Tensor
+    mean_BCTHW: Tensor
+    """Of the posterior; where there is none, the latents."""
+    logvar_BCTHW: Tensor | None
+    """Log variance of the posterior; None where there is none."""
+
+
+class Autoencoder(nn.Module, ABC):
+    """Pixels (B,in_channels,T,H,W) in [-1,1] to scaled latents (B,latent_channels,t,h,w), and back.
+
+    All methods are differentiable and work under autocast.
+    """
+
+    config: AutoencoderConfig
+
+    @property
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents."""
+        config = self.config
+        return LatentGrid(
+            latent_channels=config.latent_channels,
+            time_compression_ratio=config.time_compression_ratio,
+            spatial_compression_ratio=config.spatial_compression_ratio,
+            is_causal=config.is_causal,
+        )
+
+    @property
+    @abstractmethod
+    def last_layer(self) -> nn.Conv2d | nn.Conv3d:
+        """The decoder's last convolution, whose output is the pixels; adaptive loss weights are measured at it.
+
+        If it is two-dimensional, the frames of all clips are its batch.
+        """
+
+    @abstractmethod
+    def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
+        """Encode and decode, for training: no tiling, and one call that wrappers of modules can watch.
+
+        Args:
+            pixels_BCTHW: see `encode`.
+            generator: draws the sample from the posterior, on its own device; None takes the posterior's mean.
+        """
+
+    @abstractmethod
+    def encode(
+        self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
+    ) -> Tensor:
+        """Encode a clip, or a picture as a clip of one frame, to scaled latents.
+
+        Args:
+            pixels_BCTHW: (B, in_channels, T, H, W) in [-1, 1], of sizes that `grid` knows.
+            generator: draws the sample from the posterior, on the pixels' device; None takes the posterior's mode.
+                Changes nothing where there is no posterior.
+            tiling: the axes along which to encode tile by tile, which changes the result.
+
+        Returns:
+            (B, latent_channels, t, h, w), sized as `grid` says.
+
+        Raises:
+            RequestError: the clip has a shape that cannot be encoded.
+        """
+
+    @abstractmethod
+    def decode_pieces(
+        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
+    ) -> Iterator[Tensor]:
+        """Decode as `decode` does, and yield frames as they are finished: a piece for each tile in time.
+
+        Raises:
+            RequestError: see `decode`; before anything is computed.
+        """
+
+    def decode(
+        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
+    ) -> Tensor:
+        """Decode scaled latents to pixels.
+
+        Args:
+            latents_BCTHW: (B, latent_channels, t, h, w), as `encode` returns them.
+            tiling: the axes along which to decode tile by tile, which changes the result.
+            canvas: where pixels are gathered; None is the device of the latents.
+
+        Returns:
+            (B, out_channels, T, H, W), sized as `grid` says, on the canvas; about [-1, 1], not clamped.
+
+        Raises:
+            RequestError: the latents have a shape that cannot be decoded.
+        """
+        return joined_in_time(self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas))
+
+    def check_pixels(self, pixels_BCTHW: Tensor) -> None:
+        """Raise a RequestError if the clip has a shape that cannot be encoded."""
+        shape, channels = tuple(pixels_BCTHW.shape), self.config.in_channels
+        if len(shape) != 5 or shape[1] != channels or not pixels_BCTHW.numel():
+            raise RequestError(
+                f"pixels of shape {shape} cannot be encoded: expected (batch, {channels}, frames, height, width)"
+            )
+        self.grid.latent_frames(shape[2])
+        self.grid.latent_size(shape[3], shape[4])
+
+    def check_latents(self, latents_BCTHW: Tensor) -> None:
+        """Raise a RequestError if the latents have a shape that cannot be decoded."""
+        shape, channels = tuple(latents_BCTHW.shape), self.config.latent_channels
+        if len(shape) != 5 or shape[1] != channels or not latents_BCTHW.numel():
+            raise RequestError(
+                f"latents of shape {shape} cannot be decoded: expected "
+                f"(batch, {channels}, latent frames, latent height, latent width)"
+            )
+
+
+class PosteriorAutoencoder(Autoencoder):
+    """An autoencoder whose encoder gives mean and log variance of a normal distribution for every latent value."""
+
+    @abstractmethod
+    def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
+        """Return mean and log variance of the posterior, unscaled, each of the shape of the latents (see `encode`).
+
+        Raises:
+            RequestError: the clip has a shape that cannot be encoded.
+        """
+
+    @abstractmethod
+    def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
+        """Bring posterior values to about unit variance."""
+
+    def encode(
+        self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
+    ) -> Tensor:
+        """Encode a clip, or a picture as a clip of one frame, to scaled latents; see `Autoencoder.encode`."""
+        mean_BCTHW, logvar_BCTHW = self.encode_moments(pixels_BCTHW, tiling=tiling)
+        if generator is None:
+            return self.scale_latents(mean_BCTHW)
+        noise_BCTHW = torch.randn(
+            mean_BCTHW.shape, generator=generator, device=mean_BCTHW.device, dtype=mean_BCTHW.dtype
+        )
+        return self.scale_latents(mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW)
+
+    def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
+        """Encode, sample and decode; see `Autoencoder.forward`."""
+        # In fp32 under autocast too: the exponential of a rounded log variance is far off.
+        mean_BCTHW, logvar_BCTHW = (moment.float() for moment in self.encode_moments(pixels_BCTHW))
+        sample_BCTHW = mean_BCTHW
+        if generator is not None:
+            noise_BCTHW = torch.randn(mean_BCTHW.shape, generator=generator, device=generator.device)
+            sample_BCTHW = mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW.to(mean_BCTHW.device)
+        return Reconstruction(self.decode(self.scale_latents(sample_BCTHW)), mean_BCTHW, logvar_BCTHW)
+
+
+def split_moments(moments_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and log variance, which lie one after the other in the channels."""
+    mean_BCTHW, logvar_BCTHW = moments_BCTHW.chunk(2, dim=1)
+    # Beyond these limits the variance over- or underflows in half precision.
+    return mean_BCTHW, logvar_BCTHW.clamp(-30.0, 20.0)

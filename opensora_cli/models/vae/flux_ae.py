@@ -1,0 +1,260 @@
+"""The 2D autoencoder of the text-to-image stage."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, split_moments
+from opensora_cli.models.vae.flux_ae_config import NORM_GROUPS, FluxAEConfig
+from opensora_cli.models.vae.tiling import NO_TILING, TileAxis, TileGrid, Tiling, run_tiled, tiled_pieces
+
+_NORM_EPS = 1e-6
+# Every frame is a tile of its own, which changes nothing but the memory that it takes.
+_FRAME_BY_FRAME = TileAxis(size=1, stride=1, blend=0, kept=1)
+
+
+class ResnetBlock(nn.Module):
+    """Group norm, SiLU and convolution, twice, beside a shortcut that is a 1x1 convolution where widths differ."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(in_channels)
+        self.conv1 = _conv(in_channels, out_channels)
+        self.norm2 = _norm(out_channels)
+        self.conv2 = _conv(out_channels, out_channels)
+        self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else None
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return (B,out_channels,H,W)."""
+        residual_BCHW = self.conv1(functional.silu(self.norm1(hidden_BCHW)))
+        residual_BCHW = self.conv2(functional.silu(self.norm2(residual_BCHW)))
+        if self.nin_shortcut is not None:
+            hidden_BCHW = self.nin_shortcut(hidden_BCHW)
+        out_BCHW: Tensor = hidden_BCHW + residual_BCHW
+        return out_BCHW
+
+
+class Attention(nn.Module):
+    """Self-attention of one full-width head over all positions of a frame; residual."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = _norm(channels)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return the same shape."""
+        normed_BCHW = self.norm(hidden_BCHW)
+        q_B1NC, k_B1NC, v_B1NC = (_tokens(project(normed_BCHW)) for project in (self.q, self.k, self.v))
+        out_B1NC = functional.scaled_dot_product_attention(q_B1NC, k_B1NC, v_B1NC)
+        out_BCHW: Tensor = self.proj_out(out_B1NC.squeeze(1).transpose(1, 2).view(hidden_BCHW.shape))
+        return hidden_BCHW + out_BCHW
+
+
+class MidBlock(nn.Module):
+    """Resnet, attention, resnet, at the lowest resolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.block_1 = ResnetBlock(channels, channels)
+        self.attn_1 = Attention(channels)
+        self.block_2 = ResnetBlock(channels, channels)
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return the same shape."""
+        out_BCHW: Tensor = self.block_2(self.attn_1(self.block_1(hidden_BCHW)))
+        return out_BCHW
+
+
+class Downsample(nn.Module):
+    """Convolution with a stride of 2, padded with zeros below and on the right."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return (B,C,H/2,W/2)."""
+        out_BCHW: Tensor = self.conv(functional.pad(hidden_BCHW, (0, 1, 0, 1)))
+        return out_BCHW
+
+
+class Upsample(nn.Module):
+    """Nearest upsampling by 2, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = _conv(channels, channels)
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return (B,C,2H,2W)."""
+        out_BCHW: Tensor = self.conv(functional.interpolate(hidden_BCHW, scale_factor=2.0, mode="nearest"))
+        return out_BCHW
+
+
+class DownLevel(nn.Module):
+    """A level of the encoder: resnets, then a downsampling unless it is the last."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, num_blocks: int, is_last: bool) -> None:
+        super().__init__()
+        self.block = _resnets(in_channels, out_channels, num_blocks=num_blocks)
+        self.downsample = None if is_last else Downsample(out_channels)
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return (B,out_channels,H/2,W/2); of the last level (B,out_channels,H,W)."""
+        for block in self.block:
+            hidden_BCHW = block(hidden_BCHW)
+        return hidden_BCHW if self.downsample is None else self.downsample(hidden_BCHW)
+
+
+class UpLevel(nn.Module):
+    """A level of the decoder: resnets, then an upsampling unless it is the finest."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, num_blocks: int, is_last: bool) -> None:
+        super().__init__()
+        self.block = _resnets(in_channels, out_channels, num_blocks=num_blocks)
+        self.upsample = None if is_last else Upsample(out_channels)
+
+    def forward(self, hidden_BCHW: Tensor) -> Tensor:
+        """Return (B,out_channels,2H,2W); of the last level (B,out_channels,H,W)."""
+        for block in self.block:
+            hidden_BCHW = block(hidden_BCHW)
+        return hidden_BCHW if self.upsample is None else self.upsample(hidden_BCHW)
+
+
+class Encoder(nn.Module):
+    """Pixels (B,in_channels,H,W) to moments (B,2*z_channels,h,w)."""
+
+    def __init__(self, config: FluxAEConfig) -> None:
+        super().__init__()
+        widths = config.widths
+        self.conv_in = _conv(config.in_channels, config.ch)
+        self.down = nn.ModuleList(
+            DownLevel(before, after, num_blocks=config.num_res_blocks, is_last=level == len(widths) - 1)
+            for level, (before, after) in enumerate(zip((config.ch, *widths), widths, strict=False))
+        )
+        self.mid = MidBlock(widths[-1])
+        self.norm_out = _norm(widths[-1])
+        self.conv_out = _conv(widths[-1], 2 * config.z_channels)
+
+    def forward(self, pixels_BCHW: Tensor) -> Tensor:
+        """Return the moments."""
+        hidden_BCHW = self.conv_in(pixels_BCHW)
+        for level in self.down:
+            hidden_BCHW = level(hidden_BCHW)
+        out: Tensor = self.conv_out(functional.silu(self.norm_out(self.mid(hidden_BCHW))))
+        return out
+
+
+class Decoder(nn.Module):
+    """Unscaled latents (B,z_channels,h,w) to pixels (B,out_ch,H,W)."""
+
+    def __init__(self, config: FluxAEConfig) -> None:
+        super().__init__()
+        widths = config.widths
+        self.conv_in = _conv(config.z_channels, widths[-1])
+        self.mid = MidBlock(widths[-1])
+        # In the order of the encoder's: the coarsest, which is the last, runs first.
+        self.up = nn.ModuleList(
+            UpLevel(before, after, num_blocks=config.num_res_blocks + 1, is_last=level == 0)
+            for level, (before, after) in enumerate(zip((*widths[1:], widths[-1]), widths, strict=True))
+        )
+        self.norm_out = _norm(widths[0])
+        self.conv_out = _conv(widths[0], config.out_ch)
+
+    def forward(self, latents_BCHW: Tensor) -> Tensor:
+        """Return pixels, about in [-1,1]."""
+        hidden_BCHW = self.mid(self.conv_in(latents_BCHW))
+        for level in reversed(self.up):
+            hidden_BCHW = level(hidden_BCHW)
+        out: Tensor = self.conv_out(functional.silu(self.norm_out(hidden_BCHW)))
+        return out
+
+
+class FluxAE(PosteriorAutoencoder):
+    """2D autoencoder: every frame of a clip becomes a latent frame of its own, 8 times smaller.
+
+    State-dict keys are those of the released `flux1-dev-ae.safetensors`. Trainable: every method is differentiable and
+    works under autocast. Frames are computed as a batch; with temporal tiling one by one, with the same result.
+    Architecture: https://arxiv.org/abs/2112.10752, appendix E.1.
+    """
+
+    config: FluxAEConfig
+
+    def __init__(self, config: FluxAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+
+    @property
+    def last_layer(self) -> nn.Conv2d:
+        """The decoder's last convolution."""
+        return self.decoder.conv_out
+
+    def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
+        """Return mean and log variance of the posterior, unscaled; see `PosteriorAutoencoder.encode_moments`."""
+        self.check_pixels(pixels_BCTHW)
+        config = self.config
+        latent_tile = config.tile_size // config.spatial_compression_ratio
+        axis = TileAxis.from_sizes(config.tile_size, output_size=latent_tile, overlap=config.tile_overlap_factor)
+        grid = TileGrid(space=axis, time=_FRAME_BY_FRAME, is_causal=False)
+        return split_moments(run_tiled(_by_frame(self.encoder), pixels_BCTHW, grid=grid, tiling=tiling))
+
+    def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
+        """Bring posterior values to about unit variance: scale_factor * (posterior - shift_factor)."""
+        return self.config.scale_factor * (posterior_BCTHW - self.config.shift_factor)
+
+    def decode_pieces(
+        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
+    ) -> Iterator[Tensor]:
+        """Decode as `decode` does, and yield frames as they are finished; see `Autoencoder.decode_pieces`."""
+        self.check_latents(latents_BCTHW)
+        config, place = self.config, canvas or latents_BCTHW.device
+        latent_tile = config.tile_size // config.spatial_compression_ratio
+        axis = TileAxis.from_sizes(latent_tile, output_size=config.tile_size, overlap=config.tile_overlap_factor)
+        decode = _by_frame(self.decoder)
+        return tiled_pieces(
+            lambda tile_BCTHW: decode(tile_BCTHW).to(place),
+            latents_BCTHW / config.scale_factor + config.shift_factor,
+            grid=TileGrid(space=axis, time=_FRAME_BY_FRAME, is_causal=False),
+            tiling=tiling,
+        )
+
+
+def _by_frame(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what does to the frames of a clip (B,C,T,H,W) what `run` does to pictures (B,C,H,W)."""
+
+    def run_frames(clip_BCTHW: Tensor) -> Tensor:
+        batch = clip_BCTHW.shape[0]
+        frames_NCHW = clip_BCTHW.transpose(1, 2).flatten(0, 1)
+        if clip_BCTHW.device.type == "cpu":
+            frames_NCHW = frames_NCHW.contiguous(memory_format=torch.channels_last)
+        out_NCHW = run(frames_NCHW)
+        return out_NCHW.view(batch, -1, *out_NCHW.shape[1:]).transpose(1, 2)
+
+    return run_frames
+
+
+def _tokens(hidden_BCHW: Tensor) -> Tensor:
+    """(B,C,H,W) -> (B,1,H*W,C)."""
+    return hidden_BCHW.flatten(2).transpose(1, 2).unsqueeze(1)
+
+
+def _resnets(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.ModuleList:
+    """Return the resnets of a level, of which the first changes the width."""
+    widths = (in_channels, *[out_channels] * (num_blocks - 1))
+    return nn.ModuleList(ResnetBlock(width, out_channels) for width in widths)
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(NORM_GROUPS, channels, eps=_NORM_EPS)
+
+
+def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, 3, padding=1)

@@ -1,0 +1,101 @@
+"""`osora vae reconstruct`: what it prints, and its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora_cli.cli.app import main
+from opensora_cli.media.write import write_media
+
+
+@pytest.fixture
+def picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    rows, columns = torch.meshgrid(torch.arange(32), torch.arange(48), indexing="ij")
+    frame = torch.stack([100 + rows, 50 + columns, 90 + rows + columns], dim=-1).to(torch.uint8)
+    write_media([frame[None]], "boat.png", fps=1, format="png")
+    return "boat.png"
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["a.mp4", "--set", "vae.kin=dc_ae"], ["a.mp4", "--config", "dcae"], []], ids=" ".join
+)
+def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
+    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
+    command = [sys.executable, "-c", code, "vae", "reconstruct", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "opensora_cli.cli.vae" in modules
+    assert modules & {"torch", "transformers", "numpy"} == set()
+
+
+def test_a_table_is_printed(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vae", "reconstruct", picture, "-o", "compared", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    header, row = captured.out.splitlines()
+    assert header.split("  ")[0] == "PSNR dB (RGB)"
+    assert row.split()[-2:] == ["48x32", "compared/boat_reconstructed.png"]
+    assert Path("compared/boat_reconstructed.png.json").is_file()
+    assert "boat.png" in captured.err
+
+
+def test_json_is_one_document(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vae", "reconstruct", picture, "--json", "--quiet", "--no-metadata", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    document = json.loads(captured.out)
+    assert document["schema"] == "osora.vae-reconstruct/1"
+    assert (document["psnr_of"], document["ssim_of"]) == ("RGB, mean over frames", "luma, mean over frames")
+    [file] = document["files"]
+    assert file["output"] == "reconstructed/boat_reconstructed.png"
+    assert (file["width"], file["height"], file["num_frames"]) == (48, 32, 1)
+    assert document["mean_psnr_db"] == file["psnr_db"] > 10
+    assert document["mean_ssim"] == file["ssim"] > 0.3
+    assert sorted(path.name for path in Path("reconstructed").iterdir()) == ["boat_reconstructed.png"]
+
+
+def test_bad_files_end_the_batch_with_5(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.mp4").write_text("nothing", encoding="utf-8")
+    code = main(["vae", "reconstruct", "bad.mp4", picture, "gone.png", "--json", "--quiet", "--device", "cpu"])
+    captured = capsys.readouterr()
+    assert code == 5
+    files = json.loads(captured.out)["files"]
+    assert ["error" in file for file in files] == [True, False, True]
+    lines = captured.err.splitlines()
+    assert lines[0] == "error: 2 of 3 files could not be reconstructed"
+    assert "bad.mp4" in lines[1]
+    assert "gone.png" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--config", "dcae"], 2, "preset 'dcae' is not one of dc_ae, demo, flux_ae, hunyuan"),
+        (["--set", "vae.kind=dcae"], 2, "vae.kind=dcae"),
+        (["--set", "clip.num_frames=0"], 2, "clip.num_frames=0"),
+        (["--clip-frames", "0"], 2, "clip.num_frames=0 must be over 0"),
+        (["--config", "hunyuan", "--weights", "nowhere"], 3, "hunyuan_vae.safetensors (looked in nowhere)"),
+        (["--out", "boat.png"], 3, "cannot write in boat.png"),
+        (["--device", "cuda:99"], 4, "runtime.device=cuda:99 is not there"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    picture: str, args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["vae", "reconstruct", picture, *args]) == code
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_existing_files_stay_without_overwrite(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["vae", "reconstruct", picture, "--device", "cpu", "--quiet"]
+    assert [main(command), main(command), main([*command, "--overwrite"])] == [0, 3, 0]
+    assert "use --overwrite" in capsys.readouterr().err
+
+
+def test_the_group_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vae"]) == 0
+    assert "reconstruct" in capsys.readouterr().out

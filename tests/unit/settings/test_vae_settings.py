@@ -1,0 +1,144 @@
+"""The choice of an autoencoder: its sections, its presets, and where it is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.engine.configs import autoencoder_on_meta, vae_config
+from opensora_cli.models.vae.dc_ae_config import DCAEConfig
+from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
+from opensora_cli.settings.components import DCAESettings, FluxAESettings, VAESettings
+from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.presets import list_presets
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_reconstruct_settings
+
+
+def load(
+    config: Path | str | None, *, environment: dict[str, str] | None = None, **given: object
+) -> ReconstructSettings:
+    overrides = {key.replace("__", "."): Given(value, "--set") for key, value in given.items()}
+    return load_reconstruct_settings(
+        config=None if config is None else Path(config),
+        overrides={"files": Given(("a.mp4",), "FILE"), **overrides},
+        environment=environment or {},
+    )
+
+
+@pytest.mark.parametrize("kind", VAEKind)
+def test_settings_and_model_agree_on_the_latents(kind: VAEKind) -> None:
+    settings = VAESettings(kind=kind)
+    assert settings.grid == autoencoder_on_meta(settings).grid
+
+
+def test_sections_default_to_the_released_sizes() -> None:
+    for section, config in ((DCAESettings(), DCAEConfig()), (FluxAESettings(), FluxAEConfig())):
+        for name in type(section).model_fields:
+            assert getattr(section, name) == getattr(config, name), name
+
+
+def test_without_a_kind_it_is_the_causal_one() -> None:
+    assert VAESettings(latent_channels=8).kind is VAEKind.HUNYUAN
+    assert VAESettings(latent_channels=8).grid == LatentGrid(
+        latent_channels=8, time_compression_ratio=4, spatial_compression_ratio=8, is_causal=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "dcae"}, "hunyuan"),
+        (
+            {"dc_ae": {"latent_channels": 64}},
+            "vae.dc_ae has no effect with vae.kind=hunyuan: drop it, or use vae.kind=dc_ae",
+        ),
+        ({"kind": "dc_ae", "flux_ae": {"ch": 64}}, "vae.flux_ae has no effect with vae.kind=dc_ae"),
+        ({"kind": "dc_ae", "latent_channels": 8}, "vae.latent_channels=8 has no effect with vae.kind=dc_ae: drop it"),
+        ({"kind": "dc_ae", "dc_ae": {"temporal": "true,false"}}, "vae.dc_ae.temporal has 2 entries and must have 6"),
+        ({"kind": "dc_ae", "dc_ae": {"block_types": "res,vit"}}, "block_types"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        VAESettings.model_validate(values)
+
+
+def test_generating_refuses_other_autoencoders() -> None:
+    with pytest.raises(ValidationError, match=r"vae\.kind=dc_ae is not made for generating: use hunyuan"):
+        GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.DC_AE))
+    with pytest.raises(RequestError, match=r"vae\.kind=flux_ae must be hunyuan here"):
+        vae_config(VAESettings(kind=VAEKind.FLUX_AE))
+
+
+@pytest.mark.parametrize("kind", VAEKind)
+def test_what_is_written_can_be_read_again(kind: VAEKind) -> None:
+    settings = VAESettings(kind=kind, spatial_tiling=False, temporal_tiling=True)
+    assert VAESettings.model_validate(settings.model_dump(mode="json")) == settings
+
+
+def test_the_presets_are_there() -> None:
+    assert list_presets("vae") == ["dc_ae", "demo", "flux_ae", "hunyuan"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "parameters"),
+    [
+        ("hunyuan", VAEKind.HUNYUAN, 246_478_803),
+        ("dc_ae", VAEKind.DC_AE, 459_462_147),
+        ("flux_ae", VAEKind.FLUX_AE, 83_819_683),
+        ("demo", VAEKind.HUNYUAN, None),
+    ],
+)
+def test_preset_parses(name: str, kind: VAEKind, parameters: int | None) -> None:
+    settings = load(name)
+    assert settings.vae.kind is kind
+    assert (settings.weights.hub_repo is None) == (name == "demo")
+    model = autoencoder_on_meta(settings.vae)
+    assert parameters in (None, sum(parameter.numel() for parameter in model.parameters()))
+
+
+def test_the_demo_is_the_default_and_not_looked_for_among_released_weights() -> None:
+    environment = {"OSORA_WEIGHTS": "/released", "OSORA_CLIP__NUM_FRAMES": "9", "OSORA_SAMPLING__SEED": "1"}
+    assert load(None, environment=environment) == load("demo", clip__num_frames="9")
+    assert load("hunyuan", environment=environment).runtime.weights == "/released"
+    assert load(None, environment=environment, runtime__weights="mine").runtime.weights == "mine"
+
+
+def test_the_autoencoder_of_a_training_can_be_taken(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("target: vae\noutput: runs/mine\nvae:\n  kind: flux_ae\nloop:\n  steps: 3\n", encoding="utf-8")
+    settings = load(recipe)
+    assert settings.vae.kind is VAEKind.FLUX_AE
+    assert (settings.runtime.weights, settings.weights.file) == ("runs/mine", "vae.safetensors")
+
+
+def test_the_autoencoder_that_a_run_trained_can_be_taken(tmp_path: Path) -> None:
+    vae = {"kind": "dc_ae", "dc_ae": {"scaling_factor": 0.5}}
+    data = {"scenes": {"num_frames": 16}}
+    trained = TrainSettings.model_validate({"target": "vae", "output": "runs/mine", "vae": vae, "data": data})
+    (tmp_path / "settings.json").write_text(json.dumps(trained.model_dump(mode="json")), encoding="utf-8")
+    settings = load(tmp_path / "settings.json")
+    assert settings.vae == trained.vae
+    assert settings.runtime.weights == "runs/mine"
+
+
+@pytest.mark.parametrize("name", [name for name in list_presets("train") if "vae" in name])
+def test_the_autoencoder_of_a_packaged_recipe_can_be_taken(name: str) -> None:
+    recipe = load_train_settings(config=Path(name), overrides={}, environment={})
+    settings = load(name)
+    assert (settings.vae, settings.runtime.weights) == (recipe.vae, recipe.output)
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"preset 'dcae' is not one of dc_ae, demo, flux_ae, hunyuan"):
+        load("dcae")
+    with pytest.raises(FileProblem, match=r"gone\.yaml"):
+        load(tmp_path / "gone.yaml")
+    with pytest.raises(RequestError, match=r"runtime\.device=gpu must be auto, cpu, cuda or cuda:N"):
+        load("demo", runtime__device="gpu")
