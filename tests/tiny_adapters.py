@@ -1,11 +1,12 @@
 """Adapters in PEFT's format, written by hand as it saves them."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 CONFIG = {
     "peft_type": "LORA",
@@ -45,3 +46,24 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], **config: object) ->
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_lora(
+    folder: Path,
+    model: nn.Module,
+    *,
+    like: str = ".*",
+    rank: int = 2,
+    seed: int = 0,
+    size: float = 0.3,
+    **config: object,
+) -> Path:
+    """Write an adapter for the linear layers of a model whose names fit a pattern, and return its folder."""
+    tensors: dict[str, Tensor] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and re.fullmatch(like, path):
+            seed += 2
+            made = factors(path, layer.out_features, layer.in_features, rank=rank, seed=seed)
+            tensors |= {name: tensor * size / tensor.shape[1] ** 0.5 for name, tensor in made.items()}
+    assert tensors
+    return write_adapter(folder, tensors, r=rank, lora_alpha=2 * rank, **config)

@@ -86,7 +86,7 @@ class Adapter:
     """An adapter; none of its tensors has been read.
 
     Args:
-        path: its folder.
+        path: as it was opened.
         updates: what it adds, by the names of the weights.
         replacements: tensors that were trained as a whole (`modules_to_save`, biases), by their names.
     """
@@ -96,17 +96,30 @@ class Adapter:
     replacements: Mapping[str, Entry]
 
 
+def adapter_files(path: Path) -> tuple[Path, Path]:
+    """Return an adapter's two files: its configuration and its tensors.
+
+    Args:
+        path: the folder that PEFT saved, or the file of tensors in it, of any name.
+    """
+    weights = path / WEIGHTS_FILE if path.is_dir() else path
+    return weights.parent / CONFIG_FILE, weights
+
+
 def open_adapter(path: Path) -> Adapter:
-    """Open the adapter in a folder.
+    """Open an adapter.
+
+    Args:
+        path: as for `adapter_files`.
 
     Raises:
         CheckpointError: a file is missing or broken, or the two do not fit each other.
         RequestError: it is no LoRA, or has something that cannot be merged; says what.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder with an adapter")
-    config = _Config.read(path / CONFIG_FILE)
-    weights = path / WEIGHTS_FILE
+    if not path.exists():
+        raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
+    config_file, weights = adapter_files(path)
+    config = _Config.read(config_file)
     if not weights.exists() and (path / _PICKLED_FILE).exists():
         raise CheckpointError(
             f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",

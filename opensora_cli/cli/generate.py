@@ -30,6 +30,7 @@ def generate(
     cond: options.Condition = None,
     ref: options.References = None,
     fit: options.FitOption = None,
+    lora: options.Loras = None,
     out: options.Out = None,
     format_: options.Format = None,
     overwrite: options.Overwrite = False,
@@ -63,11 +64,15 @@ def generate(
 
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
 
+      osora generate "raining, sea" --lora runs/style/lora:0.8
+
       osora generate --from samples/raining-sea_seed42.mp4.json --seed 7
     """
     if list_presets:
         _print_presets(as_json=json_)
         return
+    if lora and from_latents:
+        raise RequestError("--lora has no effect with --from-latents, which the model has made already: drop --lora")
     flags = {
         "prompt": ("PROMPT", prompt),
         "negative_prompt": ("--negative-prompt", negative_prompt),
@@ -83,8 +88,9 @@ def generate(
         "sampling.seed": ("--seed", seed),
         "sampling.num_samples": ("--num-samples", num_samples),
         "condition.mode": ("--cond", cond),
-        "condition.references": ("--ref", _joined(ref)),
+        "condition.references": ("--ref", _joined(ref, "--ref", "a picture or a video")),
         "condition.fit": ("--fit", fit),
+        "loras": ("--lora", _joined(lora, "--lora", "an adapter")),
         "output.path": ("--out", out),
         "output.format": ("--format", format_),
         "output.overwrite": ("--overwrite", True if overwrite else None),
@@ -107,14 +113,14 @@ def generate(
         _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
-def _joined(references: list[str] | None) -> str | None:
-    """Return the references as one text; several may already be in one, separated by `;`."""
-    if not references:
+def _joined(files: list[str] | None, flag: str, what: str) -> str | None:
+    """Return files as one text; several may already be in one, separated by `;`."""
+    if not files:
         return None
-    if not all(reference.strip(" ;") for reference in references):
+    if not all(file.strip(" ;") for file in files):
         # Most often an unset variable of a script: without a word it would become a video from text alone.
-        raise RequestError("--ref is empty: name a picture or a video, or drop --ref")
-    return ";".join(references)
+        raise RequestError(f"{flag} is empty: name {what}, or drop {flag}")
+    return ";".join(files)
 
 
 def _request(

@@ -98,6 +98,15 @@ FitOption = Annotated[
     Fit | None,
     typer.Option("--fit", help="How a reference of another shape is fitted in.", rich_help_panel=_REFERENCE),
 ]
+Loras = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="FILE[:SCALE]",
+        help="Adapter (PEFT's folder, or the file in it) that is added to the model, SCALE times; repeat it.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 
 # Where to.
 Out = Annotated[

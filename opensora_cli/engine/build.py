@@ -13,6 +13,7 @@ from torch import nn
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.configs import mmdit_config, transformer_on_meta, vae_on_meta
+from opensora_cli.engine.loras import add_loras
 from opensora_cli.engine.offload import STREAMED_LAYERS
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.tensor_parallel import shard_t5, shard_transformer
@@ -78,7 +79,7 @@ def load_transformer(
     neighbours: dist.ProcessGroup | None = None,
     advance: Advance | None = None,
 ) -> MMDiT:
-    """Return the transformer; a file in another published layout is converted.
+    """Return the transformer with its adapters; a file in another published layout is converted.
 
     Where blocks are offloaded they stay on the CPU, for `streamed_blocks`.
 
@@ -89,7 +90,8 @@ def load_transformer(
         advance: told of bytes as they are loaded.
 
     Raises:
-        CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
+        CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings; or an adapter
+            cannot be read.
     """
     settings, path, offload = plan.settings.model, plan.weights.path(Component.TRANSFORMER), plan.offload
     transformer = transformer_on_meta(settings)
@@ -122,6 +124,7 @@ def load_transformer(
                     block.to(plan.hardware.device)
                 elif copies is not None:
                     _hold_8_bits(block, copies)
+    add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     return transformer
 

@@ -10,7 +10,7 @@ products of cuBLAS do), the CUDA context, and what an allocator rounds up or can
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from opensora_cli.engine.configs import mmdit_config, vae_config, vae_tiling
 from opensora_cli.engine.empty_decoder import EmptyDecoder
 from opensora_cli.engine.empty_ranks import EmptySequenceParallel, empty_attention
 from opensora_cli.engine.estimate_text import text_memory
+from opensora_cli.engine.loras import LoraRanks, add_empty_loras
 from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.prompts import PromptEmbeds
 from opensora_cli.engine.references import to_uint8
@@ -40,15 +41,12 @@ from opensora_cli.engine.sampling.guidance import (
     guidance_scales_at,
 )
 from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
-from opensora_cli.engine.tensor_parallel import largest_share
+from opensora_cli.engine.transformer_bytes import multiplied_out_bytes, transformer_bytes, with_depth
 from opensora_cli.engine.velocity import GuidedVelocity
 from opensora_cli.engine.weightless import HOST, Need, Repeated, empty_module, without_memory
 from opensora_cli.engine.weights import Component
-from opensora_cli.memory.block_weights import ALIGNMENT, slot_bytes
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import Tiling
@@ -75,6 +73,8 @@ class GenerationSizes:
     guidance: Guidance
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
+    loras: LoraRanks = field(default_factory=LoraRanks)
+    """Adapters of the transformer."""
 
 
 def estimate_generation(
@@ -120,11 +120,11 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
-    workspace = _multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
+    workspace = multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
     parts = reference_parts(sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.time_compression_ratio)
     kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
     whole = weights[Component.TRANSFORMER]
-    transformer = kept + _transformer_bytes(config, whole, dtype, offload, tensor=sizes.mesh.tensor)
+    transformer = kept + transformer_bytes(config, whole, dtype, offload, tensor=sizes.mesh.tensor, loras=sizes.loras)
     stages = [text, StageMemory(DENOISE, transformer, denoising.data, denoising.activations + workspace), decode]
     if parts:
         frames = tuple(part.num_frames for part in parts)
@@ -152,7 +152,9 @@ def _denoising(
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = empty_attention(sizes.mesh)
         transformer = empty_module(
-            lambda: MMDiT(_with_depth(config, 2), attention=attention), device=device, dtype=dtype
+            lambda: _with_loras(MMDiT(with_depth(config, 2), attention=attention), sizes.loras),
+            device=device,
+            dtype=dtype,
         )
         transformer.set_sequence_chunk(chunk_tokens)
         transformer.double_blocks = _repeated(transformer.double_blocks)
@@ -246,70 +248,10 @@ def _encoding(
             return need
 
 
-def _transformer_bytes(
-    config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int
-) -> int:
-    """Return what of the transformer's weights is on the device of one of `tensor` ranks that share the blocks."""
-    if offload.mode is not OffloadMode.BLOCKS and not offload.fp8_storage and tensor == 1:
-        return whole
-    rest = whole - sum(stack.count * _weight_bytes(block) for stack, block in _stacks(config, dtype))
-    slots = [
-        size
-        for stack, block in _stacks(config, dtype)
-        for size in [round(_slot_bytes(block, fp8=offload.fp8_storage) * _share(stack, block, tensor))] * stack.count
-    ]
-    if offload.mode is not OffloadMode.BLOCKS:
-        return rest + sum(slots)
-    return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
-
-
-@lru_cache(maxsize=16)
-def _stacks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack, and one of its blocks without weights."""
-    with torch.device("meta"):
-        model = MMDiT(
-            replace(config, depth=min(config.depth, 1), depth_single_blocks=min(config.depth_single_blocks, 1))
-        )
-    model.to(dtype)
-    return tuple(
-        (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
-    )
-
-
-def _share(stack: RepeatedBlocks, block: nn.Module, ranks: int) -> float:
-    """Return which part of a block's weights the rank has that has the most of those that share it."""
-    elsewhere = sum(
-        _weight_bytes(block.get_submodule(linear.path)) * (1 - largest_share(linear, ranks)) for linear in stack.linears
-    )
-    return 1 - elsewhere / _weight_bytes(block)
+def _with_loras(transformer: MMDiT, loras: LoraRanks) -> MMDiT:
+    add_empty_loras(transformer, loras.of_one_block())
+    return transformer
 
 
 def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:
     return nn.ModuleList([Repeated(blocks[0])] * len(blocks) if len(blocks) else [])
-
-
-def _with_depth(config: MMDiTConfig, most: int) -> MMDiTConfig:
-    return replace(config, depth=min(config.depth, most), depth_single_blocks=min(config.depth_single_blocks, most))
-
-
-def _weight_bytes(block: nn.Module) -> int:
-    return sum(weight.nbytes for weight in block.parameters())
-
-
-def _slot_bytes(block: nn.Module, *, fp8: bool) -> int:
-    """Return the bytes of a block's weights in one run of memory; in 8 bits each row has a scale in fp32 beside it."""
-    if not fp8:
-        return slot_bytes(block)
-    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    in_8_bits = {id(linear.weight) for linear in linears}
-    sizes = [weight.numel() if id(weight) in in_8_bits else weight.nbytes for weight in block.parameters()]
-    sizes += [4 * linear.out_features for linear in linears]
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-
-
-def _multiplied_out_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest weight of a linear layer of the blocks: so much is multiplied out at a time."""
-    return max(
-        (weight.nbytes for _, block in _stacks(config, dtype) for weight in block.parameters() if weight.ndim == 2),
-        default=0,
-    )

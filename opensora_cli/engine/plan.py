@@ -12,10 +12,12 @@ from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.configs import count_parameters, mmdit_config
 from opensora_cli.engine.division import choose_mesh, describe_mesh
 from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
+from opensora_cli.engine.evaluations import evaluations_of, guidance_of, require_branches
 from opensora_cli.engine.hardware import GIB, Hardware, pick_hardware
+from opensora_cli.engine.loras import Lora, LoraRanks, open_loras
 from opensora_cli.engine.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
 from opensora_cli.engine.sampling.conditioning import ConditionMode, ReferenceLengths, condition_mode
-from opensora_cli.engine.sampling.guidance import Guidance, branches_needed, count_evaluations, guidance_scales_at
+from opensora_cli.engine.sampling.guidance import Guidance
 from opensora_cli.engine.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.engine.sampling.sizes import image_size
 from opensora_cli.engine.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
@@ -52,6 +54,8 @@ class ExecutionPlan:
     offload: OffloadPlan
     stages: tuple[StageMemory, ...]
     """With that offload, on each of the ranks; rank 0 alone encodes references."""
+    loras: tuple[Lora, ...] = ()
+    """Added to the transformer."""
 
     @property
     def decodes_only(self) -> bool:
@@ -175,6 +179,7 @@ class ExecutionPlan:
             "offload": asdict(self.offload),
             "fits": self.fits,
             "weights": {component.value: str(path) for component, path in self.weights.paths.items()},
+            "loras": [lora.to_json() for lora in self.loras],
             "missing_weights": [name for names in self.weights.missing.values() for name in names],
             "settings": settings.model_dump(mode="json"),
         }
@@ -202,6 +207,7 @@ class ExecutionPlan:
             f"{'allowed' if self.budget_bytes < hardware.free_bytes else 'free'}: "
             f"{'fits' if self.fits else 'does not fit'}",
             *(f"weights   {line}" for line in found),
+            *(f"lora      {lora.line()}" for lora in self.loras),
             *(f"missing   {line}" for line in missing),
         ]
 
@@ -234,7 +240,8 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
         hardware: where one of several ranks runs; None: what `settings` name, of which each rank has its share.
 
     Raises:
-        RequestError: sizes that contradict each other.
+        RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
+        CheckpointError: an adapter is missing or broken, or does not fit the transformer.
         HardwareError: there is no such device.
     """
     hardware = hardware or rank_hardware(settings)
@@ -257,9 +264,18 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
 
     tokens_per_frame = rows * columns // settings.model.patch_size**2
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
-    _require_branches(settings, guidance, mode, mesh)
+    require_branches(settings, guidance, mode, mesh)
+    # Saved latents have gone through them already.
+    loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
     sizes = GenerationSizes(
-        height=height, width=width, latent_shape=latent_shape, mode=mode, lengths=lengths, guidance=guidance, mesh=mesh
+        height=height,
+        width=width,
+        latent_shape=latent_shape,
+        mode=mode,
+        lengths=lengths,
+        guidance=guidance,
+        mesh=mesh,
+        loras=LoraRanks.of(loras),
     )
     parameters = count_parameters(settings, weights)
 
@@ -299,10 +315,11 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
                 flow_shift=sampling.flow_shift,
             )
         ),
-        evaluations_per_sample=_evaluations(settings, guidance, mode),
+        evaluations_per_sample=evaluations_of(settings, guidance, mode),
         mesh=mesh,
         offload=offload,
         stages=estimate(offload),
+        loras=loras,
     )
 
 
@@ -323,37 +340,6 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     if hardware.device.type == "cuda":
         return hardware
     return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
-
-
-def guidance_of(settings: GenerateSettings) -> Guidance:
-    """Return the guidance that `settings` ask for."""
-    sampling = settings.sampling
-    return Guidance(
-        guidance_scale=sampling.guidance_scale,
-        image_guidance_scale=sampling.image_guidance_scale,
-        text_oscillation=sampling.text_oscillation,
-        image_oscillation=sampling.image_oscillation,
-        temporal_image_scaling=sampling.temporal_image_scaling,
-    )
-
-
-def _require_branches(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode, mesh: MeshShape) -> None:
-    """Refuse ranks that would never have a branch of guidance to compute."""
-    branches = 1
-    if not settings.model.guidance_embed:
-        steps = settings.sampling.num_inference_steps
-        scales = (
-            guidance_scales_at(
-                step, guidance, mode=mode, num_inference_steps=steps, num_latent_frames=settings.num_latent_frames
-            )
-            for step in range(steps)
-        )
-        branches = max(len(branches_needed(each)) for each in scales)
-    if mesh.guidance > branches:
-        raise RequestError(
-            f"parallel.cfg_parallel_degree={mesh.guidance} is over the branches of guidance that a step has here, "
-            f"{branches}: use at most {branches}"
-        )
 
 
 def _budget(settings: GenerateSettings, hardware: Hardware) -> int:
@@ -380,19 +366,6 @@ def _pixel_size(settings: GenerateSettings) -> tuple[int, int]:
     if video.height is not None and video.width is not None:
         return video.height, video.width
     return image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple)
-
-
-def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode) -> int:
-    if settings.from_latents is not None:
-        return 0
-    if settings.model.guidance_embed:
-        return settings.sampling.num_inference_steps
-    return count_evaluations(
-        guidance,
-        mode=mode,
-        num_inference_steps=settings.sampling.num_inference_steps,
-        num_latent_frames=settings.num_latent_frames,
-    )
 
 
 def _size(num_bytes: int) -> str:

@@ -32,6 +32,11 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
         # To replace files is never carried over to a later run.
         "output.overwrite": False,
     }
+    if plan.loras:
+        # By their contents too: a file of the same name may be another one by then.
+        changes["loras"] = tuple(
+            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
+        )
     if output.named_format is not None and plan.num_samples > 1:
         changes["output.path"] = str(sample.target)
     return settings.replace(changes)

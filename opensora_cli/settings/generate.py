@@ -21,7 +21,9 @@ from opensora_cli.settings.enums import (
     ModelName,
     OffloadChoice,
     OutputFormat,
+    VAEKind,
 )
+from opensora_cli.settings.lora import LoraFile
 from opensora_cli.settings.parallel import ParallelSettings
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
@@ -157,12 +159,9 @@ class OutputSettings(Section):
         return self
 
 
-class RuntimeSettings(Section):
-    """What runs where."""
+class PlacementSettings(Section):
+    """What runs where, of any model."""
 
-    model_choice: ModelChoice = Field(
-        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
-    )
     weights: str | None = Field(default=None, description="folder with the weights; none: ./ckpts or the Hub's cache")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     dtype: DType = Field(default=DType.AUTO, description="auto: bfloat16 on CUDA, float32 on a CPU")
@@ -173,6 +172,14 @@ class RuntimeSettings(Section):
         if not _DEVICE.fullmatch(value):
             raise ValueError(f"runtime.device={value} must be auto, cpu, cuda or cuda:N, as in cuda:1")
         return value
+
+
+class RuntimeSettings(PlacementSettings):
+    """What runs where."""
+
+    model_choice: ModelChoice = Field(
+        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
+    )
 
 
 class MemorySettings(Section):
@@ -208,6 +215,9 @@ class GenerateSettings(Section):
     prompt: str = Field(default="", description="what the video shows")
     negative_prompt: str = Field(default="", description="what it should not show")
     from_latents: str | None = Field(default=None, description="saved latents to decode, instead of drawing new ones")
+    loras: tuple[LoraFile, ...] = Field(
+        default=(), description="adapters added to the transformer, each FILE or FILE:SCALE; as text, separated by ;"
+    )
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: TextSettings = TextSettings()
@@ -220,6 +230,12 @@ class GenerateSettings(Section):
     runtime: RuntimeSettings = RuntimeSettings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
+
+    @field_validator("loras", mode="before")
+    @classmethod
+    def _read_loras(cls, value: object) -> object:
+        # The first to see the value, as that of `condition.references`.
+        return LoraFile.of_list(value)
 
     @property
     def num_latent_frames(self) -> int:
@@ -256,6 +272,8 @@ def _prompt_problems(settings: GenerateSettings) -> list[str]:
 def _model_problems(settings: GenerateSettings) -> list[str]:
     model, vae = settings.model, settings.vae
     problems = []
+    if vae.kind is not VAEKind.HUNYUAN:
+        problems.append(f"vae.kind={vae.kind} is not made for generating: use {VAEKind.HUNYUAN}")
     channels = vae.latent_channels * model.patch_size**2
     if model.in_channels != channels:
         problems.append(

@@ -14,6 +14,7 @@ from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
 from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.sampling.packing import position_ids
+from opensora_cli.engine.train.batch_shape import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.weights import Component
 from opensora_cli.memory.counting import TensorBytes
@@ -91,7 +92,7 @@ def training_batch(
     limit_bytes = _usable_bytes(hardware, limit)
 
     def of_size(size: int) -> TrainSettings:
-        return settings.replace({"loop.batch_size": size})
+        return with_batch_size(settings, size)
 
     def peak_of(size: int) -> int:
         if estimate_training(of_size(size)).peak_bytes > _FAR_ABOVE * limit_bytes:

@@ -8,6 +8,7 @@ from opensora_cli.engine import build
 from opensora_cli.engine.configs import count_parameters
 from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
 from opensora_cli.engine.hardware import Hardware
+from opensora_cli.engine.loras import LoraRanks
 from opensora_cli.engine.mem_profile.allocator import allocator_techniques
 from opensora_cli.engine.mem_profile.attention import memory_and_time
 from opensora_cli.engine.mem_profile.batch import evaluate
@@ -40,7 +41,7 @@ def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: R
         hardware: where it runs.
         reporter: told of stages.
     """
-    plain = settings.replace({"memory": {}, "loop.autocast_bf16": False})
+    plain = settings.replace({"memory": {}, "precision.compute": "fp32"})
     found: list[Technique] = []
     with reporter.stage("compare", unit="techniques") as progress:
         for row in _training_rows(plain, hardware):
@@ -70,7 +71,7 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
     yield Technique(
         name=_OPTIMIZER_OFFLOAD, reason="not measured: training runs on the CPU, where all its memory is the host's"
     )
-    mixed = _training_cost(plain.replace({"loop.autocast_bf16": True}))
+    mixed = _training_cost(plain.replace({"precision.compute": "bf16"}))
     yield compared(_MIXED_PRECISION, before=base.step, after=mixed.step, of=_STEP)
 
 
@@ -182,6 +183,7 @@ def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
             mode=plan.mode,
             lengths=plan.lengths,
             guidance=plan.guidance,
+            loras=LoraRanks.of(plan.loras),
         ),
         dtype=plan.hardware.dtype,
         device_type=plan.hardware.device.type,

@@ -16,6 +16,7 @@ from opensora_cli.engine.configs import count_parameters, transformer_on_meta, v
 from opensora_cli.engine.draw import sample_latents
 from opensora_cli.engine.estimate_text import clip_model, t5_model
 from opensora_cli.engine.finish import decode_latents
+from opensora_cli.engine.loras import LoraRanks, add_empty_loras
 from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
 from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
@@ -135,6 +136,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     """Return what `build.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
+    add_empty_loras(transformer, LoraRanks.of(plan.loras))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.fp8_storage:
         for block in (*transformer.double_blocks, *transformer.single_blocks):

@@ -20,10 +20,11 @@ from opensora_cli.engine.mem_profile.generation import profile_generation
 from opensora_cli.engine.mem_profile.page import html_page
 from opensora_cli.engine.mem_profile.report import MemProfile
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
-from opensora_cli.engine.mem_profile.training import clips_note, profile_training
+from opensora_cli.engine.mem_profile.training import profile_training
 from opensora_cli.engine.plan import make_plan
 from opensora_cli.engine.references import with_mode
 from opensora_cli.engine.run import OutOfMemoryError, is_out_of_memory
+from opensora_cli.engine.train.batch_shape import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
@@ -114,12 +115,16 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
     return profile
 
 
+def _batch_size(what: TrainSettings) -> int:
+    return what.text.batch_size if what.target is TrainTarget.TEXT else largest_batch_shape(what).batch_size
+
+
 def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     hardware = pick_hardware("cpu", "auto")
     stage, memory, buffer = profile_training(what, hardware, reporter=reporter)
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
-        of=f"training {what.target}, batch {what.loop.batch_size}",
+        of=f"training {what.target}, batch {_batch_size(what)}",
         device=str(hardware.device),
         device_name=hardware.device_name,
         how=_how(hardware, "three steps", measured=stage.measured_bytes is not None),
@@ -127,7 +132,6 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         parameters={str(what.target): count_trained(what)},
         buffer=buffer,
         allocator=None,
-        notes=tuple(clips_note(what)),
         files=_files(settings),
     )
     if settings.compare:

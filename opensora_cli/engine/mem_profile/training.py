@@ -9,10 +9,9 @@ from opensora_cli.engine.mem_profile.report import (
     Part,
     StageProfile,
     Timeline,
-    mib,
     module_shares,
 )
-from opensora_cli.engine.train.estimate import TrainingMemory, clips_bytes, estimate_training, measure_training
+from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training, measure_training
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -38,12 +37,6 @@ def profile_training(
         measured = measure_training(settings)
         progress.advance()
     return _profile(predicted, measured, None), measured, _buffer(measured)
-
-
-def clips_note(settings: TrainSettings) -> list[str]:
-    """Say what a training keeps beside its steps, if that is anything."""
-    clips = clips_bytes(settings)
-    return [f"the encoded clips, {mib(clips)} once there are enough, come on top"] if clips else []
 
 
 def _profile(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:

@@ -66,3 +66,13 @@ def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
         RepeatedBlocks("double-stream", "double_blocks", config.depth, double, double_norms),
         RepeatedBlocks("single-stream", "single_blocks", config.depth_single_blocks, single, norms),
     )
+
+
+def linears_of_blocks(config: MMDiTConfig) -> tuple[str, ...]:
+    """Return the paths in the model of all linear layers of the sharding plans, in the order of the blocks."""
+    return tuple(
+        f"{stack.module_path}.{index}.{linear.path}"
+        for stack in repeated_blocks(config)
+        for index in range(stack.count)
+        for linear in stack.linears
+    )

@@ -9,13 +9,14 @@ from opensora_cli.models.mmdit.layers import (
     TIME_EMBEDDING_WIDTH,
     DoubleStreamBlock,
     FinalLayer,
-    HeadNorm,
     Modulation,
     SingleStreamBlock,
     VectorEmbedder,
     sinusoidal_embedding,
 )
 from opensora_cli.models.mmdit.rotary import rotary_angles
+
+_ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linear", "cond_in"})
 
 
 class MMDiT(nn.Module):
@@ -54,22 +55,30 @@ class MMDiT(nn.Module):
         Args:
             generator: source of randomness on the weights' device; None is torch's global one.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight, generator=generator)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, HeadNorm):
-                nn.init.ones_(module.scale)
-        for module in self.modules():
-            if isinstance(module, VectorEmbedder):
-                nn.init.normal_(module.in_layer.weight, std=0.02, generator=generator)
-                nn.init.normal_(module.out_layer.weight, std=0.02, generator=generator)
-            elif isinstance(module, Modulation):
-                nn.init.zeros_(module.lin.weight)
-        for linear in (self.final_layer.adaLN_modulation[1], self.final_layer.linear, self.cond_in):
-            if isinstance(linear, nn.Linear):
-                nn.init.zeros_(linear.weight)
+        for name, parameter in self.named_parameters():
+            self.draw_weight(name, parameter, generator=generator)
+
+    @torch.no_grad()
+    def draw_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
+        """Draw the fresh values of one parameter, which may itself be on the meta device.
+
+        One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.
+
+        Args:
+            name: of the parameter.
+            out: of its shape; is filled.
+            generator: as in `reset_parameters`, on the device of `out`.
+        """
+        path, _, kind = name.rpartition(".")
+        parent = self.get_submodule(path.rpartition(".")[0])
+        if kind == "scale":
+            nn.init.ones_(out)
+        elif kind == "bias" or path in _ZERO_AT_FIRST or isinstance(parent, Modulation):
+            nn.init.zeros_(out)
+        elif isinstance(parent, VectorEmbedder):
+            nn.init.normal_(out, std=0.02, generator=generator)
+        else:
+            nn.init.xavier_uniform_(out, generator=generator)
 
     def set_attention(self, attention: AttentionFn) -> None:
         """Let all blocks compute their joint attention in another way from now on."""

@@ -1,0 +1,44 @@
+"""A linear layer with a low-rank update beside it (Hu et al. 2021, LoRA)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class LowRankLinear(nn.Module):
+    """Computes with the weight W + B·A of a linear layer, without changing it.
+
+    W stays as it is: mapped from a file, or stored in 8 bits. The update costs rank · (in_features + out_features)
+    numbers of memory, and is not rounded to the precision of W. Made for inference.
+
+    Args:
+        base: an `nn.Linear`, or what is called and looks like one.
+        a_RI: (rank, in_features).
+        b_OR: (out_features, rank); the scale of the update is in it.
+    """
+
+    def __init__(self, base: nn.Module, a_RI: Tensor, b_OR: Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Parameter(a_RI, requires_grad=False)
+        self.lora_b = nn.Parameter(b_OR, requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The sum, (out_features, in_features), made anew at each use."""
+        weight: Tensor = self.base.weight  # type: ignore[assignment]
+        return torch.addmm(weight, self.lora_b, self.lora_a)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the layer."""
+        bias: Tensor | None = self.base.bias  # type: ignore[assignment]
+        return bias
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the layer's output; (..., in_features) -> (..., out_features)."""
+        out: Tensor = self.base(features)
+        low = functional.linear(features, self.lora_a)
+        # In place: the output may be the widest tensor of a block.
+        out.view(-1, out.shape[-1]).addmm_(low.reshape(-1, low.shape[-1]), self.lora_b.t())
+        return out

@@ -1,0 +1,104 @@
+"""Low-rank adapters (Hu et al. 2021, LoRA): how they are trained, and which are added when generating."""
+
+import re
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from opensora_cli.settings.base import Section, split_list
+
+_WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
+
+
+class LoraTarget(StrEnum):
+    """Linear layers of the transformer's blocks, by the ends of their names."""
+
+    Q_PROJ = "q_proj"
+    K_PROJ = "k_proj"
+    V_PROJ = "v_proj"
+    PROJ = "proj"
+    """After the attention of a double-stream block."""
+    MLP = "mlp"
+    """Both layers of the MLPs of a double-stream block."""
+    V_MLP = "v_mlp"
+    """Values and MLP of a single-stream block."""
+    LINEAR2 = "linear2"
+    """After attention and MLP of a single-stream block."""
+
+
+class LoraSettings(Section):
+    """Training of an adapter beside the transformer's frozen weights, which `init` names."""
+
+    rank: PositiveInt | None = Field(
+        default=None, description="rows of each small matrix, as in 16; none: no adapter, all weights are trained"
+    )
+    alpha: float | None = Field(default=None, gt=0, description="the adapter is added alpha / rank times; none: once")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of an adapter's inputs that a step leaves out")
+    targets: tuple[LoraTarget, ...] = Field(
+        default=tuple(LoraTarget), min_length=1, description="linear layers of the blocks that get an adapter"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an adapter is trained, and nothing else."""
+        return self.rank is not None
+
+    def problems(
+        self, *, trains_transformer: bool, init: str | None, fp8_linears: bool, divides_tokens: bool
+    ) -> list[str]:
+        """Return what contradicts an adapter elsewhere in the settings of a training.
+
+        Args:
+            trains_transformer: whether the target is the transformer.
+            init: the file of the first weights.
+            fp8_linears: whether linear layers multiply in 8 bits.
+            divides_tokens: whether several ranks share the tokens of a clip.
+        """
+        if not self.is_on:
+            return []
+        told = f"lora.rank={self.rank}"
+        problems = []
+        if not trains_transformer:
+            problems.append(f"{told} is made for target=mmdit alone: use none")
+        if init is None:
+            problems.append(f"{told} needs the weights that it is trained beside: --set init=FILE")
+        if fp8_linears:
+            problems.append(f"{told} does not go with precision.fp8_linears=true: use false")
+        if self.dropout and divides_tokens:
+            problems.append(
+                f"lora.dropout={self.dropout} does not go with strategy=hybrid, whose ranks would leave out the same "
+                "places of different tokens: use 0"
+            )
+        return problems
+
+    @model_validator(mode="after")
+    def _everything_has_an_effect(self) -> Self:
+        if not self.is_on:
+            for name in ("alpha", "dropout", "targets"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    told = ",".join(value) if isinstance(value, tuple) else value
+                    raise ValueError(f"lora.{name}={told} has no effect without lora.rank: set it, as in lora.rank=16")
+        return self
+
+
+class LoraFile(Section):
+    """An adapter that is added to the transformer while a video is made."""
+
+    path: str = Field(min_length=1, description="folder that PEFT has saved, or the .safetensors file in it")
+    scale: float = Field(default=1.0, ge=-100, le=100, description="how much of it is added; below 0: taken away")
+    sha256: str | None = Field(default=None, description="of its files, where they must be those of an earlier run")
+
+    @classmethod
+    def of_text(cls, text: str) -> dict[str, str]:
+        """Return the fields in `FILE[:SCALE]`. A path that ends in a colon and a number needs its scale after it."""
+        match = _WITH_SCALE.fullmatch(text.strip())
+        return match.groupdict() if match else {"path": text.strip()}
+
+    @classmethod
+    def of_list(cls, value: object) -> object:
+        """Return a list of adapters as it can be validated: as text separated by `;`, and each may be a text again."""
+        files = split_list(value, separator=";") if isinstance(value, str) else value
+        if not isinstance(files, list | tuple):
+            return files
+        return tuple(cls.of_text(file) if isinstance(file, str) else file for file in files)
