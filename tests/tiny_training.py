@@ -1,5 +1,6 @@
 """Training runs in small, for the tests of the engine and for those of the command line: seconds for all three."""
 
+import signal
 from pathlib import Path
 
 from opensora_cli.core.progress import SilentReporter
@@ -36,7 +37,7 @@ _TEXT = {
     for size, value in (("width", WIDTH), ("layers", 1), ("heads", 2), ("max_length", MAX_LENGTH))
 }
 _OPTIMIZER = {"name": "muon", "warmup_steps": 1, "decay_steps": 2}
-_LOOP = {"steps": 4, "batch_size": 2, "log_every": 1}
+_LOOP = {"steps": 4, "log_every": 1}
 
 
 def vae_settings(output: Path) -> TrainSettings:
@@ -44,15 +45,22 @@ def vae_settings(output: Path) -> TrainSettings:
     return _settings(
         "vae",
         output,
-        data={"size": 32, "num_frames": 5},
+        data={"scenes": {"count": 8, "size": 32, "num_frames": 5, "batch_size": 2}, "workers": 0},
         vae=_VAE,
-        train_vae={"picture_steps": 2, "picture_batch_size": 2, "whitening_clips": 3},
+        train_vae={
+            "picture_steps": 2,
+            "picture_batch_size": 2,
+            "squared_error_weight": 4.0,
+            "kl_weight": 1e-4,
+            "whitening_clips": 3,
+            "export_half": True,
+        },
     )
 
 
 def text_settings(output: Path) -> TrainSettings:
     """Encoders of one layer."""
-    return _settings("text", output, text=_TEXT)
+    return _settings("text", output, text={**_TEXT, "batch_size": 2})
 
 
 def mmdit_settings(output: Path, *weights: Path) -> TrainSettings:
@@ -61,28 +69,29 @@ def mmdit_settings(output: Path, *weights: Path) -> TrainSettings:
         "mmdit",
         output,
         weights=[str(folder) for folder in weights],
-        data={"size": 32, "num_frames": 13},
+        data={"scenes": {"count": 8, "size": 32, "num_frames": 13, "batch_size": 2}, "workers": 0},
         model=_MODEL,
         vae=_VAE,
         text=_TEXT,
-        train_mmdit={
-            "first_clips": 6,
-            "cached_clips": 8,
-            "fresh_clips_per_step": 1,
-            "video_latent_frames": 1,
-            "easy_latent_frames": 2,
-        },
+        train_mmdit={"video_latent_frames": 1, "easy_latent_frames": 2},
     )
 
 
 def _settings(target: str, output: Path, **sections: object) -> TrainSettings:
     return TrainSettings.model_validate(
-        {"target": target, "output": str(output), "optimizer": _OPTIMIZER, "loop": _LOOP, **sections}
+        {
+            "target": target,
+            "output": str(output),
+            "device": "cpu",
+            "optimizer": _OPTIMIZER,
+            "loop": _LOOP,
+            **sections,
+        }
     )
 
 
 class StopAfter(SilentReporter):
-    """Presses Ctrl-C when so many steps are done."""
+    """Presses Ctrl-C when so many units of progress are done."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
@@ -90,4 +99,4 @@ class StopAfter(SilentReporter):
     def advance(self, amount: int = 1) -> None:
         self._left -= amount
         if self._left == 0:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)

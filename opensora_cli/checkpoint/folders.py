@@ -12,7 +12,9 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import plain
 
 TRAINING_FILE = "checkpoint.pt"
-"""What a run of `osora train` keeps in its folder."""
+"""What runs of `osora train` kept in their folder before they had checkpoints of their own."""
+SETTINGS_FILE = "settings.json"
+"""What a run of `osora train` keeps in its folder beside its checkpoints."""
 
 MODEL_FOLDER = "model"
 EMA_FILE = "ema.safetensors"
@@ -39,7 +41,17 @@ def checkpoint_folder_name(*, epoch: int, global_step: int) -> str:
 
 def epoch_folders(run: Path) -> list[Path]:
     """Return the checkpoints in the folder of a run that were written to their end, newest first."""
-    return [folder for folder in _all_epoch_folders(run) if is_complete(folder)]
+    return [folder for folder in all_epoch_folders(run) if is_complete(folder)]
+
+
+def all_epoch_folders(run: Path) -> list[Path]:
+    """Return the folders with the names of checkpoints, newest first, whether they were written to their end or not."""
+    found = []
+    for folder in _listed(run):
+        match = _EPOCH_FOLDER.fullmatch(folder.name)
+        if match and folder.is_dir():
+            found.append((int(match[2]), int(match[1]), folder))
+    return [folder for *_, folder in sorted(found, reverse=True)]
 
 
 def is_complete(folder: Path) -> bool:
@@ -100,22 +112,12 @@ def find_file(folder: Path) -> Path:
     for path, kind in kinds.items():
         if kind in (Kind.LFS_POINTER, Kind.WEB_PAGE):
             raise refusal(path, kind)
-    if unfinished := _all_epoch_folders(folder):
+    if unfinished := all_epoch_folders(folder):
         raise _unfinished(unfinished[0])
     there = f"only {_names(kinds)}" if kinds else "no file"
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
     )
-
-
-def _all_epoch_folders(run: Path) -> list[Path]:
-    """Return the folders with the names of checkpoints, newest first."""
-    found = []
-    for folder in _listed(run):
-        match = _EPOCH_FOLDER.fullmatch(folder.name)
-        if match and folder.is_dir():
-            found.append((int(match[2]), int(match[1]), folder))
-    return [folder for *_, folder in sorted(found, reverse=True)]
 
 
 def _unfinished(folder: Path) -> CheckpointError:

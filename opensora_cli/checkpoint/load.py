@@ -1,7 +1,7 @@
 """Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -104,17 +104,7 @@ def load_into_module(
     expected = module_on_meta.state_dict()
     entries = dequantise(open_checkpoint(path).entries, dtype)
     read = convert or _as_is
-    found = {key: tuple(tensor.shape) for key, tensor in read(_MetaTensors(entries))}
-    shapes = {key: tuple(tensor.shape) for key, tensor in expected.items()}
-    required = {
-        key: shape
-        for key, shape in shapes.items()
-        if key in found or not any(fnmatchcase(key, pattern) for pattern in allowed_missing)
-    }
-    problems = differences(found, required)
-    if problems:
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
-
+    found = _require_fit(read(_MetaTensors(entries)), expected, path=path, allowed_missing=allowed_missing)
     mapped = _MappedTensors(entries)
 
     def assign(key: str, tensor: Tensor) -> None:
@@ -128,9 +118,45 @@ def load_into_module(
         assign(key, tensor)
         if advance is not None:
             advance(tensor.nbytes)
-    for key in expected.keys() - found.keys():
+    for key in expected.keys() - found:
         if expected[key].is_meta:
             assign(key, torch.zeros(expected[key].shape, dtype=expected[key].dtype))
+
+
+def read_weights(
+    module_on_meta: nn.Module,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    convert: ConvertFn | None = None,
+    allowed_missing: Sequence[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint that a module needs, for who holds a part of each only.
+
+    Keys and shapes are checked, conversion included, before the first weight is read.
+
+    Args:
+        module_on_meta: made under `torch.device("meta")`; it stays as it is.
+        path: the file or folder, in any of the formats.
+        dtype: of what is 8-bit in the file; others keep theirs.
+        convert: as in `load_into_module`.
+        allowed_missing: as in `load_into_module`; what the file lacks comes as zeros.
+
+    Yields:
+        The module's key, and the whole tensor, on the CPU: a private map of the file, or read for this moment.
+
+    Raises:
+        CheckpointError: no such file, a file that is broken or of no known format, or keys or shapes that don't fit the
+            module.
+    """
+    path = Path(path)
+    expected = module_on_meta.state_dict()
+    entries = dequantise(open_checkpoint(path).entries, dtype)
+    read = convert or _as_is
+    found = _require_fit(read(_MetaTensors(entries)), expected, path=path, allowed_missing=allowed_missing)
+    yield from read(_MappedTensors(entries))
+    for key in expected.keys() - found:
+        yield key, torch.zeros(expected[key].shape, dtype=expected[key].dtype)
 
 
 def load_checkpoint(
@@ -201,6 +227,22 @@ def fill_module(
             _assign(module, key, tensors[key].to(device))
         else:
             expected[key].copy_(tensors[key])
+
+
+def _require_fit(
+    tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, Tensor], *, path: Path, allowed_missing: Sequence[str]
+) -> frozenset[str]:
+    """Return the keys that a checkpoint has, all of them the module's; CheckpointError if it does not fit."""
+    found = {key: tuple(tensor.shape) for key, tensor in tensors}
+    required = {
+        key: tuple(tensor.shape)
+        for key, tensor in expected.items()
+        if key in found or not any(fnmatchcase(key, pattern) for pattern in allowed_missing)
+    }
+    problems = differences(found, required)
+    if problems:
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
+    return frozenset(found)
 
 
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,14 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
 from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.folders import TRAINING_FILE, colossalai_parts, epoch_folders, find_file, find_index
+from opensora_cli.checkpoint.folders import (
+    SETTINGS_FILE,
+    TRAINING_FILE,
+    colossalai_parts,
+    epoch_folders,
+    find_file,
+    find_index,
+)
 from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.pickles import open_torch
 from opensora_cli.checkpoint.recognition import Kind, recognise, refusal
@@ -80,7 +87,7 @@ def _open_folder(folder: Path, select: Selection | None) -> Checkpoint:
         opened = _open_weights(refuse_outside(parts[selection or Selection.MODEL], folder))
         return replace(opened, format=Format.COLOSSALAI, path=folder, selection=selection, selections=selections)
     epochs = epoch_folders(folder)
-    if len(epochs) > 1:
+    if len(epochs) > 1 and not (folder / SETTINGS_FILE).is_file():
         raise RequestError(f"{folder} holds {len(epochs)} checkpoints", hint=f"name one; the newest is {epochs[0]}")
     if epochs:
         return _open_folder(refuse_outside(epochs[0], folder), select)

@@ -8,6 +8,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,43 @@ def write_safetensors(
         CheckpointError: a tensor cannot be read.
         OSError: `path` cannot be written.
     """
-    ordered = dict(sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize))
+    ordered = _ordered(entries)
     header = _header(ordered, {"format": "pt", **metadata})
     with path.open("wb", buffering=0) as file:
         write_all(file, header)
         copy_entries(ordered.values(), file, advance=advance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where everything is in a safetensors file that is still to be written."""
+
+    header: bytes
+    """What comes before the tensors."""
+    positions: Mapping[str, int]
+    """Of each tensor's first byte in the file."""
+    size: int
+    """Bytes of the file."""
+
+
+def place_tensors(entries: Mapping[str, Entry], *, metadata: Mapping[str, str]) -> Placement:
+    """Return what `write_safetensors` would put where, so that several can write parts of one file.
+
+    Args:
+        entries: its tensors, of which nothing but shapes and dtypes is asked.
+        metadata: kept in its header, with `format`.
+
+    Raises:
+        RequestError: a tensor has a name or a dtype that the format does not know.
+    """
+    ordered = _ordered(entries)
+    header = _header(ordered, {"format": "pt", **metadata})
+    ends = list(accumulate((entry.nbytes for entry in ordered.values()), initial=len(header)))
+    return Placement(header=header, positions=dict(zip(ordered, ends, strict=False)), size=ends[-1])
+
+
+def _ordered(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    return dict(sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize))
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:

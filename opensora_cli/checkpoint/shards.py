@@ -254,16 +254,38 @@ def write_shards(
         CheckpointError: a tensor cannot be read.
         OSError, OutputError: the folder cannot be written.
     """
-    shards = plan_shards(entries, shard_bytes)
-    names = [form.shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    told: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
-    told[_TOTAL_SIZE] = sum(entry.nbytes for entry in entries.values())
-    for name, shard in zip(names, shards, strict=True):
+    shards = name_shards(entries, shard_bytes=shard_bytes, form=form)
+    for name, shard in shards.items():
         form.write(folder / name, shard, metadata, advance)
+    hashes: dict[str, str] = {}
     if hash_each is not None:
-        told[_SHA256] = dict(zip(names, hash_each([folder / name for name in names]), strict=True))
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    write_json_atomic(folder / form.index_name, {"metadata": told, "weight_map": weight_map})
+        hashes = dict(zip(shards, hash_each([folder / name for name in shards]), strict=True))
+    write_json_atomic(folder / form.index_name, make_index(shards, metadata=metadata, sha256=hashes))
+
+
+def name_shards(
+    entries: Mapping[str, Entry], *, shard_bytes: int = SHARD_BYTES, form: ShardForm = SAFETENSORS_FORM
+) -> dict[str, dict[str, Entry]]:
+    """Return the tensors of each shard, as `plan_shards` distributes them, by the name of its file."""
+    shards = plan_shards(entries, shard_bytes)
+    return {form.shard_name(number, len(shards)): shard for number, shard in enumerate(shards, start=1)}
+
+
+def make_index(
+    shards: Mapping[str, Mapping[str, Entry]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the document that says which tensor is in which shard.
+
+    Args:
+        shards: the tensors of each, by the name of its file.
+        metadata: kept in it.
+        sha256: of each shard; empty: left out.
+    """
+    told: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
+    told[_TOTAL_SIZE] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
+    if sha256:
+        told[_SHA256] = dict(sha256)
+    return {"metadata": told, "weight_map": {key: name for name, shard in shards.items() for key in shard}}
 
 
 def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import opensora_cli
-from opensora_cli.cli import bench_comm, ckpt, env_check, errors, generate, mem_profile, train
+from opensora_cli.cli import bench_comm, ckpt, data, env_check, errors, generate, mem_profile, train, vae
 
 app = typer.Typer(
     name="osora",
@@ -26,6 +26,8 @@ app.command("env-check")(env_check.env_check)
 app.command("mem-profile")(mem_profile.mem_profile)
 app.command("bench-comm")(bench_comm.bench_comm)
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(data.app, name="data")
+app.add_typer(vae.app, name="vae")
 app.command("convert-ckpt", help="The same as osora ckpt convert.")(ckpt.convert)
 
 

@@ -42,7 +42,7 @@ def convert(
 
     Examples:
 
-      osora ckpt convert runs/demo/checkpoint.pt transformer.safetensors --select ema
+      osora ckpt convert runs/demo transformer.safetensors --select ema
 
       osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half --shard-size 4GB
 

@@ -2,13 +2,16 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Table
 from rich.text import Text
 
+from opensora_cli.core.durations import duration
 from opensora_cli.core.listing import escaped
 from opensora_cli.core.progress import BYTES, StageProgress
 from opensora_cli.core.sizes import best_unit, format_bytes
@@ -60,16 +63,6 @@ class Pace:
         return max(0.0, (self.total - self.done) * seconds_per_unit - since)
 
 
-def duration(seconds: float) -> str:
-    """Return a time span as people say it: `2.4 s`, `4 min 05 s`, `1 h 02 min`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 class LineReporter:
     """Plain lines for logs: one when a stage ends, and one every few seconds while it runs.
 
@@ -90,6 +83,9 @@ class LineReporter:
     def warn(self, text: str) -> None:
         """Print one line, marked as a warning."""
         self.note(f"warning: {text}")
+
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Drop them: lines stay where they are."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -127,7 +123,7 @@ class BarReporter:
     def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
         self._console = console or Console(stderr=True, highlight=False)
         self._clock = clock
-        self._progress: Progress | None = None
+        self._progress: _Bars | None = None
 
     def note(self, text: str) -> None:
         """Print one line above the bars."""
@@ -136,6 +132,11 @@ class BarReporter:
     def warn(self, text: str) -> None:
         """Print one line above the bars, marked as a warning."""
         self._console.print(Text.assemble(("warning: ", "yellow"), escaped(text)), soft_wrap=True)
+
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Show them in a table above the bars, until the last bar ends."""
+        if self._progress is not None:
+            self._progress.values = dict(values)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -152,9 +153,9 @@ class BarReporter:
                 self._progress = None
         self.note(_summary(name, unit, pace))
 
-    def _started(self) -> Progress:
+    def _started(self) -> "_Bars":
         if self._progress is None:
-            self._progress = Progress(
+            self._progress = _Bars(
                 TextColumn("{task.description:8}", markup=False),
                 BarColumn(),
                 _PaceColumn(),
@@ -165,6 +166,31 @@ class BarReporter:
             )
             self._progress.start()
         return self._progress
+
+
+class _Bars(Progress):
+    """Bars, below the figures of what is running."""
+
+    values: Mapping[str, str] = MappingProxyType({})
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the table of figures, if there are any, and the bars."""
+        if self.values:
+            yield _table(self.values, width=self.console.width)
+        yield from super().get_renderables()
+
+
+def _table(values: Mapping[str, str], *, width: int) -> Table:
+    """Return names above values, in as many columns as there is room for."""
+    cells = [(escaped(name), escaped(value)) for name, value in values.items()]
+    column = max(len(text) for cell in cells for text in cell) + 2
+    table = Table.grid(padding=(0, 2, 0, 0))
+    count = max(1, min(len(cells), width // column))
+    for start in range(0, len(cells), count):
+        row = cells[start : start + count]
+        table.add_row(*(Text(name, style="dim") for name, _ in row))
+        table.add_row(*(Text(value) for _, value in row))
+    return table
 
 
 class _BarStage:

@@ -2,11 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from opensora_cli.cli import errors, options, output
+from opensora_cli.core.exceptions import RequestError
+
+if TYPE_CHECKING:
+    from opensora_cli.settings.train import TrainSettings
 
 Recipe = Annotated[
     Path | None,
@@ -16,15 +20,32 @@ Recipe = Annotated[
         help="YAML file of settings, or the name of a recipe that comes with osora.",
     ),
 ]
+SavedSettings = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="settings.json of an earlier run, in place of --config."),
+]
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Any setting, as in loop.batch_size=4; wins over FILE. Repeatable."
+        "--set", metavar="SECTION.KEY=VALUE", help="Any setting, as in loop.steps=400; wins over FILE. Repeatable."
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in the output folder.")]
+ResumeNewest = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")]
+ResumeFrom = Annotated[
+    Path | None,
+    typer.Option("--resume-from", metavar="FOLDER", help="Go on from this checkpoint instead of the newest."),
+]
+AllowOlder = Annotated[
+    bool, typer.Option("--allow-older", help="With --resume: where the newest checkpoint is broken, take one before.")
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Begin anew although the output folder holds an earlier run.")
+]
+CheckData = Annotated[
+    bool,
+    typer.Option(
+        "--check-data", help="Print buckets, batches and bad rows, and train nothing; exit 3 if any is empty."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be trained, and do nothing.")]
 
@@ -32,13 +53,23 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be tra
 def train(
     config: Recipe = None,
     set_: Assignments = None,
-    resume: Resume = False,
+    from_: SavedSettings = None,
+    resume: ResumeNewest = False,
+    resume_from: ResumeFrom = None,
+    allow_older: AllowOlder = False,
     overwrite: Overwrite = False,
+    check_data: CheckData = False,
     dry_run: DryRun = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
+    device: options.Device = None,
+    gpus: options.Gpus = None,
+    devices: options.Devices = None,
+    nnodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv_endpoint: options.Rendezvous = None,
 ) -> None:
-    """Train a part of the video model: the autoencoder, the text encoders or the transformer.
+    """Train a part of the video model: the transformer, an adapter for it, an autoencoder or the text encoders.
 
     Examples:
 
@@ -46,23 +77,106 @@ def train(
 
       osora train --config configs/train/demo_vae.yaml --resume
 
-      osora train --config demo --set output=runs/mine --set loop.steps=2000
+      osora train --config demo --gpus 4 --set strategy=zero2 --set output=runs/mine
     """
+    flags = {
+        "device": ("--device", device),
+        "parallel.gpus": ("--gpus", gpus),
+        "parallel.devices": ("--devices", devices),
+        "parallel.nnodes": ("--nnodes", nnodes),
+        "parallel.node_rank": ("--node-rank", node_rank),
+        "parallel.rdzv_endpoint": ("--rdzv-endpoint", rdzv_endpoint),
+    }
     with errors.interruptible():
+        from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import collect_overrides
         from opensora_cli.settings.train import TrainSettings, load_train_settings
 
-        overrides = collect_overrides(TrainSettings, {}, set_ or [])
-        settings = load_train_settings(config=config, overrides=overrides, environment=os.environ)
-        reporter = output.make_reporter(quiet=quiet)
-        if dry_run:
-            with errors.uninterrupted():
-                from opensora_cli.engine.train.plan import plan_training
+        given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
+        settings = load_train_settings(
+            config=config,
+            overrides=collect_overrides(TrainSettings, given, set_ or []),
+            environment=os.environ,
+            saved=from_,
+            tell=output.make_reporter(quiet=quiet).note,
+        )
+        if allow_older and not resume:
+            raise RequestError("--allow-older has no effect without --resume: give both, or --resume-from FOLDER")
+        if check_data:
+            _check_data(settings, as_json=json_, quiet=quiet)
+            return
+        _run(
+            settings,
+            goes_on=resume or resume_from is not None,
+            resume_from=resume_from,
+            allow_older=allow_older,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            as_json=json_,
+            quiet=quiet,
+        )
 
-            output.print_result(plan_training(settings, resume=resume, overwrite=overwrite), as_json=json_)
-        else:
-            with errors.uninterrupted():
-                from opensora_cli.engine.train import run
 
-            result = run.train(settings, resume=resume, overwrite=overwrite, reporter=reporter)
-            output.print_result(result, as_json=json_)
+def _check_data(settings: "TrainSettings", *, as_json: bool, quiet: bool) -> None:
+    with errors.uninterrupted():
+        from opensora_cli.engine.data.check import check_data
+
+    report = check_data(settings, reporter=output.make_reporter(quiet=quiet))
+    output.print_result(report, as_json=as_json)
+    report.require_batches()
+
+
+def _run(
+    settings: "TrainSettings",
+    *,
+    goes_on: bool,
+    resume_from: Path | None,
+    allow_older: bool,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from opensora_cli.core.ranks import find_context
+
+    with errors.uninterrupted():
+        from opensora_cli.engine.train import run
+        from opensora_cli.engine.train.plan import plan_training
+        from opensora_cli.engine.train.resuming import Resume
+
+    resume = Resume(folder=resume_from, allow_older=allow_older) if goes_on else None
+    context = find_context(os.environ)
+    is_main = context is None or context.is_main
+    if dry_run:
+        plan = plan_training(settings, resume=resume, overwrite=overwrite)
+        if is_main:
+            output.print_result(plan, as_json=as_json)
+        return
+    result = run.train(
+        settings,
+        resume=resume,
+        overwrite=overwrite,
+        reporter=output.make_reporter(quiet=quiet or not is_main),
+        context=context,
+        rank_flags=_rank_flags(
+            ("--resume", goes_on and resume_from is None),
+            ("--resume-from", resume_from),
+            ("--allow-older", allow_older),
+            ("--overwrite", overwrite),
+            ("--json", as_json),
+            ("--quiet", quiet),
+        ),
+    )
+    if result is not None and is_main:
+        output.print_result(result, as_json=as_json)
+
+
+def _rank_flags(*flags: tuple[str, bool | Path | None]) -> list[str]:
+    """Return the flags that are on, as the ranks get them."""
+    words = []
+    for flag, value in flags:
+        if isinstance(value, Path):
+            words += [flag, str(value)]
+        elif value:
+            words.append(flag)
+    return words

@@ -55,14 +55,16 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     device, and on fake and meta tensors, which have sizes but no memory.
 
     Not counted: what a kernel allocates and frees within itself (workspaces), what an allocator rounds up or keeps,
-    and a storage's change of size until an operation sees it again.
+    and a storage's change of size until an operation sees it again, if it is not followed.
 
     Args:
         device_type: count the tensors of this kind of device alone; None: all.
         limit: bytes above which an operation raises MemoryError, once it has made its result; None: there is none.
+        follow_sizes: after every operation ask all storages for their sizes, which takes time: FSDP2 empties and fills
+            storages by other ways than operations.
     """
 
-    def __init__(self, *, device_type: str | None = None, limit: int | None = None) -> None:
+    def __init__(self, *, device_type: str | None = None, limit: int | None = None, follow_sizes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -72,6 +74,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self.marks: list[Mark] = []
         self._device_type = device_type
         self._limit = limit
+        self._follow_sizes = follow_sizes
         self._counted: dict[int, _Counted] = {}
         self._owners: list[str] = []
         self._running: list[str] = []
@@ -93,6 +96,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
+        if self._follow_sizes:
+            self._look_again()
         is_fresh = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
         if func.is_view and not is_fresh:
             return result
@@ -204,6 +209,12 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if counted.num_bytes != num_bytes:
             self._change(counted.number, num_bytes - counted.num_bytes)
             counted.num_bytes = num_bytes
+
+    def _look_again(self) -> None:
+        for counted in list(self._counted.values()):
+            storage = counted.alive()
+            if storage is not None:
+                self._resize(counted, storage.nbytes())
 
     def _maker(self) -> str:
         return self._running[-1] if self._running else NOBODY

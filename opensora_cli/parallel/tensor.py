@@ -5,6 +5,7 @@ features, each rank computes with its own features; one sum over the ranks ends 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -35,6 +36,52 @@ class LinearPlan(Protocol):
     @property
     def units(self) -> Sequence[int]:
         """For each piece, how many neighbouring features stay together."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureCut:
+    """How a weight or a bias is divided by features."""
+
+    dim: int
+    """Of the features."""
+    spans: tuple[tuple[slice, ...], ...]
+    """For each rank, where its parts lie in the whole; one part of each piece of the plan."""
+
+    @classmethod
+    def of_weight(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
+        """Return how so many ranks divide the weight of a linear layer.
+
+        Raises:
+            RequestError: there are more ranks than units in a piece.
+        """
+        return cls(0 if plan.split == "column" else 1, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
+
+    @classmethod
+    def of_bias(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
+        """Return the same of the bias of a layer that is divided by output features; others keep theirs whole."""
+        return cls(0, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many features each rank has."""
+        return tuple(sum(part.stop - part.start for part in spans) for spans in self.spans)
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a copy of the share of one rank, without gradients."""
+        parts = [whole.detach().narrow(self.dim, part.start, part.stop - part.start) for part in self.spans[rank]]
+        # Of one part, `cat` makes a copy too.
+        return torch.cat(parts, self.dim)
+
+    def join(self, shares_of_ranks: Sequence[Tensor]) -> Tensor:
+        """Return the whole, of which `cut` takes the shares."""
+        shape = list(shares_of_ranks[0].shape)
+        shape[self.dim] = sum(self.sizes)
+        whole = shares_of_ranks[0].new_empty(shape)
+        for share, spans in zip(shares_of_ranks, self.spans, strict=True):
+            lengths = [part.stop - part.start for part in spans]
+            for part, piece in zip(spans, torch.split(share, lengths, self.dim), strict=True):
+                whole.narrow(self.dim, part.start, part.stop - part.start).copy_(piece)
+        return whole
 
 
 class ColumnLinear(nn.Module):
@@ -128,9 +175,9 @@ def _share(whole: nn.Linear, plan: LinearPlan, group: dist.ProcessGroup) -> nn.M
     features = whole.out_features if by_rows else whole.in_features
     if sum(plan.pieces) != features:
         raise ValueError(f"{plan.path} has {features} features, not {plan.pieces}")
-    spans = _own_spans(plan, group)
-    weight = _cut(whole.weight, spans, dim=0 if by_rows else 1)
-    bias = _cut(whole.bias, spans, dim=0) if by_rows and whole.bias is not None else None
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    weight = _cut(whole.weight, FeatureCut.of_weight(plan, ranks), rank)
+    bias = _cut(whole.bias, FeatureCut.of_bias(plan, ranks), rank) if by_rows and whole.bias is not None else None
     # On meta first: what torch would draw there is of no use.
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = weight
@@ -140,8 +187,11 @@ def _share(whole: nn.Linear, plan: LinearPlan, group: dist.ProcessGroup) -> nn.M
     return share.train(whole.training)
 
 
-def _own_spans(plan: LinearPlan, group: dist.ProcessGroup) -> list[slice]:
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+def _cut(whole: Tensor, cut: FeatureCut, rank: int) -> nn.Parameter:
+    return nn.Parameter(cut.cut(whole, rank), requires_grad=whole.requires_grad)
+
+
+def _spans(plan: LinearPlan, ranks: int, rank: int) -> tuple[slice, ...]:
     spans, start = [], 0
     for piece, unit in zip(plan.pieces, plan.units, strict=True):
         units = piece // unit
@@ -150,10 +200,4 @@ def _own_spans(plan: LinearPlan, group: dist.ProcessGroup) -> list[slice]:
         own = span([count * unit for count in shares(units, ranks)], rank)
         spans.append(slice(start + own.start, start + own.stop))
         start += piece
-    return spans
-
-
-def _cut(whole: Tensor, spans: list[slice], *, dim: int) -> nn.Parameter:
-    parts = [whole.detach().narrow(dim, part.start, part.stop - part.start) for part in spans]
-    # Of one part, `cat` makes a copy too.
-    return nn.Parameter(torch.cat(parts, dim), requires_grad=whole.requires_grad)
+    return tuple(spans)

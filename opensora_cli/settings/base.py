@@ -38,7 +38,7 @@ class Section(BaseModel):
     def _read_text(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, str) or info.field_name is None:
             return value
-        kinds = _alternatives(cls.model_fields[info.field_name].annotation)
+        kinds = alternatives(cls.model_fields[info.field_name].annotation)
         if type(None) in kinds and value.strip().lower() in NO_VALUE:
             return None
         if any(get_origin(kind) is tuple for kind in kinds):
@@ -72,6 +72,6 @@ def split_list(text: str, *, separator: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(separator) if part.strip())
 
 
-def _alternatives(annotation: object) -> tuple[object, ...]:
+def alternatives(annotation: object) -> tuple[object, ...]:
     """Return the members of a union, or the annotation alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.settings.base import ByteSize, Section
-from opensora_cli.settings.parallel import DEGREES, ParallelSettings
+from opensora_cli.settings.parallel import ParallelSettings
 
 MIB = 2**20
 _LARGEST = 2**40
@@ -90,7 +90,7 @@ class BenchCommSettings(Section):
     def _ranks_have_a_neighbour(cls, value: ParallelSettings) -> ParallelSettings:
         if value.degrees:
             raise ValueError(
-                f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(DEGREES)}"
+                f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(value.degree_names)}"
             )
         if (value.gpus is not None or value.devices is not None) and value.world_size < 2:
             raise ValueError(f"gpus={value.ranks_per_node} must be at least 2: one rank has nobody to talk to")

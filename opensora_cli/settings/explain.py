@@ -57,9 +57,16 @@ def explain(error: ValidationError, given: Mapping[str, Given] | None = None) ->
     for details in error.errors(include_url=False):
         for line in _lines(details):
             key = _LEADING_KEY.match(line)
-            origin = (given or {}).get(key.group()) if key else None
+            origin = _origin(key.group(), given or {}) if key else None
             lines.append(f"{line} (from {origin.source})" if origin else line)
     return lines
+
+
+def _origin(key: str, given: Mapping[str, Given]) -> Given | None:
+    """Return where the value of a key came from; a part of a list came with the list."""
+    while key and key not in given:
+        key = key.rpartition(".")[0]
+    return given.get(key)
 
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -43,6 +43,16 @@ def read_yaml(path: Path) -> dict[str, object]:
     return _read(path, chain=())
 
 
+def parse_yaml_text(text: str) -> object:
+    """Return the value that a piece of YAML means, read as strictly as `read_yaml` reads files.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+    """
+    # The loader is a subclass of the one that builds nothing but text, lists and mappings.
+    return yaml.load(text, Loader=_TextLoader)
+
+
 def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, object]:
     here = path.resolve()
     if here in chain:
@@ -67,8 +77,7 @@ def _parse(path: Path) -> dict[str, object]:
     except OSError as error:
         raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
     try:
-        # The loader is a subclass of the one that builds nothing but text, lists and mappings.
-        values = yaml.load(text, Loader=_TextLoader)
+        values = parse_yaml_text(text)
     except yaml.YAMLError as error:
         raise FileProblem(f"{path}{_place(error)} is not valid YAML: {_problem(error)}") from None
     if values is None or values == "":

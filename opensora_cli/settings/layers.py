@@ -3,13 +3,13 @@
 Keys are checked against the schema while a layer is read, so that an error can name the layer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import Section, alternatives
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
 Layer = Mapping[str, Given]
@@ -28,23 +28,32 @@ def read_sections(schema: type[Section], values: Mapping[str, object], *, source
     return dict(_leaves(schema, schema, values, source=source, prefix=""))
 
 
-def read_environment(schema: type[Section], environment: Mapping[str, str]) -> dict[str, Given]:
+def read_environment(
+    schema: type[Section], environment: Mapping[str, str], *, others: Sequence[type[Section]] = ()
+) -> dict[str, Given]:
     """Return the settings in the environment as a layer.
 
     The variable of `section.key` is `OSORA_<SECTION>__<KEY>`, as in `OSORA_SAMPLING__SEED=1`; `OSORA_WEIGHTS` is short
     for `OSORA_RUNTIME__WEIGHTS`. An empty variable counts as unset.
 
+    Args:
+        schema: the settings of the command that asks.
+        environment: the variables.
+        others: settings of other commands, whose variables are left alone.
+
     Raises:
         RequestError: a variable is of this form, or nearly, and names no setting.
     """
-    variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
-    variables |= {name: key for name, key in _SHORT_VARIABLES.items() if key in variables.values()}
+    variables = _variables(schema)
+    foreign = {name for other in others for name in _variables(other)}
     layer = {}
     for name, value in sorted(environment.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or not value:
             continue
         if name in variables:
             layer[variables[name]] = Given(value, name)
+            continue
+        if name in foreign:
             continue
         # The prefix is not ours alone: what has no __ and looks like none of ours is left in peace.
         close = nearest(name, variables, cutoff=0.6 if "__" in name else 0.85)
@@ -133,6 +142,12 @@ def all_keys(schema: type[Section]) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in all_keys(section))
 
 
+def _variables(schema: type[Section]) -> dict[str, str]:
+    """Return the dotted key of each variable."""
+    variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
+    return variables | {name: key for name, key in _SHORT_VARIABLES.items() if key in variables.values()}
+
+
 def _leaves(
     root: type[Section], schema: type[Section], values: Mapping[str, object], *, source: str, prefix: str
 ) -> Iterator[tuple[str, Given]]:
@@ -149,7 +164,7 @@ def _leaves(
 
 
 def _section(schema: type[Section], name: str) -> type[Section] | None:
-    """Return the class of a field that is a section itself."""
+    """Return the class of a field that is a section itself, or may be one."""
     details = schema.model_fields.get(name)
-    kind = details.annotation if details else None
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+    kinds = alternatives(details.annotation) if details else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

@@ -21,6 +21,7 @@ from opensora_cli.settings.generate import GenerateSettings, RuntimeSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.parallel import ParallelSettings
 from opensora_cli.settings.presets import generate_preset, preset_path
+from opensora_cli.settings.train import TrainSettings
 
 SIDECAR_SCHEMA = "osora.generate/1"
 MACHINE_KEYS = frozenset(
@@ -148,7 +149,7 @@ def _given(request: GenerateRequest) -> dict[str, Given]:
     config: dict[str, Given] = {}
     if request.config:
         config = read_sections(GenerateSettings, read_yaml(request.config), source=str(request.config))
-    environment = read_environment(GenerateSettings, request.environment)
+    environment = read_environment(GenerateSettings, request.environment, others=(TrainSettings,))
     saved: dict[str, Given] = {}
     if request.saved:
         saved = read_sections(GenerateSettings, request.saved.values, source=request.saved.source)

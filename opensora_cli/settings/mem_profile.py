@@ -60,7 +60,9 @@ def profiled_settings(
     """
     if config is not None and _is_training(config):
         if device not in (None, "auto", "cpu"):
-            raise RequestError(f"--device {device} cannot be profiled: training runs on the CPU", hint="drop --device")
+            raise RequestError(
+                f"--device {device} is not possible: a training is profiled on the CPU", hint="drop --device"
+            )
         overrides = collect_overrides(TrainSettings, {}, assignments)
         return load_train_settings(config=config, overrides=overrides, environment=environment)
     flags = {} if device is None else {"runtime.device": Given(device, "--device")}

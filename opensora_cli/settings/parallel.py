@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from math import prod
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import (
     Field,
@@ -17,14 +17,15 @@ from pydantic import (
 from opensora_cli.core.ranks import read_endpoint
 from opensora_cli.settings.base import Section
 
-DEGREES = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
 
+class DeviceSettings(Section):
+    """Which devices take part; who derives from it adds how many of them share what."""
 
-class ParallelSettings(Section):
-    """Which devices take part, and how many of them share what. Degrees that are not set are chosen."""
+    degree_names: ClassVar[tuple[str, ...]] = ()
+    """The settings whose product has to divide the number of devices."""
 
     gpus: PositiveInt | None = Field(
-        default=None, description="devices of this machine, or with runtime.device=cpu processes; none: 1, or devices"
+        default=None, description="devices of this machine, or processes on a CPU; none: 1, or devices"
     )
     devices: tuple[NonNegativeInt, ...] | None = Field(
         default=None, min_length=1, description="numbers of the cards, as in 0,2; none: the first ones"
@@ -33,14 +34,6 @@ class ParallelSettings(Section):
     node_rank: NonNegativeInt = Field(default=0, description="number of this machine, from 0")
     rdzv_endpoint: str | None = Field(
         default=None, min_length=1, description="HOST:PORT at which the machines meet: that of machine 0"
-    )
-    ulysses_degree: PositiveInt | None = Field(default=None, description="devices that exchange tokens for heads")
-    ring_degree: PositiveInt | None = Field(default=None, description="devices round which keys and values are passed")
-    cfg_parallel_degree: PositiveInt | None = Field(
-        default=None, le=3, description="devices that share the branches of guidance"
-    )
-    tensor_parallel_degree: PositiveInt | None = Field(
-        default=None, description="devices that share heads and features of each block, and so its weights"
     )
 
     @property
@@ -56,7 +49,7 @@ class ParallelSettings(Section):
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees that are set."""
-        return {name: degree for name in DEGREES if (degree := getattr(self, name)) is not None}
+        return {name: degree for name in self.degree_names if (degree := getattr(self, name)) is not None}
 
     @field_validator("devices", mode="wrap")
     @classmethod
@@ -111,3 +104,18 @@ class ParallelSettings(Section):
             named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
             return [f"{named} must divide the {self.world_size} devices: use degrees whose product does"]
         return []
+
+
+class ParallelSettings(DeviceSettings):
+    """Which devices make a video together, and how many of them share what. Degrees that are not set are chosen."""
+
+    degree_names = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
+
+    ulysses_degree: PositiveInt | None = Field(default=None, description="devices that exchange tokens for heads")
+    ring_degree: PositiveInt | None = Field(default=None, description="devices round which keys and values are passed")
+    cfg_parallel_degree: PositiveInt | None = Field(
+        default=None, le=3, description="devices that share the branches of guidance"
+    )
+    tensor_parallel_degree: PositiveInt | None = Field(
+        default=None, description="devices that share heads and features of each block, and so its weights"
+    )

@@ -342,9 +342,9 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
         "target": "mmdit",
         "output": "run",
         "weights": [str(demo)],
-        "data": {"size": 64, "num_frames": 17},
-        "loop": {"steps": 2, "batch_size": 2},
-        "train_mmdit": {"first_clips": 8, "cached_clips": 8, "fresh_clips_per_step": 1},
+        "data": {"scenes": {"count": 4, "size": 64, "num_frames": 17, "batch_size": 2}, "workers": 0},
+        "loop": {"steps": 2},
+        "train_mmdit": {"video_latent_frames": 2, "easy_latent_frames": 3, "frozen_dtype": "bfloat16"},
         **sizes,
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -11,6 +11,7 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA, load_preset
+from opensora_cli.settings.lora import LoraFile
 
 RELEASED = ["--model", "open-sora-v2"]
 
@@ -45,6 +46,13 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--ref", "a.png", "--ref", "b, c.png"], "condition.references", ("a.png", "b, c.png")),
         (["--ref", "a.png;b.png"], "condition.references", ("a.png", "b.png")),
         (["--fit", "pad"], "condition.fit", "pad"),
+        (["--lora", "style"], "loras", (LoraFile(path="style"),)),
+        (
+            ["--lora", "a, b:0.8", "--lora", "C:/style/adapter_model.safetensors:-1"],
+            "loras",
+            (LoraFile(path="a, b", scale=0.8), LoraFile(path="C:/style/adapter_model.safetensors", scale=-1.0)),
+        ),
+        (["--set", "loras=a:2;b"], "loras", (LoraFile(path="a", scale=2.0), LoraFile(path="b"))),
         (["--out", "x.webp"], "output.path", "x.webp"),
         (["--format", "gif"], "output.format", "gif"),
         (["--overwrite"], "output.overwrite", True),
@@ -85,6 +93,14 @@ def test_any_prompt_arrives_as_it_is(engine: FakeEngine, prompt: str) -> None:
 
 def test_prompt_that_looks_like_an_option(engine: FakeEngine) -> None:
     assert settings_of(engine, "--seed", "3", "--", "--a sea--").prompt == "--a sea--"
+
+
+def test_adapters_in_yaml(engine: FakeEngine, tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("loras:\n  - style:0.5\n  - path: a:1\n    scale: -2\n")
+    expected = LoraFile(path="style", scale=0.5), LoraFile(path="a:1", scale=-2.0)
+    assert settings_of(engine, "x", "--config", str(config)).loras == expected
+    assert settings_of(engine, "x", "--config", str(config), "--set", "loras=").loras == ()
 
 
 def test_config_and_environment(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

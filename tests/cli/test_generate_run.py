@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_adapters import factors, write_adapter
 from tiny_world import World, make_world, moving_frames, released_overrides
 
 from opensora_cli.cli import app
@@ -99,6 +100,37 @@ def test_dry_run(osora, out):
     plan = json.loads(stdout)
     assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/1", 80)
     assert not out.exists()
+
+
+class TestAdapters:
+    LAYER = "double_blocks.0.img_attn.proj"
+
+    def test_listed_used_and_used_again(self, osora, out, tmp_path, capsys):
+        adapter = write_adapter(tmp_path / "style", factors(self.LAYER, 32, 32))
+        code, stdout, _ = osora("raining, sea", "--lora", f"{adapter}:0.5", "--dry-run")
+        assert code == 0
+        assert f"lora      {adapter} x 0.5: rank 2 in 1 layers" in stdout
+        assert osora("raining, sea", "--lora", f"{adapter}:0.5")[0] == 0
+        [video] = out.glob("*.mp4")
+        [again] = [tmp_path / "again.mp4"]
+        assert app.main(["generate", "--from", f"{video}.json", "--out", str(again)]) == 0
+        assert again.read_bytes() == video.read_bytes()
+        assert (
+            app.main(["generate", "--from", f"{video}.json", "--set", "loras=", "--out", f"{tmp_path}/plain.mp4"]) == 0
+        )
+        assert (tmp_path / "plain.mp4").read_bytes() != video.read_bytes()
+        capsys.readouterr()
+
+    @pytest.mark.parametrize(
+        ("layer", "rows", "says"),
+        [(LAYER, 31, "does not fit the transformer"), ("double_blocks.7.img_attn.proj", 32, "no linear layers")],
+    )
+    def test_one_of_another_model(self, osora, out, tmp_path, layer, rows, says):
+        adapter = write_adapter(tmp_path / "style", factors(layer, rows, 32))
+        code, stdout, stderr = osora("raining, sea", "--lora", str(adapter))
+        assert (code, stdout) == (3, "")
+        assert says in stderr
+        assert not out.exists()
 
 
 @pytest.mark.parametrize("resolution", ["256px", "768px"])

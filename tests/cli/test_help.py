@@ -24,6 +24,7 @@ OPTIONS = {
     "--cond",
     "--ref",
     "--fit",
+    "--lora",
     "--seed",
     "--num-samples",
     "--negative-prompt",

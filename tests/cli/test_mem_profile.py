@@ -84,7 +84,11 @@ def test_a_training(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--config", "demo", "--device", "cuda"], 2, "--device cuda cannot be profiled"),
+        (
+            ["--config", "demo", "--device", "cuda"],
+            2,
+            "--device cuda is not possible: a training is profiled on the CPU",
+        ),
         (["--config", "missing.yaml"], 3, "missing.yaml"),
         (["--adaptive-batch", "--memory-limit", "much"], 2, "memory_limit='much' is not a size"),
         (["--html", "."], 3, "is a folder"),

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 
 import pytest
@@ -199,3 +200,26 @@ def test_a_reader_of_lines_that_has_left_does_not_end_the_run(monkeypatch: pytes
         LineReporter().warn("nobody hears this")
         with pytest.raises(BrokenPipeError):
             pipe.write(b"x")
+
+
+def test_figures_stand_above_the_bars() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, color_system=None, width=40)
+    reporter = BarReporter(console, clock=Clock())
+    reporter.figures({"loss": "dropped, since nothing runs"})
+    with reporter.stage("train", total=3, unit="steps") as stage:
+        reporter.figures({"loss": "0.5", "gradient norm": "1.25", "[rate]": "0.001"})
+        stage.advance()
+        reporter.figures({"loss": "0.25", "gradient norm": "1.5", "[rate]": "0.001"})
+    shown = text.getvalue()
+    assert "dropped" not in shown
+    # As many columns as there is room for: two, and the third below.
+    assert re.search(r"loss +gradient norm *\n0.25 +1.5 *\n\[rate\] *\n0.001 *\n", shown)
+    assert "0/3 steps" in shown or "1/3 steps" in shown
+
+
+@pytest.mark.parametrize("reporter", [LineReporter(), SilentReporter()])
+def test_figures_are_no_lines(reporter: LineReporter | SilentReporter, capsys: pytest.CaptureFixture[str]) -> None:
+    with SilentReporter().stage("train"):
+        reporter.figures({"loss": "0.5"})
+    assert capsys.readouterr() == ("", "")

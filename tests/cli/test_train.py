@@ -18,7 +18,7 @@ from opensora_cli.engine.train.vae import VAETask
 @pytest.fixture
 def recipe(tmp_path: Path) -> list[str]:
     """Arguments that train an autoencoder for four steps."""
-    settings = tiny_training.vae_settings(tmp_path / "run").model_dump(mode="json", exclude={"weights"})
+    settings = tiny_training.vae_settings(tmp_path / "run").model_dump(mode="json")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     return ["train", "--config", str(tmp_path / "tiny.yaml")]
 
@@ -50,7 +50,8 @@ def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert {"--config", "--set", "--resume", "--overwrite", "--json", "--quiet", "--dry-run"} <= named
+    assert {"--config", "--from", "--set", "--overwrite", "--json", "--quiet", "--dry-run", "--check-data"} <= named
+    assert {"--resume", "--resume-from", "--allow-older", "--device", "--gpus", "--nnodes", "--rdzv-endpoint"} <= named
 
 
 def test_trains_and_prints_what_it_wrote(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +115,33 @@ def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.
     assert "memory.activation_buffer=1000000 is too small for a step" in capsys.readouterr().err
 
 
+def test_check_data(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*recipe, "--check-data", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "osora.data-check/1"
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "clips.csv"
+    table.write_text("path,text,num_frames,height,width,aspect_ratio,resolution,fps\n")
+    # There are no frozen parts, which training would miss.
+    arguments = ["train", "--config", "demo", "--set", f"data.table={table}", "--check-data"]
+    assert main([*arguments, "--set", "data.buckets={64px: {17: [1.0, 2]}}"]) == 3
+    assert "vae.safetensors" not in capsys.readouterr().err
+
+
+def test_variables_of_generate_do_no_harm(
+    recipe: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OSORA_SAMPLING__SEED", "7")
+    assert main([*recipe, "--dry-run"]) == 0
+    assert "target      vae\n" in capsys.readouterr().out
+    monkeypatch.setenv("OSORA_SAMPLING__SEAD", "7")
+    assert main([*recipe, "--dry-run"]) == 2
+    assert "OSORA_SAMPLING__SEAD in the environment is not a setting" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("recipe_name", ["demo", "demo_text", "demo_vae"])
 def test_packaged_recipes_by_name(
     recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -128,7 +156,7 @@ def test_packaged_recipes_by_name(
     ("args", "code", "message"),
     [
         ([], 2, "--config is missing"),
-        ([], 2, "use --config demo or --config demo_text or --config demo_vae, or your own file"),
+        ([], 2, "--config demo_vae or"),
         (["--config", "demo_vea"], 2, "did you mean demo_vae?"),
         (["--config", "gone.yaml"], 3, "gone.yaml does not exist"),
         (["--config", "demo_vae", "--set", "loop.stps=1"], 2, "did you mean loop.steps?"),
@@ -136,8 +164,14 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--set", "optimizer.name=moon"], 2, "did you mean muon?"),
         (["--config", "demo_vae", "--set", "loop.steps=many"], 2, "loop.steps=many must be a whole number (from"),
         (["--config", "demo_vae", "--resum"], 2, "Did you mean --resume?"),
-        (["--config", "demo_vae", "--resume"], 3, "has no checkpoint.pt to resume from"),
+        (["--config", "demo_vae", "--resume"], 3, "has no checkpoint to resume from"),
         (["--config", "demo_vae", "--resume", "--overwrite"], 2, "give one of them"),
+        (["--config", "demo_vae", "--resume-from", "gone"], 3, "gone is no folder of a checkpoint"),
+        (["--config", "demo_vae", "--allow-older"], 2, "--allow-older has no effect without --resume"),
+        (["--from", "gone.json"], 3, "gone.json cannot be read"),
+        (["--config", "demo_vae", "--set", "init=gone.pt"], 3, "init=gone.pt does not exist"),
+        (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one card"),
+        (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),
         (["--config", "demo"], 3, "has no vae.safetensors, t5, clip"),
         (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),
     ],
@@ -163,7 +197,7 @@ def test_interrupt_resume_and_overwrite(
     recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    interrupted_at(3, monkeypatch)
+    interrupted_at(2, monkeypatch)
     assert main([*recipe, "--quiet"]) == 130
     expected = f"error: interrupted\n       step 3 of 4 is saved in {run}: go on with --resume\n"
     assert capsys.readouterr().err == expected
@@ -172,7 +206,7 @@ def test_interrupt_resume_and_overwrite(
     assert main([*recipe, "--quiet"]) == 3
     assert "go on with --resume, begin anew with --overwrite" in capsys.readouterr().err
     assert main([*recipe, "--dry-run", "--resume"]) == 0
-    assert f"going on from {run / 'checkpoint.pt'}" in capsys.readouterr().out
+    assert f"going on from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
     assert main([*recipe, "--quiet", "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["resumed_from"] == 3
     resumed = (run / "vae.safetensors").read_bytes()

@@ -277,6 +277,7 @@ def test_whole_benchmark_in_small(
         f"{section}.{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for section in ("model", "vae", "text")
         for key, value in sizes[section].items()
+        if not isinstance(value, dict)
     ]
     run: list[list[str]] = []
     timed = {"seconds": 70.0, "stages_s": {"load": 1.0}, "cores": 2}

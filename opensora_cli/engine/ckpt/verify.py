@@ -9,6 +9,7 @@ from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.recognition import Kind, recognise
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, sha256_of
+from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import plain
@@ -112,6 +113,13 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         files = [file for part in parts for file in part.files] or [path]
         expected, wrong = _expected_hashes(files, [index for index, _ in indexes])
         problems += wrong
+        if checkpoint is not None and checkpoint.format is Format.COLOSSALAI and settings.select is None:
+            try:
+                for file, digest in recorded_hashes(checkpoint.path).items():
+                    expected.setdefault(file, set()).add(digest)
+            except CheckpointError as error:
+                # What is no JSON has been told already.
+                problems += [] if error.message in problems else [error.message]
         if settings.sha256 is not None:
             expected.setdefault(path, set()).add(settings.sha256.lower())
         problems += _wrong_hashes(expected, reporter)

@@ -294,34 +294,15 @@ def _lint_own(variables: Variables, surroundings: Surroundings | None) -> Iterat
     for name in sorted(variables):
         if not name.startswith(ENVIRONMENT_PREFIX) or not variables[name]:
             continue
-        refused = {
-            command: error
-            for command, schema in (("generate", GenerateSettings), ("train", TrainSettings))
-            if (error := _refusal(schema, name, variables[name])) is not None
-        }
-        if len(refused) == 2:
+        try:
+            read_environment(GenerateSettings, {name: variables[name]}, others=(TrainSettings,))
+        except RequestError as error:
             yield _CHECK.problem(
                 f"{name} is not a setting",
                 why="osora refuses variables of its own form that it does not know",
-                mend=refused["generate"].hint or "unset it",
+                mend=error.hint or "unset it",
                 variable=name,
             )
-        elif refused:
-            command = next(iter(refused))
-            yield _CHECK.warning(
-                f"{name} is not a setting of osora {command}",
-                why=f"osora {command} refuses to start while it is set",
-                mend="set it for one command alone, or use --set",
-                variable=name,
-            )
-
-
-def _refusal(schema: type[GenerateSettings] | type[TrainSettings], name: str, value: str) -> RequestError | None:
-    try:
-        read_environment(schema, {name: value})
-    except RequestError as error:
-        return error
-    return None
 
 
 def _is_on(variables: Variables, name: str) -> bool:

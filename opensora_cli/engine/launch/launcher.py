@@ -50,6 +50,10 @@ class Pace:
     """For the ranks to end by themselves when they are asked to."""
     terminate_s: float = 1.0
     """The same, the second time; then they are killed."""
+    finish_s: float = 0.0
+    """More time for the first of these after Ctrl-C, to save what is finished."""
+    follow_s: float = 60.0
+    """Of that time, how much the others have once one rank has ended."""
     meet_s: float = 300.0
     """For the launchers of all machines to come."""
 
@@ -90,11 +94,11 @@ def launch(
         except KeyboardInterrupt:
             where = f" at machine {request.node_rank}" if request.nnodes > 1 else ""
             neighbours.tell(RankFailure(f"interrupted{where}", hint=None, exit_code=INTERRUPTED))
-            run.end()
+            run.end(finish_s=pace.finish_s)
             raise KeyboardInterrupt(*run.kept()) from None
         if failure is not None:
             neighbours.tell(failure)
-            run.end()
+            run.end(finish_s=pace.finish_s if failure.exit_code == INTERRUPTED else 0.0)
             hints = [failure.hint] if failure.hint else []
             raise RankFailure(
                 failure.message, hint="\n".join([*hints, *run.kept()]) or None, exit_code=failure.exit_code
@@ -177,14 +181,18 @@ class _Run:
                     return None
             time.sleep(self._pace.look_s)
 
-    def end(self) -> None:
-        """Ask the ranks to end, in a voice that grows louder; a second Ctrl-C kills them at once."""
+    def end(self, *, finish_s: float) -> None:
+        """Ask the ranks to end, in a voice that grows louder; a second Ctrl-C kills them at once.
+
+        Args:
+            finish_s: more seconds than usual for them to end by themselves.
+        """
         for rank in self._ranks:
             rank.mute()
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            self._wait(self._pace.interrupt_s)
+            self._wait(self._pace.interrupt_s + finish_s, after_one=max(self._pace.interrupt_s, self._pace.follow_s))
             for rank in self._ranks:
                 rank.send(signal.SIGTERM)
             self._wait(self._pace.terminate_s)
@@ -229,12 +237,17 @@ class _Run:
             return []
         return [failures.silent(running)]
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
+        """Wait so long for all ranks to end, but not longer than `after_one` once one of them has."""
         deadline = time.monotonic() + seconds
+        one_has_ended = any(rank.exit_code() is not None for rank in self._ranks)
         while time.monotonic() < deadline and any(
             rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks
         ):
             time.sleep(self._pace.look_s)
+            if after_one and not one_has_ended and any(rank.exit_code() is not None for rank in self._ranks):
+                one_has_ended = True
+                deadline = min(deadline, time.monotonic() + after_one)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Progress of stages as a sign that a rank gets on."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
@@ -34,6 +34,10 @@ class WatchedReporter:
     def warn(self, text: str) -> None:
         """Hand it on."""
         self._reporter.warn(text)
+
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Hand them on."""
+        self._reporter.figures(values)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:

@@ -10,7 +10,7 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.ranks import read_endpoint
-from opensora_cli.settings.parallel import ParallelSettings
+from opensora_cli.settings.parallel import DeviceSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class LaunchRequest:
 
     @classmethod
     def of(
-        cls, parallel: ParallelSettings, *, gpus: int, device_type: Literal["cpu", "cuda"], log_dir: Path
+        cls, parallel: DeviceSettings, *, gpus: int, device_type: Literal["cpu", "cuda"], log_dir: Path
     ) -> "LaunchRequest":
         """Return the request for `gpus` ranks on this machine, with its place among several as settings say it."""
         return cls(

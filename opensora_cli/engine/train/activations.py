@@ -11,15 +11,18 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.sampling.packing import position_ids
+from opensora_cli.engine.train.batch_shape import largest_batch_shape
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, repeated_blocks
-from opensora_cli.settings.train import ActivationOffload, TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train_memory import ActivationOffload
 
 # Of weights in training, and so of what goes from block to block, under autocast too.
 _DTYPE = torch.float32
 _OFFLOAD_ABOVE = 0.8
+_SMALLER = "smaller batches need less: --set data.scenes.batch_size=N, or data.buckets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,8 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
     if memory.activation_buffer is not None and memory.activation_buffer < needed:
         raise RequestError(
             f"memory.activation_buffer={memory.activation_buffer} is too small for a step of "
-            f"loop.batch_size={settings.loop.batch_size}: use at least {needed}, or none",
-            hint="a smaller --set loop.batch_size=N needs less",
+            f"{largest_batch_shape(settings).batch_size} clips: use at least {needed}, or none",
+            hint=_SMALLER,
         )
     return ActivationPlan(
         blocks=blocks,
@@ -120,20 +123,21 @@ def _manager(plan: ActivationPlan) -> ActivationManager | None:
     except RuntimeError as error:
         raise HardwareError(
             f"there is no host memory for a buffer of {format_bytes(plan.buffer_bytes)} (memory.activation_buffer)",
-            hint="use --set memory.activation_offload=none, or a smaller --set loop.batch_size=N",
+            hint=f"use --set memory.activation_offload=none; {_SMALLER}",
         ) from error
     return manager
 
 
 def _needed_bytes(settings: TrainSettings, blocks: dict[str, int]) -> int:
     """Run one step's forward pass with shapes alone, and look at what it puts into the buffer."""
-    model, batch = settings.model, settings.loop.batch_size
+    model, grid, shape = settings.model, settings.vae.grid, largest_batch_shape(settings)
+    batch = shape.batch_size
     manager = ActivationManager()
     manager.setup_buffer(2**60, _DTYPE, device="meta")
     transformer = transformer_on_meta(model)
-    side = settings.data.size // (settings.vae.spatial_compression_ratio * model.patch_size)
-    frames = settings.num_latent_frames
-    tokens = frames * side * side
+    frames = grid.latent_frames(shape.num_frames)
+    height, width = (side // model.patch_size for side in grid.latent_size(shape.height, shape.width))
+    tokens = frames * height * width
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=_DTYPE, device="meta")
@@ -141,12 +145,13 @@ def _needed_bytes(settings: TrainSettings, blocks: dict[str, int]) -> int:
     with set_grad_checkpoint(transformer, depth=blocks, others=(OUTPUT_LAYER,), activations=manager):
         transformer(
             empty(batch, tokens, model.in_channels),
-            position_ids_BN3=position_ids(batch, frames, side, side).to("meta"),
+            position_ids_BN3=position_ids(batch, frames, height, width).to("meta"),
             timesteps_B=empty(batch),
             prompt_embeds_BLC=empty(batch, settings.text.t5_max_length, model.context_in_dim),
             pooled_prompt_embeds_BV=empty(batch, model.vec_in_dim),
             conditioning_BNK=(
                 empty(batch, tokens, transformer.config.conditioning_channels) if model.cond_embed else None
             ),
+            embedded_guidance_B=empty(batch) if model.guidance_embed else None,
         )
     return manager.peak_bytes

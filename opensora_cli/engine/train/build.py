@@ -1,50 +1,100 @@
-"""From settings to what is trained, and to the frozen parts that it learns from."""
+"""From settings to what is trained, and to what it learns from."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.configs import mmdit_config, transformer_on_meta, vae_config, vae_on_meta
-from opensora_cli.engine.train.files import CLIP_FOLDER, FROZEN_PARTS, T5_FOLDER, VAE_FILE
-from opensora_cli.engine.train.loop import Task
-from opensora_cli.engine.train.mmdit import ClipSource, MMDiTTask
-from opensora_cli.engine.train.vae import VAETask, channels_last
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.engine.configs import autoencoder_on_meta, transformer_on_meta
+from opensora_cli.engine.data.cache import ClipCache
+from opensora_cli.engine.data.cache_filling import prepare_cache
+from opensora_cli.engine.data.loading import open_batches
+from opensora_cli.engine.train import frozen
+from opensora_cli.engine.train.drawn import DrawnBatches
+from opensora_cli.engine.train.files import first_weights_of
+from opensora_cli.engine.train.first_weights import (
+    empty_transformer,
+    fill_parts,
+    load_first_weights,
+    new_transformer,
+)
+from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import BatchSource, Task
+from opensora_cli.engine.train.vae import build_vae_task
+from opensora_cli.models.mmdit.blocks import linears_of_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 
-def build_task(settings: TrainSettings, *, reporter: Reporter) -> Task[Any]:
-    """Return what `settings.target` names, with fresh weights drawn from `loop.seed`.
+def build_task(
+    settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None = None, reporter: Reporter
+) -> Task[Any]:
+    """Return what `settings.target` names, ready to be trained: on its device, and this rank's part of it.
+
+    Weights that no file gives are drawn from `loop.seed`, and so are the same on all ranks.
+
+    Args:
+        settings: the run.
+        distribution: of the ranks.
+        clips: the encoded clips; see `open_clips_cache`.
+        reporter: warned of what is left out.
 
     Raises:
         RequestError: sizes contradict each other.
-        CheckpointError: frozen parts are missing (all are named) or broken.
+        CheckpointError: frozen parts are missing (all are named) or broken, or so is the file of the first weights.
+        HardwareError: the device has no kernels for what is asked.
     """
     # Layers draw their first weights from torch's global generator; the caller's own use of it goes on undisturbed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
-        match settings.target:
-            case TrainTarget.VAE:
-                return VAETask(
-                    vae_config(settings.vae),
-                    data=settings.data,
-                    settings=settings.train_vae,
-                    batch_size=settings.loop.batch_size,
-                )
-            case TrainTarget.TEXT:
-                # Imported here, since transformers takes seconds to load.
-                from opensora_cli.engine.train.text import TextTask
+        task = _build(settings, distribution=distribution, clips=clips, reporter=reporter)
+    task.forward = distribution.shard(task.module)
+    if settings.target is TrainTarget.MMDIT and distribution.divides:
+        fill_parts(task.module, settings, distribution=distribution)
+    if task.adversary is not None:
+        task.adversary.forward = distribution.shard(task.adversary.module)
+    return task
 
-                return TextTask(settings.text, batch_size=settings.loop.batch_size)
-            case TrainTarget.MMDIT:
-                return _build_mmdit_task(settings, reporter=reporter)
+
+def open_clips_cache(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> ClipCache | None:
+    """Return the cache of encoded clips that a run reads, complete; None: it reads none.
+
+    Raises:
+        CheckpointError, FileProblem, OutputError: as `prepare_cache`.
+    """
+    if settings.target is not TrainTarget.MMDIT:
+        return None
+    return prepare_cache(
+        settings,
+        device=distribution.device,
+        rank=distribution.rank,
+        ranks=distribution.ranks,
+        barrier=distribution.barrier,
+        reporter=reporter,
+    )
+
+
+def build_batches(
+    settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None = None, reporter: Reporter
+) -> BatchSource[Any]:
+    """Return this rank's micro-batches.
+
+    Raises:
+        FileProblem, RequestError, HardwareError: as `open_batches`.
+    """
+    rank, ranks = distribution.data_rank, distribution.data_ranks
+    if settings.target is TrainTarget.TEXT:
+        # Imported here, since transformers takes seconds to load.
+        from opensora_cli.engine.train.text import draw_captions
+
+        draw = partial(draw_captions, batch_size=settings.text.batch_size)
+        return DrawnBatches(draw, seed=settings.loop.seed, rank=rank, ranks=ranks)
+    load = clips.clip if clips is not None else None
+    return open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load)
 
 
 def count_parameters(settings: TrainSettings) -> int:
@@ -52,73 +102,61 @@ def count_parameters(settings: TrainSettings) -> int:
 
     Raises:
         RequestError: sizes contradict each other.
+        HardwareError: an adapter needs a library that is missing.
     """
     match settings.target:
         case TrainTarget.VAE:
-            module: torch.nn.Module = vae_on_meta(settings.vae)
+            module: torch.nn.Module = autoencoder_on_meta(settings.vae)
         case TrainTarget.TEXT:
             from opensora_cli.engine.train.text import TextTask
 
             with torch.device("meta"):
-                module = TextTask(settings.text, batch_size=settings.loop.batch_size).module
+                module = TextTask(settings.text).module
         case TrainTarget.MMDIT:
-            module = transformer_on_meta(settings.model)
-    return sum(weight.numel() for weight in module.parameters())
+            transformer = transformer_on_meta(settings.model)
+            if settings.lora.is_on:
+                add_lora(transformer, settings.lora, seed=settings.loop.seed)
+            module = transformer
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return where each frozen part is: in the first of the folders `weights` that has it, or None."""
-    places = {name: [Path(folder) / name for folder in settings.weights] for name in FROZEN_PARTS[settings.target]}
-    return {name: next((path for path in paths if path.exists()), None) for name, paths in places.items()}
+    """Return where everything is that a run reads and does not train, by its name, or None where it is missing.
+
+    Those of the transformer are looked for in the folders `weights`; an autoencoder's are the perceptual term's.
+    """
+    match settings.target:
+        case TrainTarget.MMDIT:
+            return frozen.find_frozen_parts(settings)
+        case TrainTarget.VAE:
+            files = {file: Path(file) for file in settings.train_vae.perceptual_files}
+            return {name: path if path.exists() else None for name, path in files.items()}
+        case TrainTarget.TEXT:
+            return {}
 
 
-def _build_mmdit_task(settings: TrainSettings, *, reporter: Reporter) -> MMDiTTask:
-    parts = _require_frozen_parts(settings)
-    text = _frozen_text(settings, t5_folder=parts[T5_FOLDER], clip_folder=parts[CLIP_FOLDER])
-    return MMDiTTask(
-        mmdit_config(settings.model),
-        clips=ClipSource(_frozen_vae(settings, parts[VAE_FILE]), data=settings.data, settings=settings.train_mmdit),
-        text=text,
-        settings=settings.train_mmdit,
-        batch_size=settings.loop.batch_size,
-        reporter=reporter,
-    )
+def _build(
+    settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None, reporter: Reporter
+) -> Task[Any]:
+    device = distribution.device
+    match settings.target:
+        case TrainTarget.VAE:
+            vae_task = build_vae_task(settings, device=device, reporter=reporter)
+            if (path := first_weights_of(settings)) is not None:
+                load_first_weights(vae_task.module, path)
+            return vae_task
+        case TrainTarget.TEXT:
+            from opensora_cli.engine.train.text import TextTask
 
-
-def _require_frozen_parts(settings: TrainSettings) -> dict[str, Path]:
-    parts = find_frozen_parts(settings)
-    missing = [name for name, path in parts.items() if path is None]
-    if missing:
-        raise CheckpointError(
-            f"weights={','.join(settings.weights) or 'none'} has no {', '.join(missing)}",
-            hint="train autoencoder and text encoders first, or name their folders: --set weights=FOLDER,FOLDER",
-        )
-    return {name: path for name, path in parts.items() if path is not None}
-
-
-def _frozen_vae(settings: TrainSettings, path: Path) -> HunyuanVAE:
-    vae = vae_on_meta(settings.vae)
-    load_into_module(vae, path, device="cpu", dtype=torch.float32)
-    return channels_last(vae.requires_grad_(False).eval())
-
-
-def _frozen_text(
-    settings: TrainSettings, *, t5_folder: Path, clip_folder: Path
-) -> Callable[[list[str]], tuple[Tensor, Tensor]]:
-    lengths = settings.text
-    t5 = T5Encoder.from_folder(t5_folder, max_length=lengths.t5_max_length, device="cpu", dtype=torch.float32)
-    clip = ClipEncoder.from_folder(clip_folder, max_length=lengths.clip_max_length, device="cpu", dtype=torch.float32)
-
-    def encode(captions: list[str]) -> tuple[Tensor, Tensor]:
-        # As when generating on a CPU: in float32.
-        with torch.autocast("cpu", enabled=False):
-            return t5.encode(captions), clip.encode(captions)
-
-    prompt_embeds_1LC, pooled_1V = encode([""])
-    for key, needed, given, folder in (
-        ("context_in_dim", settings.model.context_in_dim, prompt_embeds_1LC.shape[-1], t5_folder),
-        ("vec_in_dim", settings.model.vec_in_dim, pooled_1V.shape[-1], clip_folder),
-    ):
-        if needed != given:
-            raise RequestError(f"model.{key}={needed} must be the width of {folder}: use {given}")
-    return encode
+            return TextTask(settings.text)
+        case TrainTarget.MMDIT:
+            # A host that made the whole for each of its ranks would run out of memory.
+            transformer = (
+                empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
+            )
+            if settings.precision.fp8_linears:
+                require_fp8(device)
+                use_fp8_linears(transformer, linears_of_blocks(transformer.config))
+            if settings.compile:
+                compile_blocks(transformer, warn=reporter.warn)
+            return frozen.build_mmdit_task(settings, transformer, device=device, clips=clips)

@@ -2,24 +2,31 @@
 
 import time
 import warnings
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.configs import mmdit_config, vae_config
+from opensora_cli.engine.configs import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
-from opensora_cli.engine.train.loop import Chance, Task, Trainer
-from opensora_cli.engine.train.mmdit import ClipSource, MMDiTTask
+from opensora_cli.engine.train.batch_shape import largest_batch_shape
+from opensora_cli.engine.train.encoding import EmptyPrompt, Encoders
+from opensora_cli.engine.train.frozen import training_attention
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.mmdit import MMDiTTask
 from opensora_cli.engine.train.optimizer import kept_tensors
-from opensora_cli.engine.train.vae import VAETask, channels_last
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.reports import WallClock
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance, Task
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.vae import build_vae_task
 from opensora_cli.engine.weightless import give_empty_weights, without_memory
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN = "weights", "average", "gradients", "optimizer", "frozen parts"
@@ -67,7 +74,7 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
 def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
     """Do three steps with fresh weights, frozen parts included, and return what they took.
 
-    The encoded clips that a training of the transformer keeps beside it are left out; see `clips_bytes`.
+    Micro-batches are black clips of the largest shape, which the frozen parts encode even where a cache would be read.
 
     Args:
         settings: the training.
@@ -99,23 +106,13 @@ def time_training(settings: TrainSettings) -> float:
     return min(times[1:])
 
 
-def clips_bytes(settings: TrainSettings) -> int:
-    """Return the bytes of the encoded clips that a training of the transformer keeps, once there are enough."""
-    if settings.target is not TrainTarget.MMDIT:
-        return 0
-    side = settings.data.size // settings.vae.spatial_compression_ratio
-    # Latents and reference latents, and a mask of one channel, in half precision.
-    values = (2 * settings.vae.latent_channels + 1) * settings.num_latent_frames * side * side
-    return settings.train_mmdit.cached_clips * values * 2
-
-
 def _steps(
     settings: TrainSettings, task: Task[Any], frozen: list[nn.Module], *, limit: int | None = None
 ) -> TrainingMemory:
     plan = plan_activations(settings)
     with TensorBytes(limit=limit) as counter:
         trainer = _trainer(settings, _MarkingTask(task, counter))
-        counter.add(trainer.ema, AVERAGE)
+        counter.add(list((trainer.ema or {}).values()), AVERAGE)
         counter.add(task.module, WEIGHTS)
         counter.add(_kept(trainer), OPTIMIZER)
         for module in frozen:
@@ -132,12 +129,17 @@ def _steps(
 
 
 def _trainer(settings: TrainSettings, task: Task[Any]) -> Trainer[Any]:
+    device = torch.device("cpu")
     return Trainer(
         task,
-        loop=settings.loop,
+        _SameBatches(settings),
+        loop=settings.loop.replace({"micro_batches": 1}),
         optimizer=settings.optimizer,
-        output=Path(settings.output),
+        precision=Precision(settings.precision, device),
+        distribution=Distribution(device),
+        clock=WallClock(),
         reporter=SilentReporter(),
+        trained_only=settings.lora.is_on,
     )
 
 
@@ -145,6 +147,37 @@ def _fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
         return _task(settings)
+
+
+class _SameBatches:
+    """Gives the largest micro-batch again and again, with single frames before that where the run has such a phase."""
+
+    epoch = 0
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self._settings = settings
+        self._first = 2 if settings.target is TrainTarget.VAE and settings.train_vae.picture_steps else 0
+
+    def next(self) -> Any:
+        settings = self._settings
+        if settings.target is TrainTarget.TEXT:
+            from opensora_cli.engine.train.text import draw_captions
+
+            return draw_captions(Chance.of_data(0, 0), 0, batch_size=settings.text.batch_size)
+        shape = largest_batch_shape(settings)
+        if self._first:
+            self._first -= 1
+            shape = replace(shape, batch_size=settings.train_vae.picture_batch_size, num_frames=1)
+        return shape.zeros()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _memory(
@@ -170,32 +203,33 @@ class _MarkingTask:
 
     def __init__(self, task: Task[Any], counter: TensorBytes) -> None:
         self.module: nn.Module = task.module
+        self.forward = task.forward
+        self.adversary = task.adversary
         self.begin_step = task.begin_step
         self.export = task.export
+        self.tokens = task.tokens
+        self.samples = task.samples
         self._task = task
         self._counter = counter
 
-    def loss(self, step: int, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: Any, chance: Chance) -> tuple[Tensor, dict[str, float]]:
         """Return the task's loss."""
-        loss = self._task.loss(step, chance)
+        loss = self._task.loss(batch, chance)
         self._counter.mark("forward")
         return loss
 
 
 def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
-    """Return the task and its frozen parts."""
-    batch = settings.loop.batch_size
+    """Return the task and its frozen parts, without the weights of any file."""
     match settings.target:
         case TrainTarget.VAE:
-            vae_task = VAETask(
-                vae_config(settings.vae), data=settings.data, settings=settings.train_vae, batch_size=batch
-            )
-            return vae_task, []
+            without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
+            return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
         case TrainTarget.TEXT:
             # Imported here, since transformers takes seconds to load.
             from opensora_cli.engine.train.text import TextTask
 
-            return TextTask(settings.text, batch_size=batch), []
+            return TextTask(settings.text), []
         case TrainTarget.MMDIT:
             return _mmdit_task(settings)
 
@@ -203,43 +237,48 @@ def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
 def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
     from opensora_cli.engine.train.text import TextTask
 
-    vae = channels_last(HunyuanVAE(vae_config(settings.vae)).requires_grad_(False).eval())
-    text, model = TextTask(settings.text, batch_size=1).module.requires_grad_(False), settings.model
+    vae = new_autoencoder(settings.vae).requires_grad_(False).eval()
+    text, model = TextTask(settings.text).module.requires_grad_(False), settings.model
 
-    def encode(captions: list[str]) -> tuple[Tensor, Tensor]:
-        # What they are does not matter for memory, and what computing them takes is small beside a step.
-        count = len(captions)
-        return torch.zeros(count, settings.text.t5_max_length, model.context_in_dim), torch.zeros(
-            count, model.vec_in_dim
-        )
+    # What embeddings are does not matter for memory, and what computing them takes is small beside a step.
+    def t5(captions: list[str]) -> Tensor:
+        return torch.zeros(len(captions), settings.text.t5_max_length, model.context_in_dim)
 
-    one_clip = settings.train_mmdit.replace({"first_clips": 1, "cached_clips": 1})
+    def clip(captions: list[str]) -> Tensor:
+        return torch.zeros(len(captions), model.vec_in_dim)
+
+    encoders = Encoders(vae, t5=t5, clip=clip, tiling=vae_tiling(settings.vae))
     task = MMDiTTask(
-        mmdit_config(model),
-        clips=ClipSource(vae, data=settings.data, settings=one_clip),
-        text=encode,
-        settings=one_clip,
-        batch_size=settings.loop.batch_size,
-        reporter=SilentReporter(),
+        MMDiT(mmdit_config(model), attention=training_attention(settings.train_mmdit)),
+        settings=settings.train_mmdit,
+        grid=settings.vae.grid,
+        empty_prompt=EmptyPrompt(t5([""])[0], clip([""])[0]),
+        encoders=lambda: encoders,
     )
-    return task, [vae, text.t5, text.clip]
+    if settings.lora.is_on:
+        add_lora(task.module, settings.lora, seed=settings.loop.seed)
+    return task, [vae, text.get_submodule("t5"), text.get_submodule("clip")]
 
 
 def _kept(trainer: Trainer[Any]) -> list[Tensor]:
-    return [tensor for optimizer in trainer.optimizers for _, tensor in kept_tensors(optimizer)]
+    return [tensor for optimizer in _optimizers(trainer) for _, tensor in kept_tensors(optimizer)]
 
 
 def _gradients(trainer: Trainer[Any]) -> list[Tensor]:
     optimized = (
-        weight for optimizer in trainer.optimizers for group in optimizer.param_groups for weight in group["params"]
+        weight for optimizer in _optimizers(trainer) for group in optimizer.param_groups for weight in group["params"]
     )
     weights = (*trainer.task.module.parameters(), *optimized)
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
+def _optimizers(trainer: Trainer[Any]) -> list[torch.optim.Optimizer]:
+    return [optimizer for learner in trainer.learners.values() for optimizer in learner.optimizers]
+
+
 def _by_weight(trainer: Trainer[Any]) -> dict[str, tuple[int, int, int, int]]:
     kept: dict[int, int] = {}
-    for optimizer in trainer.optimizers:
+    for optimizer in _optimizers(trainer):
         for weight, tensor in kept_tensors(optimizer):
             kept[id(weight)] = kept.get(id(weight), 0) + tensor.nbytes
     return {

@@ -6,13 +6,14 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from opensora_cli.checkpoint.folders import TRAINING_FILE
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.settings.train import TrainTarget
+from opensora_cli.engine.weights import packaged_demo
+from opensora_cli.settings.train import TrainSettings, TrainTarget
 
-CHECKPOINT_FILE = TRAINING_FILE
 LOG_FILE = "log.jsonl"
-SETTINGS_FILE = "settings.json"
+TENSORBOARD_FOLDER = "tensorboard"
+PROFILE_FOLDER = "profile"
+SAMPLES_FOLDER = "samples"
 
 VAE_FILE = "vae.safetensors"
 T5_FOLDER = "t5"
@@ -20,19 +21,33 @@ CLIP_FOLDER = "clip"
 VOCABULARY_FILE = "vocabulary.json"
 TRANSFORMER_FILE = "transformer.safetensors"
 
-EXPORTS: dict[TrainTarget, tuple[str, ...]] = {
+LORA_FOLDER = "lora"
+
+_EXPORTS: dict[TrainTarget, tuple[str, ...]] = {
     TrainTarget.VAE: (VAE_FILE,),
     TrainTarget.TEXT: (T5_FOLDER, CLIP_FOLDER, VOCABULARY_FILE),
     TrainTarget.MMDIT: (TRANSFORMER_FILE,),
 }
-"""What a finished run leaves for generating, and for other runs."""
 
-FROZEN_PARTS: dict[TrainTarget, tuple[str, ...]] = {
-    TrainTarget.VAE: (),
-    TrainTarget.TEXT: (),
-    TrainTarget.MMDIT: (VAE_FILE, T5_FOLDER, CLIP_FOLDER),
-}
-"""What a run needs from the folders in `weights`."""
+_PACKAGED = "demo"
+"""In place of a path: the model that comes with osora."""
+
+
+def first_weights_of(settings: TrainSettings) -> Path | None:
+    """Return the file or folder of weights that a run begins with, which may not be there; None: random ones."""
+    if settings.init != _PACKAGED:
+        return None if settings.init is None else Path(settings.init)
+    return packaged_demo() / (VAE_FILE if settings.target is TrainTarget.VAE else TRANSFORMER_FILE)
+
+
+def weights_folders(settings: TrainSettings) -> list[Path]:
+    """Return the folders in which the frozen parts of a run are looked for."""
+    return [packaged_demo() if folder == _PACKAGED else Path(folder) for folder in settings.weights]
+
+
+def exports(settings: TrainSettings) -> tuple[str, ...]:
+    """Return the names of what a finished run leaves for generating, and for other runs."""
+    return (LORA_FOLDER,) if settings.lora.is_on else _EXPORTS[settings.target]
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

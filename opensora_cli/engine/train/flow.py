@@ -29,6 +29,37 @@ def flow_target(data_BND: Tensor, noise_BND: Tensor, *, sigma_min: float = 1e-5)
     return (1.0 - sigma_min) * noise_BND - data_BND
 
 
-def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor) -> Tensor:
-    """Return the mean squared error over all samples, tokens and channels, in fp32."""
-    return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())
+def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor | None = None) -> Tensor:
+    """Return the mean squared error over samples, tokens and channels, in fp32.
+
+    The name and the order of the parameters are those that the Open-Sora community knows.
+
+    Args:
+        velocity_BND: what the model says, as packed latents.
+        target_BND: what it should say.
+        masks_BTHW: 1 where latents are given. A first or a last frame that is given is then left out, unless frames
+            between them are given too. Every sample counts alike, however many of its frames are left; a sample of
+            which none is left counts as zero.
+
+    Raises:
+        ValueError: the tokens do not divide into the frames of the masks.
+    """
+    if masks_BTHW is None:
+        return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())
+    batch, frames = masks_BTHW.shape[:2]
+    if velocity_BND.shape[0] != batch or velocity_BND.shape[1] % frames:
+        raise ValueError(f"{tuple(velocity_BND.shape)} tokens are not {batch} samples of {frames} frames")
+    squares_BND = (velocity_BND.float() - target_BND.float()).square()
+    error_BT = squares_BND.reshape(batch, frames, -1).mean(dim=2)
+    kept_BT = _learnt_frames(masks_BTHW).to(error_BT)
+    return ((error_BT * kept_BT).sum(dim=1) / kept_BT.sum(dim=1).clamp(min=1.0)).mean()
+
+
+def _learnt_frames(masks_BTHW: Tensor) -> Tensor:
+    """Return (B,T), False for given first and last frames of samples in which nothing between is given."""
+    given_BT = masks_BTHW.flatten(2).amax(dim=2) > 0
+    only_ends_B1 = ~given_BT[:, 1:-1].any(dim=1, keepdim=True)
+    learnt_BT = torch.ones_like(given_BT)
+    learnt_BT[:, :1] = ~(given_BT[:, :1] & only_ends_B1)
+    learnt_BT[:, -1:] &= ~(given_BT[:, -1:] & only_ends_B1)
+    return learnt_BT

@@ -1,187 +1,249 @@
-"""Training the video transformer on encoded clips of the procedural world, in all condition modes."""
+"""Training the video transformer: flow matching in all condition modes, with captions dropped now and then."""
 
-from collections.abc import Callable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_cli.core.progress import Reporter
-from opensora_cli.data.scenes import caption_scene, render_scene, sample_scene
-from opensora_cli.engine.sampling.conditioning import (
-    ConditionMode,
-    ReferenceLengths,
-    condition_mode,
-    prepare_inference_condition,
-    reference_parts,
-)
+from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.core.files import atomic_path
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.data.batches import ClipBatch
+from opensora_cli.engine.sampling.conditioning import ReferenceLengths
 from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.engine.sampling.schedule import flow_shift_for
-from opensora_cli.engine.train.files import TRANSFORMER_FILE, write_weights
+from opensora_cli.engine.train.captions import training_caption
+from opensora_cli.engine.train.conditions import condition_clip, draw_mode
+from opensora_cli.engine.train.encoding import EmptyPrompt, EncodedClip, Encoders, FreshClip
+from opensora_cli.engine.train.files import TRANSFORMER_FILE
 from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
-from opensora_cli.engine.train.loop import Chance
-from opensora_cli.engine.train.vae import to_pixels
-from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.settings.train import MMDiTTrainSettings, SceneSettings
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
-TextEncoder = Callable[[list[str]], tuple[Tensor, Tensor]]
-"""Captions to (prompt embeddings (B,L,C), pooled prompt embeddings (B,V))."""
+Export = Callable[[Mapping[str, Tensor], Path], None]
+"""Writes weights, given by their names, to a folder."""
+
+
+def export_transformer(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write `transformer.safetensors` in half precision, which halves the file and changes no picture.
+
+    Raises:
+        CheckpointError: a weight is too large for half precision.
+        OutputError: the file cannot be written.
+    """
+    entries = {name: CastEntry(HeldEntry(weight), torch.float16, name=name) for name, weight in weights.items()}
+    with atomic_path(folder / TRANSFORMER_FILE) as temporary:
+        write_safetensors(temporary, entries, metadata={})
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedClip:
-    """What the transformer learns from one clip: latents, and the references of one condition mode."""
+class _Sample:
+    """What one clip brings to a micro-batch: everything that is drawn and encoded for it, in fp32."""
 
     latents_CTHW: Tensor
+    noise_CTHW: Tensor
     mask_1THW: Tensor
     reference_CTHW: Tensor
-    caption: str
-
-
-class ClipSource:
-    """Renders, describes and encodes fresh clips.
-
-    References are encoded on their own, as they are when generating: the autoencoder's group norm spans the clip, so
-    they differ from the same frames of the clip's latents.
-
-    Args:
-        vae: the frozen autoencoder.
-        data: the clips.
-        settings: how often each condition mode comes, and how much it gives.
-    """
-
-    def __init__(self, vae: HunyuanVAE, *, data: SceneSettings, settings: MMDiTTrainSettings) -> None:
-        self._vae = vae
-        self._data = data
-        self._lengths = ReferenceLengths(video=settings.video_latent_frames, easy=settings.easy_latent_frames)
-        by_mode = settings.mode_weights.by_mode()
-        self._modes = [condition_mode(name) for name in by_mode]
-        weights = np.array(list(by_mode.values()))
-        self._shares = weights / weights.sum()
-
-    @torch.no_grad()
-    def fresh(self, rng: np.random.Generator) -> EncodedClip:
-        """Return one new clip in a condition mode drawn by weight."""
-        scene = sample_scene(rng)
-        frames = render_scene(scene, size=self._data.size, num_frames=self._data.num_frames, fps=self._data.fps)
-        pixels = to_pixels(frames[None])
-        latents = self._vae.encode(pixels).float()
-        mode = self._modes[int(rng.choice(len(self._modes), p=self._shares))]
-        references = self._references(pixels, mode)
-        mask, reference = prepare_inference_condition(latents, mode, [references], lengths=self._lengths)
-        # Thousands are kept: in half precision.
-        return EncodedClip(latents[0].half(), mask[0].half(), reference[0].half(), caption_scene(scene, rng))
-
-    def _references(self, pixels_BCTHW: Tensor, mode: ConditionMode) -> list[Tensor]:
-        ratio = self._vae.config.time_compression_ratio
-        parts = reference_parts(mode, lengths=self._lengths, temporal_compression=ratio)
-        cuts = [
-            pixels_BCTHW[:, :, -part.num_frames :] if part.from_end else pixels_BCTHW[:, :, : part.num_frames]
-            for part in parts
-        ]
-        return [self._vae.encode(cut)[0].float() for cut in cuts]
+    prompt_embeds_LC: Tensor
+    pooled_prompt_embeds_V: Tensor
+    normal: Tensor
+    """What the time is made of."""
 
 
 class MMDiTTask:
-    """Mean squared error of the velocity, on a ring of encoded clips into which every step puts a few new ones.
+    """Mean squared error of the velocity (rectified flow), each clip in a condition mode of its own.
 
-    The ring is not in the checkpoint. A resumed run fills it with other clips than those that an uninterrupted one
-    would hold at that step, and so does not repeat it bit for bit, as the other targets do.
+    What is drawn for a clip (mode, dropped captions, time, noise) depends on the micro-batch's chance and on the clip's
+    path: neither on its place in the batch, nor on what else is in it, nor on the device.
 
     Args:
-        config: sizes of the transformer.
-        clips: where encoded clips come from.
-        text: the frozen text encoders.
+        module: the transformer.
         settings: the objective.
-        batch_size: clips of a step.
-        reporter: hears of the filling of the ring.
+        grid: how the autoencoder maps clips to latents.
+        empty_prompt: what takes the place of dropped captions.
+        encoders: returns the encoders of clips that come as pixels; called for the first of these.
+        device: where the transformer computes.
+        export: writes the trained weights.
     """
+
+    adversary = None
 
     def __init__(
         self,
-        config: MMDiTConfig,
+        module: MMDiT,
         *,
-        clips: ClipSource,
-        text: TextEncoder,
         settings: MMDiTTrainSettings,
-        batch_size: int,
-        reporter: Reporter,
+        grid: LatentGrid,
+        empty_prompt: EmptyPrompt,
+        encoders: Callable[[], Encoders],
+        device: torch.device | str = "cpu",
+        export: Export = export_transformer,
     ) -> None:
-        self.module = MMDiT(config, attention=_attention)
-        self._config = config
-        self._clips = clips
-        self._text = text
+        self.module = module
+        self.forward: Callable[..., Any] = module
+        self._config = module.config
         self._settings = settings
-        self._batch_size = batch_size
-        self._reporter = reporter
-        self._ring: list[EncodedClip] = []
-        self._oldest = 0
+        self._grid = grid
+        self._empty_prompt = empty_prompt
+        self._encoders = encoders
+        self._device = torch.device(device)
+        self._export = export
+        self._weights = {str(mode): weight for mode, weight in settings.mode_weights.by_mode().items()}
+        self._lengths = ReferenceLengths(video=settings.video_latent_frames, easy=settings.easy_latent_frames)
 
-    def begin_step(self, step: int, ema: MMDiT) -> None:
+    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
-    def loss(self, step: int, chance: Chance) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a batch out of the ring, and how many clips the ring holds."""
-        self._refill(chance.rng)
-        batch = [self._ring[i] for i in chance.rng.integers(len(self._ring), size=self._batch_size)]
-        latents = _stacked([clip.latents_CTHW for clip in batch])
-        dropout = self._settings.text_dropout
-        prompt_embeds, pooled = self._text(["" if chance.rng.random() < dropout else clip.caption for clip in batch])
-
+    def loss(self, batch: ClipBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+        """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
+        chances = _chances_of_samples(batch.paths, chance)
+        samples = [self._sample(clip, each) for clip, each in zip(self._encoded(batch), chances, strict=True)]
+        latents_BCTHW = torch.stack([sample.latents_CTHW for sample in samples])
+        masks_B1THW = torch.stack([sample.mask_1THW for sample in samples])
         patch = self._config.patch_size
-        frames, height, width = latents.shape[2:]
-        data = pack_latents(latents, patch)
-        noise = torch.randn(data.shape, generator=chance.generator)
+        frames, height, width = latents_BCTHW.shape[2:]
+        data_BND = pack_latents(latents_BCTHW, patch)
+        noise_BND = pack_latents(torch.stack([sample.noise_CTHW for sample in samples]), patch)
         # The released model's shift counts patches of 2x2, whatever the patch size is.
         shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)
-        t = shifted_time(torch.randn(len(batch), generator=chance.generator), shift=shift)
-        velocity = self.module(
-            noisy_latents(data, noise, t, sigma_min=self._settings.sigma_min),
-            position_ids_BN3=position_ids(len(batch), frames, height // patch, width // patch),
-            timesteps_B=t,
-            prompt_embeds_BLC=prompt_embeds,
-            pooled_prompt_embeds_BV=pooled,
-            conditioning_BNK=self._conditioning(batch),
+        t_B = shifted_time(torch.stack([sample.normal for sample in samples]), shift=shift)
+        sigma_min = self._settings.sigma_min
+        velocity_BND: Tensor = self.forward(
+            noisy_latents(data_BND, noise_BND, t_B, sigma_min=sigma_min),
+            position_ids_BN3=position_ids(
+                len(samples), frames, height // patch, width // patch, device=data_BND.device
+            ),
+            timesteps_B=t_B,
+            prompt_embeds_BLC=torch.stack([sample.prompt_embeds_LC for sample in samples]),
+            pooled_prompt_embeds_BV=torch.stack([sample.pooled_prompt_embeds_V for sample in samples]),
+            conditioning_BNK=self._conditioning(samples, masks_B1THW),
+            embedded_guidance_B=self._embedded_guidance(len(samples)),
         )
-        target = flow_target(data, noise, sigma_min=self._settings.sigma_min)
-        return get_batch_loss(velocity, target), {"clips": float(len(self._ring))}
+        target_BND = flow_target(data_BND, noise_BND, sigma_min=sigma_min)
+        masks_BTHW = masks_B1THW[:, 0] if self._settings.masked_loss else None
+        return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
 
-    def export(self, ema: MMDiT, folder: Path) -> None:
-        """Write `transformer.safetensors` in half precision, which halves the file and changes no picture."""
-        write_weights(folder / TRANSFORMER_FILE, {name: value.half() for name, value in ema.state_dict().items()})
+    def tokens(self, batch: ClipBatch) -> int:
+        """Return how many packed latents the micro-batch has."""
+        if batch.pixels_BTHWC is not None:
+            count, num_frames, *size = batch.pixels_BTHWC.shape[:4]
+            frames, (height, width) = self._grid.latent_frames(num_frames), self._grid.latent_size(*size)
+        else:
+            clips = self._encoded(batch)
+            count, (frames, height, width) = len(clips), clips[0].latents().shape[1:]
+        return int(count * frames * height * width // self._config.patch_size**2)
 
-    def _conditioning(self, batch: list[EncodedClip]) -> Tensor | None:
+    def samples(self, batch: ClipBatch) -> int:
+        """Return how many clips the micro-batch has."""
+        return len(batch.paths)
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the transformer or, where only that is trained, its adapter."""
+        self._export(weights, folder)
+
+    def _encoded(self, batch: ClipBatch) -> Sequence[EncodedClip]:
+        if batch.pixels_BTHWC is None:
+            return batch.cached or ()
+        described = zip(batch.pixels_BTHWC, batch.captions, batch.fps, batch.motion_scores, strict=True)
+        return [
+            fresh_clip(
+                self._encoders(), pixels_THWC, caption=caption, fps=fps, motion_score=score, settings=self._settings
+            )
+            for pixels_THWC, caption, fps, score in described
+        ]
+
+    @torch.no_grad()
+    def _sample(self, clip: EncodedClip, chance: Chance) -> _Sample:
+        latents_CTHW = self._placed(clip.latents())
+        mode = draw_mode(
+            self._weights,
+            num_latent_frames=latents_CTHW.shape[1],
+            causal=self._grid.is_causal,
+            rng=chance.rng,
+            lengths=self._lengths,
+        )
+        drop_t5 = chance.rng.random() < self._settings.t5_dropout
+        drop_clip = chance.rng.random() < self._settings.clip_dropout
+        mask_1THW, reference_CTHW = condition_clip(
+            latents_CTHW,
+            mode,
+            clip.part,
+            causal=self._grid.is_causal,
+            temporal_compression=self._grid.time_compression_ratio,
+            lengths=self._lengths,
+        )
+        empty = self._empty_prompt
+        return _Sample(
+            latents_CTHW=latents_CTHW,
+            # On the host, so that every device sees the same.
+            noise_CTHW=self._placed(torch.randn(latents_CTHW.shape, generator=chance.generator)),
+            mask_1THW=mask_1THW,
+            reference_CTHW=reference_CTHW,
+            prompt_embeds_LC=self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),
+            pooled_prompt_embeds_V=self._placed(
+                empty.pooled_prompt_embeds_V if drop_clip else clip.pooled_prompt_embeds()
+            ),
+            normal=self._placed(torch.randn((), generator=chance.generator)),
+        )
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        # Moved before it is widened: half the bytes on the way.
+        return tensor.to(self._device).float()
+
+    def _conditioning(self, samples: Sequence[_Sample], masks_B1THW: Tensor) -> Tensor | None:
         if not self._config.cond_embed:
             return None
-        mask = _stacked([clip.mask_1THW for clip in batch])
-        reference = _stacked([clip.reference_CTHW for clip in batch])
-        return pack_conditioning(mask, reference, self._config.patch_size)
+        references_BCTHW = torch.stack([sample.reference_CTHW for sample in samples])
+        return pack_conditioning(masks_B1THW, references_BCTHW, self._config.patch_size)
 
-    def _refill(self, rng: np.random.Generator) -> None:
-        first = self._settings.first_clips
-        if len(self._ring) < first:
-            with self._reporter.stage("encode", total=first, unit="clips") as progress:
-                while len(self._ring) < first:
-                    self._ring.append(self._clips.fresh(rng))
-                    progress.advance()
-        for _ in range(self._settings.fresh_clips_per_step):
-            clip = self._clips.fresh(rng)
-            if len(self._ring) < self._settings.cached_clips:
-                self._ring.append(clip)
-            else:
-                self._ring[self._oldest] = clip
-                self._oldest = (self._oldest + 1) % len(self._ring)
+    def _embedded_guidance(self, batch_size: int) -> Tensor | None:
+        if not self._config.guidance_embed:
+            return None
+        return torch.full((batch_size,), self._settings.embedded_guidance, device=self._device)
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    # One by one: autocast on a CPU refuses to stack what is in float16.
-    return torch.stack([tensor.float() for tensor in tensors])
+def fresh_clip(
+    encoders: Encoders,
+    pixels_THWC: Tensor,
+    *,
+    caption: str,
+    fps: float,
+    motion_score: float | None,
+    settings: MMDiTTrainSettings,
+) -> FreshClip:
+    """Return a clip that is encoded as far as it is asked for, its caption with the suffixes that it is read with."""
+    described = training_caption(
+        caption,
+        fps=fps,
+        motion_score=motion_score,
+        add_fps=settings.add_fps,
+        add_motion_score=settings.add_motion_score,
+    )
+    return FreshClip(encoders, pixels_THWC, described)
 
 
-def _attention(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
+def _chances_of_samples(paths: Sequence[str], chance: Chance) -> list[Chance]:
+    """Return a chance for each sample, made from its path and from how often it came before in this micro-batch."""
+    seed = int(chance.rng.integers(2**63))
+    seen: Counter[str] = Counter()
+    chances = []
+    for path in paths:
+        digest = hashlib.sha256(path.encode("utf-8", "surrogatepass")).digest()
+        rng = np.random.default_rng((seed, int.from_bytes(digest[:8]), seen[path]))
+        chances.append(Chance(rng, torch.Generator().manual_seed(int(rng.integers(2**63)))))
+        seen[path] += 1
+    return chances
+
+
+def bf16_products(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     """Attention as two matrix products in bfloat16.
 
     For the demo's hundred tokens it took a CPU a quarter of the fused kernel's time in bfloat16, and under half of its

@@ -5,8 +5,11 @@ colour, direction and speed. What a caption leaves unsaid cannot be told, so the
 are then frozen: T5's token embeddings and CLIP's pooled one condition the video transformer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +32,11 @@ from opensora_cli.data.scenes import (
     sample_scene,
     vocabulary,
 )
+from opensora_cli.engine.train.ema import floating_state
 from opensora_cli.engine.train.files import CLIP_FOLDER, T5_FOLDER, VOCABULARY_FILE
-from opensora_cli.engine.train.loop import Chance
+from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.text.folder import quiet
-from opensora_cli.settings.train import TextTrainSettings
+from opensora_cli.settings.train_text import TextTrainSettings
 
 UNKNOWN = "<unk>"
 # What a head answers, and how many answers there are; the last one of the four about the thing is that there is none.
@@ -117,42 +121,79 @@ class TextEncoders(nn.Module):
         return {name: (self.t5_heads[name](t5_BC), self.clip_heads[name](clip_BC)) for name in QUESTIONS}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionBatch:
+    """Captions, and what they tell."""
+
+    number: int
+    captions: tuple[str, ...]
+    answers_BQ: Tensor
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The captions, which are all there is."""
+        return self.captions
+
+
+def draw_captions(chance: Chance, number: int, *, batch_size: int) -> CaptionBatch:
+    """Return a micro-batch of captions of random scenes."""
+    scenes = [sample_scene(chance.rng) for _ in range(batch_size)]
+    captions = tuple(_disturbed(caption_scene(scene, chance.rng), chance.rng) for scene in scenes)
+    return CaptionBatch(number=number, captions=captions, answers_BQ=torch.tensor([answers(scene) for scene in scenes]))
+
+
 class TextTask:
     """Cross-entropy of every question, summed over both encoders.
 
     Args:
         settings: sizes of the encoders.
-        batch_size: captions of a step.
     """
 
-    def __init__(self, settings: TextTrainSettings, *, batch_size: int) -> None:
-        self._batch_size = batch_size
+    adversary = None
+
+    def __init__(self, settings: TextTrainSettings) -> None:
         self.t5_tokenizer = build_tokenizer(max_length=settings.t5_max_length, start=False)
         self.clip_tokenizer = build_tokenizer(max_length=settings.clip_max_length, start=True)
-        self.module = TextEncoders(settings, t5_tokenizer=self.t5_tokenizer, clip_tokenizer=self.clip_tokenizer)
+        self._encoders = TextEncoders(settings, t5_tokenizer=self.t5_tokenizer, clip_tokenizer=self.clip_tokenizer)
+        self.module: nn.Module = self._encoders
+        self.forward: Callable[..., Any] = self._encoders
 
-    def begin_step(self, step: int, ema: TextEncoders) -> None:
+    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
-    def loss(self, step: int, chance: Chance) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of one batch of captions, and how many questions were answered as the scene has it."""
-        scenes = [sample_scene(chance.rng) for _ in range(self._batch_size)]
-        captions = [_disturbed(caption_scene(scene, chance.rng), chance.rng) for scene in scenes]
-        answers_BQ = torch.tensor([answers(scene) for scene in scenes])
-        logits = self.module(_ids(self.t5_tokenizer, captions), _ids(self.clip_tokenizer, captions))
-        loss = torch.zeros(())
+    def loss(self, batch: CaptionBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a batch of captions, and how many questions were answered as the scene has it."""
+        device = next(self.module.parameters()).device
+        t5_ids, clip_ids = (
+            _ids(tokenizer, batch.captions).to(device) for tokenizer in (self.t5_tokenizer, self.clip_tokenizer)
+        )
+        logits = self.forward(t5_ids, clip_ids)
+        loss = torch.zeros((), device=device)
         right = {"t5_right": 0.0, "clip_right": 0.0}
-        for (by_t5, by_clip), answers_B in zip(logits.values(), answers_BQ.unbind(1), strict=True):
+        for (by_t5, by_clip), answers_B in zip(logits.values(), batch.answers_BQ.to(device).unbind(1), strict=True):
             for name, logits_BA in (("t5_right", by_t5), ("clip_right", by_clip)):
                 loss = loss + nn.functional.cross_entropy(logits_BA.float(), answers_B)
                 right[name] += float((logits_BA.argmax(-1) == answers_B).float().mean()) / len(logits)
         return loss, right
 
-    def export(self, ema: TextEncoders, folder: Path) -> None:
+    def tokens(self, batch: CaptionBatch) -> int:
+        """Return how many tokens both encoders read."""
+        lengths = (self.t5_tokenizer.model_max_length, self.clip_tokenizer.model_max_length)
+        return len(batch.captions) * sum(lengths)
+
+    def samples(self, batch: CaptionBatch) -> int:
+        """Return how many captions the batch has."""
+        return len(batch.captions)
+
+    @torch.no_grad()
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the folders `t5` and `clip` in transformers' form, and what they know as `vocabulary.json`."""
+        encoders = deepcopy(self._encoders).cpu()
+        for name, value in floating_state(encoders).items():
+            value.copy_(weights[name])
         for name, model, tokenizer in (
-            (T5_FOLDER, ema.t5, self.t5_tokenizer),
-            (CLIP_FOLDER, ema.clip, self.clip_tokenizer),
+            (T5_FOLDER, encoders.t5, self.t5_tokenizer),
+            (CLIP_FOLDER, encoders.clip, self.clip_tokenizer),
         ):
             with atomic_folder(folder / name) as temporary, quiet():
                 model.save_pretrained(temporary)

@@ -1,134 +1,223 @@
-"""Training the causal autoencoder on the procedural world."""
+"""Training an autoencoder: reconstruction, KL divergence, a perceptual term, and a discriminator."""
 
-from copy import deepcopy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from opensora_cli.core.progress import Reporter
+from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
+from opensora_cli.engine.configs import new_autoencoder
 from opensora_cli.engine.train.files import VAE_FILE, write_weights
-from opensora_cli.engine.train.loop import Chance
-from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.vae_losses.adaptive import LastLayer, adaptive_weight, with_gradient
+from opensora_cli.engine.train.vae_losses.adversary import PatchAdversary
+from opensora_cli.engine.train.vae_losses.perceptual import PerceptualDistance, load_perceptual_distance
+from opensora_cli.engine.train.vae_losses.terms import kl_divergence, psnr, reconstruction_error
+from opensora_cli.engine.train.vae_weights import move_to_last_tap, whiten_latents
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.settings.train import SceneSettings, VAETrainSettings
+from opensora_cli.settings.data import SceneSettings
+from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_vae import VAETrainSettings
 
 # The latents are measured on the same clips whatever the run's seed.
 _WHITENING_SEED = 20
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def channels_last(vae: HunyuanVAE) -> HunyuanVAE:
+def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> "VAETask":
+    """Return the task, with fresh weights drawn from torch's global generator.
+
+    Args:
+        settings: the run.
+        device: that will train; autoencoder and discriminator are still on the host.
+        reporter: warned if the perceptual term is off.
+
+    Raises:
+        RequestError: sizes contradict each other.
+        CheckpointError: the perceptual term's weights are missing or broken.
+    """
+    chosen = settings.train_vae
+    perceptual = None
+    if chosen.perceptual_files:
+        perceptual = load_perceptual_distance([Path(file) for file in chosen.perceptual_files]).to(device)
+    elif chosen.perceptual_weight:
+        reporter.warn(
+            f"train_vae.perceptual_weight={chosen.perceptual_weight:g}, but the perceptual term is off: "
+            "train_vae.perceptual_files names no weights"
+        )
+    autoencoder = new_autoencoder(settings.vae)
+    if device.type == "cpu":
+        channels_last(autoencoder)
+    adversary = None
+    if chosen.discriminator.weight:
+        adversary = PatchAdversary(chosen.discriminator, optimizer=settings.optimizer)
+    return VAETask(
+        autoencoder, settings=chosen, scenes=settings.data.scenes, perceptual=perceptual, adversary=adversary
+    )
+
+
+def channels_last(module: ModuleT) -> ModuleT:
     """Lay the weights out, in place, as convolutions on a CPU like them; returns the same module."""
-    vae.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # not in torch's stubs
-    return vae
+    for weight in module.parameters():
+        if weight.ndim in _CHANNELS_LAST:
+            weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
+    return module
 
 
-def to_pixels(frames_NTHWC: NDArray[np.uint8]) -> Tensor:
-    """Turn uint8 clips (N,T,H,W,3) into pixels (N,3,T,H,W) in [-1,1], laid out as convolutions like them."""
-    pixels = torch.from_numpy(frames_NTHWC).permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1.0
-    return pixels.contiguous(memory_format=torch.channels_last_3d)
+def to_pixels(frames_BTHWC: Tensor) -> Tensor:
+    """Turn uint8 clips (B,T,H,W,3) into pixels (B,3,T,H,W) in [-1,1], laid out as a device's convolutions like them."""
+    pixels = frames_BTHWC.permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1.0
+    is_on_cpu = pixels.device.type == "cpu"
+    return pixels.contiguous(memory_format=torch.channels_last_3d if is_on_cpu else torch.contiguous_format)
 
 
 class VAETask:
-    """Reconstruct clips: |error| + w·error² + w_kl·KL, all means; first single frames, then whole clips.
+    """Reconstruct clips and pictures.
+
+    The loss is |error| + a·error² + b·LPIPS + c·KL + d·w·(-logit), all means: logit is the discriminator's, and w
+    balances gradients (see `adaptive_weight`).
 
     Args:
-        config: sizes of the autoencoder.
-        data: the clips.
-        settings: the objective, and how long to stay with single frames.
-        batch_size: clips of a step.
+        autoencoder: what is trained.
+        settings: the weights a to d, and the phases.
+        scenes: the procedural clips, by which latents are whitened.
+        perceptual: LPIPS; None: without.
+        adversary: the discriminator; None: without.
     """
 
     def __init__(
-        self, config: HunyuanVAEConfig, *, data: SceneSettings, settings: VAETrainSettings, batch_size: int
+        self,
+        autoencoder: Autoencoder,
+        *,
+        settings: VAETrainSettings,
+        scenes: SceneSettings,
+        perceptual: PerceptualDistance | None = None,
+        adversary: PatchAdversary | None = None,
     ) -> None:
-        self.module = channels_last(HunyuanVAE(config))
-        self._data = data
+        self.module = autoencoder
+        self.forward: Callable[..., Any] = self.module
+        self.adversary = adversary
         self._settings = settings
-        self._batch_size = batch_size
+        self._scenes = scenes
+        self._perceptual = perceptual
+        self._last_layer = LastLayer(autoencoder.last_layer)
+        self._is_opposed = False
 
-    def begin_step(self, step: int, ema: HunyuanVAE) -> None:
-        """Rework weights and average for whole clips when the single frames are over.
+    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
+        """Rework weights and average for whole clips when the single frames are over, and let the discriminator in.
 
         The moments of the optimizers stay: they fade within some tens of steps, and without them the first steps would
         be as large as a single noisy gradient makes them.
         """
         if step == self._settings.picture_steps > 0:
-            move_to_last_tap(self.module)
-            move_to_last_tap(ema)
+            move_to_last_tap(dict(self.module.named_parameters()))
+            move_to_last_tap(ema or {})
+        self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
 
-    def loss(self, step: int, chance: Chance) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of one batch of pictures or clips, with PSNR (dB) and KL (nats per latent value)."""
-        pixels = self._batch(step, chance.rng)
-        mean, logvar = (moment.float() for moment in self.module.encode_moments(pixels))
-        noise = torch.empty_like(mean).normal_(generator=chance.generator)
-        decoded = self.module.decode(self.module.scale_latents(mean + torch.exp(0.5 * logvar) * noise)).float()
-        absolute = nn.functional.l1_loss(decoded, pixels)
-        squared = nn.functional.mse_loss(decoded, pixels)
-        kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
-        loss = absolute + self._settings.squared_error_weight * squared + self._settings.kl_weight * kl
-        psnr = -10.0 * torch.log10(squared.detach() / 4.0)  # pixels span 2
-        return loss, {"psnr": float(psnr), "kl": float(kl.detach())}
+    def loss(self, batch: ClipBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
 
-    def export(self, ema: HunyuanVAE, folder: Path) -> None:
-        """Write `vae.safetensors` in half precision, its latents brought to mean 0 and variance 1 in every channel."""
-        vae = deepcopy(ema)
-        rng = np.random.default_rng(_WHITENING_SEED)
-        count = self._settings.whitening_clips
-        whiten_latents(vae, self._render(rng, count=count, num_frames=self._data.num_frames))
-        write_weights(folder / VAE_FILE, {name: weight.half() for name, weight in vae.state_dict().items()})
+        Where gradients are off, the adversarial term is left out, so that losses of different times can be compared.
+        """
+        pixels = self._pixels(batch, chance)
+        opposed = self._is_opposed and torch.is_grad_enabled()
+        with self._last_layer.watched() if opposed else nullcontext():
+            made, mean, logvar = self.forward(pixels, generator=chance.generator)
+            loss, figures = self._pixel_loss(made.float(), pixels, opposed=opposed)
+        if logvar is not None:
+            kl = kl_divergence(mean.float(), logvar.float())
+            loss = loss + self._settings.kl_weight * kl
+            figures["kl"] = float(kl.detach())
+        return loss, figures
 
-    def _batch(self, step: int, rng: np.random.Generator) -> Tensor:
-        if step < self._settings.picture_steps:
-            return self._render(rng, count=self._settings.picture_batch_size, num_frames=1)
-        return self._render(rng, count=self._batch_size, num_frames=self._data.num_frames)
+    def tokens(self, batch: ClipBatch) -> int:
+        """Return how many positions the latents of the batch have."""
+        count, frames, height, width, _ = _frames(batch).shape
+        grid = self.module.grid
+        rows, columns = grid.latent_size(height, width)
+        return count * grid.latent_frames(frames) * rows * columns
 
-    def _render(self, rng: np.random.Generator, *, count: int, num_frames: int) -> Tensor:
-        size, fps = self._data.size, self._data.fps
-        clips = [render_scene(sample_scene(rng), size=size, num_frames=num_frames, fps=fps) for _ in range(count)]
-        return to_pixels(np.stack(clips))
+    def samples(self, batch: ClipBatch) -> int:
+        """Return how many clips or pictures the batch has."""
+        return len(batch.paths)
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write `vae.safetensors`, whitened (see `whiten_latents`) and rounded as the settings have it."""
+        if self._settings.whitening_clips:
+            weights = self._whitened(weights)
+        dtype = torch.float16 if self._settings.export_half else torch.float32
+        write_weights(folder / VAE_FILE, {name: weight.to(dtype) for name, weight in weights.items()})
+
+    def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, float]]:
+        """Return what the decoded pixels cost; its gradient by them is worked out at once, term by term."""
+        if not torch.is_grad_enabled():
+            return self._reconstruction_loss(made, pixels)
+        # A leaf: differentiating by it ends there, and frees what LPIPS and the discriminator keep.
+        leaf = made.detach().requires_grad_()
+        with _without_float16(made.device.type):
+            value, figures = self._reconstruction_loss(leaf, pixels)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        if opposed and self.adversary is not None:
+            with _without_float16(made.device.type):
+                disbelief = self.adversary.disbelief(leaf)
+            (against,) = torch.autograd.grad(disbelief, leaf)
+            balance = adaptive_weight(self._last_layer.gradient_norm(gradient), self._last_layer.gradient_norm(against))
+            weight = self._settings.discriminator.weight * balance
+            value = value.detach() + weight * disbelief.detach()
+            gradient = gradient + weight * against
+            figures |= {"adversarial": float(disbelief.detach()), "adversarial_weight": float(weight)}
+            self.adversary.show(real_BCTHW=pixels, made_BCTHW=made)
+        return with_gradient(made, value=value, gradient=gradient), figures
+
+    def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, float]]:
+        settings = self._settings
+        loss, squared = reconstruction_error(made, pixels, squared_weight=settings.squared_error_weight)
+        figures = {"psnr": float(psnr(squared.detach()))}
+        if self._perceptual is not None:
+            distance = self._perceptual(made, pixels)
+            loss = loss + settings.perceptual_weight * distance
+            figures["lpips"] = float(distance.detach())
+        return loss, figures
+
+    def _pixels(self, batch: ClipBatch, chance: Chance) -> Tensor:
+        frames = _frames(batch)
+        count, num_frames = frames.shape[:2]
+        share = self._settings.single_frame_share
+        if share and num_frames > 1 and chance.rng.random() < share:
+            frames = frames[torch.arange(count), chance.rng.integers(num_frames, size=count)].unsqueeze(1)
+        return to_pixels(frames.to(next(self.module.parameters()).device))
+
+    def _whitened(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert isinstance(self.module, HunyuanVAE)  # as the settings were checked
+        with torch.device("meta"):
+            vae = HunyuanVAE(self.module.config)
+        vae.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
+        rng, scenes = np.random.default_rng(_WHITENING_SEED), self._scenes
+        clips = [
+            render_scene(sample_scene(rng), size=scenes.size, num_frames=scenes.num_frames, fps=scenes.fps)
+            for _ in range(self._settings.whitening_clips)
+        ]
+        whiten_latents(vae.eval(), to_pixels(torch.from_numpy(np.stack(clips))))
+        return vae.state_dict()
 
 
-@torch.no_grad()
-def move_to_last_tap(vae: HunyuanVAE) -> None:
-    """Gather every causal kernel's taps in time into the last one, the present frame, in place.
-
-    A picture, whose past is itself, is encoded and decoded as before; of a clip, every frame is now treated as that
-    picture was. Trained on pictures alone, the taps only make sense in their sum, and would smear a clip in time.
-    A second time changes nothing.
-    """
-    for layer in vae.modules():
-        if isinstance(layer, nn.Conv3d) and layer.kernel_size[0] > 1:
-            total = layer.weight.sum(dim=2)
-            layer.weight.zero_()
-            layer.weight[:, :, -1] = total
+def _without_float16(device_type: str) -> AbstractContextManager[object]:
+    """Compute in float32 in place of float16, in which gradients of a loss that is not scaled up are lost."""
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.float16:
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
-@torch.no_grad()
-def whiten_latents(vae: HunyuanVAE, pixels_BCTHW: Tensor) -> None:
-    """Fold a shift and scale of every latent channel into the 1x1 convolutions around the latents, in place.
-
-    Afterwards the posterior means of clips like `pixels_BCTHW` have mean 0 and variance 1 in each channel, and decoding
-    undoes it exactly: one scale factor for all channels, as the configuration has it, then suits them all.
-
-    Args:
-        vae: the autoencoder.
-        pixels_BCTHW: clips, in [-1,1].
-    """
-    means = torch.cat([vae.encode_moments(clips)[0] for clips in torch.split(pixels_BCTHW, 4)])
-    mean_C = means.mean(dim=(0, 2, 3, 4)).double()
-    std_C = means.std(dim=(0, 2, 3, 4)).double()
-    channels = mean_C.numel()
-    into, out_of = (
-        {name: weight.double() for name, weight in layer.state_dict().items()}
-        for layer in (vae.quant_conv, vae.post_quant_conv)
-    )
-    into["weight"][:channels] /= std_C.view(-1, 1, 1, 1, 1)
-    into["bias"][:channels] = (into["bias"][:channels] - mean_C) / std_C
-    into["bias"][channels:] -= 2.0 * std_C.log()  # the log variance of the shifted and scaled posterior
-    out_of["bias"] += out_of["weight"][:, :, 0, 0, 0] @ mean_C
-    out_of["weight"] *= std_C.view(1, -1, 1, 1, 1)
-    vae.quant_conv.load_state_dict(into)
-    vae.post_quant_conv.load_state_dict(out_of)
+def _frames(batch: ClipBatch) -> Tensor:
+    if batch.pixels_BTHWC is None:
+        raise ValueError("autoencoders learn from pixels, and the batch has none")
+    return batch.pixels_BTHWC

@@ -130,6 +130,12 @@ class TestRuns:
             open_checkpoint(epoch.parent)
         assert str(newest) in caught.value.hint
 
+    def test_of_a_run_of_this_project_the_newest_is_opened(self, epoch):
+        newest = epoch.parent / checkpoint_folder_name(epoch=1, global_step=100)
+        shutil.copytree(epoch, newest)
+        (epoch.parent / "settings.json").write_text("{}")
+        assert open_checkpoint(epoch.parent).path == newest
+
     def test_only_an_unfinished_one(self, epoch):
         (epoch / "running_states.json").unlink()
         (epoch.parent / "epoch0-global_step3").mkdir()

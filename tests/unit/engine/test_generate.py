@@ -177,7 +177,7 @@ class CountingTransformer:
 @pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_head", 110), ("i2v_loop", 110)])
 def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
     transformer = CountingTransformer()
-    monkeypatch.setattr(build, "load_transformer", lambda plan, group, advance: transformer)
+    monkeypatch.setattr(build, "load_transformer", lambda plan, group, neighbours, advance: transformer)
     settings = released_settings(
         world,
         tmp_path,

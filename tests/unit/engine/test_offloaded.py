@@ -103,7 +103,7 @@ def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     loaded = []
     load = build.load_transformer
 
-    def remember(plan, group, advance):
+    def remember(plan, group, neighbours, advance):
         loaded.append((load(plan, group=group, advance=advance), plan.offload))
         return loaded[-1][0]
 

@@ -129,3 +129,15 @@ def test_a_storage_that_grows_counts_as_it_is():
         tensor = torch.zeros(10)
         tensor.resize_(100)
         assert counter.live_bytes == 400
+
+
+def test_storages_that_are_emptied_and_filled_behind_its_back_are_followed():
+    with TensorBytes(follow_sizes=True) as following, TensorBytes() as plain:
+        tensor = torch.zeros(100)
+        tensor.untyped_storage().resize_(0)
+        other = torch.zeros(50)
+        assert (following.live_bytes, plain.live_bytes) == (200, 600)
+        tensor.untyped_storage().resize_(400)
+        other += 1
+        assert (following.live_bytes, plain.live_bytes) == (600, 600)
+    assert following.peak_bytes == 600

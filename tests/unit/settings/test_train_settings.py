@@ -1,5 +1,6 @@
 """Settings of `osora train`: the recipes, where values come from, and the rules between them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.presets import list_presets, preset_path
-from opensora_cli.settings.train import ModeWeights, TrainSettings, TrainTarget, find_recipe, load_train_settings
+from opensora_cli.settings.train import TrainSettings, TrainTarget, find_recipe, load_train_settings
+from opensora_cli.settings.train_mmdit import ModeWeights
 
 RECIPES = list_presets("train")
 
@@ -22,7 +24,7 @@ def load(recipe: str, environment: dict[str, str] | None = None, **overrides: st
 
 
 def test_the_recipes_are_there() -> None:
-    assert RECIPES == ["demo", "demo_text", "demo_vae"]
+    assert {"demo", "demo_text", "demo_vae"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize(("recipe", "target"), [("demo", "mmdit"), ("demo_text", "text"), ("demo_vae", "vae")])
@@ -36,7 +38,9 @@ def test_recipe_parses(recipe: str, target: str) -> None:
 def test_the_demo_learns_from_what_the_other_recipes_make() -> None:
     vae, text, demo = load("demo_vae"), load("demo_text"), load("demo")
     assert demo.weights == (vae.output, text.output)
-    assert (demo.vae, demo.data) == (vae.vae, vae.data)
+    assert demo.vae == vae.vae
+    for key in ("size", "num_frames", "fps"):
+        assert getattr(demo.data.scenes, key) == getattr(vae.data.scenes, key)
     assert demo.text == text.text
     assert (demo.model.context_in_dim, demo.model.vec_in_dim) == (text.text.t5_width, text.text.clip_width)
     assert set(demo.train_mmdit.mode_weights.by_mode()) == set(ConditionMode)
@@ -58,10 +62,51 @@ def test_every_key_is_described() -> None:
 
 def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("target: text\nloop:\n  steps: 1\n  seed: 1\n  batch_size: 1\n")
-    environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__BATCH_SIZE": "2"}
-    loop = load(str(path), environment, loop__batch_size="3").loop
-    assert (loop.steps, loop.seed, loop.batch_size) == (1, 2, 3)
+    path.write_text("target: text\nloop:\n  steps: 1\n  seed: 1\n  micro_batches: 1\n")
+    environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__MICRO_BATCHES": "2"}
+    loop = load(str(path), environment, loop__micro_batches="3").loop
+    assert (loop.steps, loop.seed, loop.micro_batches) == (1, 2, 3)
+
+
+def test_variables_of_generate_are_left_alone() -> None:
+    assert load("demo", {"OSORA_SAMPLING__SEED": "1", "OSORA_RUNTIME__DEVICE": "cuda"}) == load("demo")
+    with pytest.raises(RequestError, match="OSORA_SAMPLING__SEAD in the environment is not a setting"):
+        load("demo", {"OSORA_SAMPLING__SEAD": "1"})
+
+
+class TestFrom:
+    """Settings of an earlier run."""
+
+    def test_round_trip(self, tmp_path: Path) -> None:
+        for recipe in RECIPES:
+            settings = load(recipe)
+            (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
+            assert self.load(tmp_path / "settings.json") == settings
+
+    def load(self, path: Path, environment: dict[str, str] | None = None, **overrides: str) -> TrainSettings:
+        given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
+        return load_train_settings(config=None, overrides=given, environment=environment or {}, saved=path)
+
+    def test_above_the_environment_and_below_the_command_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "settings.json"
+        path.write_text(json.dumps(load("demo_text", loop__seed="1", loop__steps="900").model_dump(mode="json")))
+        loop = self.load(path, {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__STEPS": "2"}, loop__steps="901").loop
+        assert (loop.seed, loop.steps) == (1, 901)
+
+    def test_not_with_a_recipe(self) -> None:
+        with pytest.raises(RequestError, match=r"--config demo cannot go with --from a\.json"):
+            load_train_settings(config=Path("demo"), overrides={}, environment={}, saved=Path("a.json"))
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [(None, "cannot be read"), ("{", "is not JSON"), ("[1]", "holds no settings"), ("{}", "holds no settings")],
+    )
+    def test_broken(self, tmp_path: Path, content: str | None, message: str) -> None:
+        path = tmp_path / "settings.json"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(FileProblem, match=message):
+            self.load(path)
 
 
 def test_weights_are_one_folder_or_several() -> None:
@@ -95,7 +140,7 @@ class TestFindRecipe:
         assert find_recipe(Path("demo")) == preset_path("train", "demo")
 
     def test_unknown(self) -> None:
-        with pytest.raises(RequestError, match="'dmeo' is not one of demo, demo_text, demo_vae"):
+        with pytest.raises(RequestError, match="'dmeo' is not one of demo, demo_lora, demo_text, demo_vae"):
             find_recipe(Path("dmeo"))
         with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
             load("dmeo.yaml")
@@ -112,14 +157,23 @@ class TestFindRecipe:
         ("demo_vae", {"target": "audio"}, "target=audio must be one of vae, text, mmdit"),
         ("demo_vae", {"loop__steps": "0"}, "loop.steps=0 must be over 0 (from --set)"),
         ("demo_vae", {"loop__ema_decay": "1"}, "loop.ema_decay=1 must be under 1 (from --set)"),
-        ("demo_vae", {"data__num_frames": "16"}, "data.num_frames=16 must be a multiple of 4, plus 1: use 13 or 17"),
-        ("demo_vae", {"data__size": "62"}, "data.size=62 must be a multiple of 4, the side of a token: use 64"),
-        ("demo", {"data__size": "68"}, "data.size=68 must be a multiple of 16, the side of a token: use 80"),
-        ("demo", {"model__in_channels": "64"}, "in_channels=64 must be vae.latent_channels=16 x model.patch_size=4"),
-        ("demo", {"model__guidance_embed": "true"}, "model.guidance_embed=true cannot be trained"),
+        ("demo_vae", {"data__scenes__num_frames": "16"}, "clips of 16 frames do not suit vae.kind: use 13 or 17"),
+        ("demo_vae", {"data__scenes__size": "62"}, "size=62 must be a multiple of 4, the side of a token: use 64"),
+        ("demo", {"data__scenes__size": "68"}, "size=68 must be a multiple of 16, the side of a token: use 80"),
+        ("demo", {"model__in_channels": "64"}, "channels (16) x model.patch_size=4 squared: use 256"),
         ("demo", {"model__cond_embed": "false"}, "mode_weights must be 0 but for t2v with model.cond_embed=false"),
-        ("demo", {"data__num_frames": "13"}, "data.num_frames=13 leaves nothing to learn in a condition mode"),
-        ("demo", {"train_mmdit__cached_clips": "3"}, "must be at most train_mmdit.cached_clips=3"),
+        ("demo", {"data__scenes__num_frames": "13"}, "no clip is longer than 13 frames, which leaves nothing to learn"),
+        ("demo", {"data__fps_max": "3"}, "data.fps_max=3 (from --set) has no effect with data.table=none"),
+        ("demo", {"data__table": "a.csv", "data__scenes__size": "32"}, "has no effect with data.table=a.csv"),
+        ("demo", {"strategy": "zero2"}, "optimizer.name=muon needs whole matrices"),
+        ("demo_vae", {"strategy": "zero2"}, "strategy=zero2 divides the blocks of the transformer"),
+        ("demo_vae", {"parallel__gpus": "3", "loop__micro_batches": "4"}, "must be a multiple of the 3 data-parallel"),
+        ("demo_text", {"init": "a.pt"}, "init=a.pt has no effect with target=text"),
+        ("demo_vae", {"device": "gpu"}, "device=gpu must be auto, cpu, cuda or cuda:N"),
+        ("demo_vae", {"device": "cpu", "parallel__devices": "0,1"}, "picks cards, and the device is cpu"),
+        ("demo_vae", {"device": "cuda:1", "parallel__gpus": "2"}, "device=cuda:1 is one card, and there are 2 ranks"),
+        ("demo_vae", {"checkpoints__keep": "0"}, "checkpoints.keep=0 must be over 0"),
+        ("demo_text", {"compile": "true"}, "compile=true is for the blocks of the transformer"),
         ("demo", {"train_mmdit__mode_weights__t2v": "-1"}, "train_mmdit.mode_weights.t2v=-1 must be at least 0"),
         (
             "demo",

@@ -49,7 +49,7 @@ def test_the_buffer_holds_a_step():
     streams = (2 * joint + 3 * joint + latents) * width
     shared = joint * 2 * angles + width
     assert plan.needed_bytes == plan.buffer_bytes == 4 * 2 * (streams + shared)
-    halved = settings(checkpointing=True, activation_offload="all").replace({"loop.batch_size": 1})
+    halved = settings(checkpointing=True, activation_offload="all").replace({"data.scenes.batch_size": 1})
     assert plan_activations(halved).needed_bytes == plan.needed_bytes // 2
     larger = settings(checkpointing=True, activation_offload="all", activation_buffer=10**6)
     assert plan_activations(larger).buffer_bytes == 10**6
@@ -59,7 +59,7 @@ def test_the_buffer_holds_a_step():
 def test_a_buffer_that_is_too_small():
     needed = plan_activations(settings(checkpointing=True, activation_offload="all")).needed_bytes
     with pytest.raises(
-        RequestError, match=rf"activation_buffer={needed - 4} is too small .*batch_size=2: use at least {needed}"
+        RequestError, match=rf"activation_buffer={needed - 4} is too small for a step of 2 clips: use at least {needed}"
     ):
         plan_activations(settings(checkpointing=True, activation_offload="all", activation_buffer=needed - 4))
 

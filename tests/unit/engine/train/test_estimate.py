@@ -5,17 +5,22 @@ from pathlib import Path
 import pytest
 import tiny_training
 
-from opensora_cli.engine.train.estimate import clips_bytes, estimate_training, measure_training
+from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.settings.train import TrainSettings
 
 VARIANTS: dict[str, dict[str, object]] = {
     "as it is": {},
-    "a larger batch": {"loop.batch_size": 6, "train_mmdit.fresh_clips_per_step": 0},
-    "checkpointed": {"loop.batch_size": 6, "memory.checkpointing": True},
+    "a larger batch": {"data.scenes.batch_size": 6},
+    "checkpointed": {"data.scenes.batch_size": 6, "memory.checkpointing": True},
     "one stack checkpointed": {"model.depth": 3, "memory.checkpointing": True, "memory.checkpoint_single_blocks": 0},
-    "offloaded": {"loop.batch_size": 4, "memory.checkpointing": True, "memory.activation_offload": "all"},
-    "in float32 with adamw": {"loop.autocast_bf16": False, "optimizer.name": "adamw", "model.depth_single_blocks": 3},
-    "longer, wider": {"data.size": 64, "data.num_frames": 17, "model.hidden_size": 64, "model.num_heads": 4},
+    "offloaded": {"data.scenes.batch_size": 4, "memory.checkpointing": True, "memory.activation_offload": "all"},
+    "in float32 with adamw": {"precision.compute": "fp32", "optimizer.name": "adamw", "model.depth_single_blocks": 3},
+    "longer, wider": {
+        "data.scenes.size": 64,
+        "data.scenes.num_frames": 17,
+        "model.hidden_size": 64,
+        "model.num_heads": 4,
+    },
 }
 
 
@@ -33,8 +38,10 @@ def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainS
     [
         *(pytest.param("mmdit", changes, id=f"mmdit {name}") for name, changes in VARIANTS.items()),
         pytest.param("vae", {}, id="vae"),
-        pytest.param("vae", {"loop.batch_size": 3, "loop.autocast_bf16": False, "data.size": 48}, id="vae float32"),
-        pytest.param("text", {"loop.batch_size": 5}, id="text"),
+        pytest.param(
+            "vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32", "data.scenes.size": 48}, id="vae float32"
+        ),
+        pytest.param("text", {"text.batch_size": 5}, id="text"),
     ],
 )
 def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -72,11 +79,3 @@ def test_over_the_limit_is_out_of_memory(tmp_path: Path) -> None:
     assert measure_training(settings, limit=peak).peak_bytes == peak
     with pytest.raises(MemoryError):
         measure_training(settings, limit=peak - 1)
-
-
-def test_clips_that_are_kept(tmp_path: Path) -> None:
-    settings = settings_of("mmdit", tmp_path, {"train_mmdit.cached_clips": 10})
-    side = settings.data.size // 4
-    # Latents and reference latents of four channels, and a mask of one, in half precision.
-    assert clips_bytes(settings) == 10 * 9 * settings.num_latent_frames * side * side * 2
-    assert clips_bytes(settings_of("vae", tmp_path, {})) == 0

@@ -1,59 +1,171 @@
-"""What the transformer is trained on."""
+"""What the transformer is trained on, and how: modes, times, dropouts, guidance, and where clips come from."""
+
+from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny_training
+import tiny_autoencoders
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.configs import mmdit_config, vae_config
-from opensora_cli.engine.train.loop import Chance
-from opensora_cli.engine.train.mmdit import ClipSource, MMDiTTask, _attention
-from opensora_cli.engine.train.vae import to_pixels
+from opensora_cli.engine.configs import new_autoencoder
+from opensora_cli.engine.sampling.conditioning import ReferenceLengths, ReferencePart, condition_mode, reference_parts
+from opensora_cli.engine.train.encoding import CachedClip, EmptyPrompt, Encoders, encode_for_cache, part_name
+from opensora_cli.engine.train.mmdit import MMDiTTask, bf16_products, fresh_clip
+from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.attention import math
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.enums import ConditionMode
+from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
-SETTINGS = tiny_training.mmdit_settings("unused")
+LENGTHS = ReferenceLengths(video=1, easy=2)
+WIDTH = 16
+VAE_CONFIG = HunyuanVAEConfig(
+    latent_channels=4,
+    block_out_channels=(4, 8, 8),
+    layers_per_block=1,
+    norm_num_groups=2,
+    sample_size=32,
+    sample_tsize=16,
+    scale_factor=1.0,
+    spatial_compression_ratio=4,
+)
+CONFIG = MMDiTConfig(
+    in_channels=16,
+    vec_in_dim=WIDTH,
+    context_in_dim=WIDTH,
+    hidden_size=32,
+    mlp_ratio=4.0,
+    num_heads=2,
+    depth=1,
+    depth_single_blocks=1,
+    axes_dim=(4, 6, 6),
+    theta=10_000,
+    qkv_bias=True,
+    guidance_embed=False,
+    cond_embed=True,
+    patch_size=2,
+)
 
 
 @pytest.fixture(scope="module")
 def vae():
     torch.manual_seed(0)
-    return HunyuanVAE(vae_config(SETTINGS.vae)).eval().requires_grad_(False)
+    return HunyuanVAE(VAE_CONFIG).eval().requires_grad_(False)
 
 
-def source(vae, **weights):
-    all_modes = {mode: weights.get(mode, 0.0) for mode in ConditionMode} if weights else {}
-    settings = SETTINGS.train_mmdit.model_copy(
-        update={"mode_weights": SETTINGS.train_mmdit.mode_weights.replace(all_modes)}
-    )
-    return ClipSource(vae, data=SETTINGS.data, settings=settings)
-
-
-def encode(captions):
-    """Encode a caption as its length."""
-    lengths = torch.tensor([float(len(caption)) for caption in captions])
-    return lengths.view(-1, 1, 1).expand(-1, 4, tiny_training.WIDTH), lengths.view(-1, 1).expand(
-        -1, tiny_training.WIDTH
-    )
-
-
-def task(vae, *, text=encode, cond_embed=True, **changes):
+def autoencoder(kind):
     torch.manual_seed(0)
-    weights = {} if cond_embed else {"t2v": 1.0}
+    return new_autoencoder(tiny_autoencoders.VAES[kind]).eval().requires_grad_(False)
+
+
+def t5(captions):
+    """Encode a caption as its length."""
+    return torch.tensor([float(len(caption)) for caption in captions]).view(-1, 1, 1).expand(-1, 4, WIDTH)
+
+
+def clip(captions):
+    return -t5(captions)[:, 0]
+
+
+class Spy(nn.Module):
+    """Keeps what the transformer is given, and answers with zeros."""
+
+    def __init__(self, config=CONFIG):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.calls = []
+
+    def forward(self, packed_latents_BND, **inputs):
+        self.calls.append({"latents": packed_latents_BND, **inputs})
+        return packed_latents_BND * self.weight
+
+
+def encoders(vae, **changes):
+    return Encoders(vae, **{"t5": t5, "clip": clip, **changes})
+
+
+def settings(weights=None, **changes):
+    if weights is not None:
+        changes["mode_weights"] = {mode: weights.get(mode, 0.0) for mode in ConditionMode}
+    return MMDiTTrainSettings(video_latent_frames=LENGTHS.video, easy_latent_frames=LENGTHS.easy, **changes)
+
+
+def task(frozen, *, module=None, grid=None, **changes):
     return MMDiTTask(
-        mmdit_config(SETTINGS.model.model_copy(update={"cond_embed": cond_embed})),
-        clips=source(vae, **weights),
-        text=text,
-        settings=SETTINGS.train_mmdit.model_copy(update=changes),
-        batch_size=3,
-        reporter=SilentReporter(),
+        module or Spy(),
+        settings=settings(**changes),
+        grid=grid or frozen.grid,
+        empty_prompt=frozen.empty_prompt(),
+        encoders=lambda: frozen,
     )
 
 
-class TestClipSource:
+def pixels(count=3, *, num_frames=13):
+    rng = np.random.default_rng(0)
+    clips = [render_scene(sample_scene(rng), size=32, num_frames=num_frames) for _ in range(count)]
+    return torch.from_numpy(np.stack(clips))
+
+
+def batch(pixels_BTHWC, **changes):
+    count = len(pixels_BTHWC)
+    return ClipBatch(
+        **{
+            "number": 0,
+            "epoch": 0,
+            "paths": tuple(f"clip {i}" for i in range(count)),
+            "captions": tuple("x" * (i + 1) for i in range(count)),
+            "fps": (12.0,) * count,
+            "motion_scores": (None,) * count,
+            "pixels_BTHWC": pixels_BTHWC,
+            "cached": None,
+            **changes,
+        }
+    )
+
+
+def permuted(original, order):
+    fields = ("paths", "captions", "fps", "motion_scores")
+    changes = {name: tuple(getattr(original, name)[i] for i in order) for name in fields}
+    return replace(original, pixels_BTHWC=original.pixels_BTHWC[list(order)], **changes)
+
+
+def cached(original, frozen, chosen):
+    """The same batch, out of a cache of everything."""
+    parts = {
+        part_name(part): part
+        for name in chosen.mode_weights.by_mode()
+        for part in reference_parts(condition_mode(name), lengths=LENGTHS)
+    }
+    clips = [
+        CachedClip(
+            encode_for_cache(
+                fresh_clip(frozen, frames, caption=caption, fps=fps, motion_score=score, settings=chosen), parts
+            )
+        )
+        for frames, caption, fps, score in zip(
+            original.pixels_BTHWC, original.captions, original.fps, original.motion_scores, strict=True
+        )
+    ]
+    return replace(original, pixels_BTHWC=None, cached=tuple(clips))
+
+
+def given_frames(call, *, frames, tokens=16, patch=2):
+    """Return (frames given, reference latents by frame) of the first sample, out of the packed conditioning."""
+    conditioning = call["conditioning_BNK"][0].reshape(frames, tokens, -1)
+    mask, reference = conditioning[..., : patch**2], conditioning[..., patch**2 :]
+    assert mask.amin(dim=(1, 2)).equal(mask.amax(dim=(1, 2)))
+    return mask.amax(dim=(1, 2)).tolist(), reference
+
+
+class TestModes:
     @pytest.mark.parametrize(
         ("mode", "given"),
         [
@@ -68,16 +180,11 @@ class TestClipSource:
         ],
     )
     def test_every_mode_gives_its_frames(self, vae, mode, given):
-        clip = source(vae, **{mode: 1.0}).fresh(np.random.default_rng(0))
-        assert clip.latents_CTHW.shape == clip.reference_CTHW.shape == (4, 4, 8, 8)
-        assert clip.mask_1THW.amin(dim=(0, 2, 3)).tolist() == clip.mask_1THW.amax(dim=(0, 2, 3)).tolist() == given
-        assert clip.reference_CTHW.abs().amax(dim=(0, 2, 3)).gt(0).tolist() == [bool(frame) for frame in given]
-
-    def test_modes_come_by_weight(self, vae):
-        clips = source(vae, t2v=1.0, i2v_head=3.0)
-        rng = np.random.default_rng(0)
-        given = [bool(clips.fresh(rng).mask_1THW.any()) for _ in range(24)]
-        assert sum(given) / len(given) == pytest.approx(0.75, abs=0.2)
+        spy = Spy()
+        task(encoders(vae), module=spy, weights={mode: 1.0}).loss(batch(pixels(1)), Chance.of(0, 0))
+        flags, reference = given_frames(spy.calls[0], frames=4)
+        assert flags == given
+        assert reference.abs().amax(dim=(1, 2)).gt(0).tolist() == [bool(frame) for frame in given]
 
     @pytest.mark.parametrize(
         ("mode", "frames", "position"),
@@ -89,53 +196,271 @@ class TestClipSource:
         ],
     )
     def test_references_are_encoded_on_their_own(self, vae, mode, frames, position):
-        clip = source(vae, **{mode: 1.0}).fresh(np.random.default_rng(0))
-        pixels = to_pixels(render_scene(sample_scene(np.random.default_rng(0)), size=32, num_frames=13)[None])
-        alone = vae.encode(pixels[:, :, frames])[0]
-        assert torch.allclose(clip.latents_CTHW.float(), vae.encode(pixels)[0], atol=1e-2)
-        assert torch.allclose(clip.reference_CTHW[:, position].float(), alone, atol=1e-2)
-        assert not torch.allclose(clip.latents_CTHW[:, position].float(), alone, atol=1e-2)
+        spy, clips = Spy(), pixels(1)
+        task(encoders(vae), module=spy, weights={mode: 1.0}).loss(batch(clips), Chance.of(0, 0))
+        _, reference = given_frames(spy.calls[0], frames=4)
+        whole = (clips.permute(0, 4, 1, 2, 3).float() / 127.5 - 1.0).contiguous()
+        alone, inside = vae.encode(whole[:, :, frames]), vae.encode(whole)[:, :, position]
+        # By frame, then tokens (h w) of (c ph pw), as they are packed.
+        packed = alone[0].reshape(4, -1, 4, 2, 4, 2).permute(1, 2, 4, 0, 3, 5).reshape(-1, 16, 16)
+        assert torch.allclose(reference[position], packed, atol=1e-6)
+        assert not torch.allclose(alone, inside, atol=1e-2)
+
+    def test_modes_come_by_weight(self, vae):
+        spy = Spy()
+        running = task(encoders(vae), module=spy, weights={"t2v": 1.0, "i2v_head": 3.0})
+        for number in range(8):
+            running.loss(batch(pixels(5, num_frames=5)), Chance.of(0, number))
+        given = [bool(sample.any()) for call in spy.calls for sample in call["conditioning_BNK"]]
+        assert len(given) == 40
+        assert sum(given) == pytest.approx(30, abs=6)  # seeded
+
+    @pytest.mark.parametrize(("num_frames", "weights"), [(1, {"i2v_head": 1.0}), (5, {"v2v_head": 1.0})])
+    def test_a_clip_too_short_for_all_modes_is_t2v(self, vae, num_frames, weights):
+        spy = Spy()
+        task(encoders(vae), module=spy, weights=weights).loss(batch(pixels(2, num_frames=num_frames)), Chance.of(0, 0))
+        assert not spy.calls[0]["conditioning_BNK"].any()
 
 
-class TestTask:
-    @pytest.mark.parametrize("autocast", [False, True])
-    def test_the_same_chance_gives_the_same_loss(self, vae, autocast):
-        losses = []
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                loss, figures = task(vae).loss(0, Chance.of_step(0, 0))
-            loss.backward()
-            losses.append(loss)
-        assert torch.equal(*losses)
-        assert figures == {"clips": 7.0}
+class TestStep:
+    def test_the_same_chance_gives_the_same_loss_whatever_the_precision(self, vae):
+        torch.manual_seed(0)
+        running = task(encoders(vae), module=MMDiT(CONFIG))
+        losses = {}
+        for autocast in (False, True):
+            for attempt in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    loss, figures = running.loss(batch(pixels()), Chance.of(0, 0))
+                loss.backward()
+                losses[autocast, attempt] = loss
+                assert figures == {}
+        assert torch.equal(losses[False, 0], losses[False, 1])
+        assert torch.equal(losses[True, 0], losses[True, 1])
         # The model begins with velocity zero: what is left is the mean square of the target, noise - data.
-        assert loss.item() > 1.0
+        assert losses[False, 0].item() > 1.0
 
-    def test_the_ring_fills_up_and_then_turns(self, vae):
-        running = task(vae)
-        sizes = [running.loss(step, Chance.of_step(0, step))[1]["clips"] for step in range(4)]
-        assert sizes == [7.0, 8.0, 8.0, 8.0]
-        held = list(running._ring)
-        running.loss(4, Chance.of_step(0, 4))
-        assert [ours is theirs for ours, theirs in zip(held, running._ring, strict=True)] == [True] * 2 + [False] + [
-            True
-        ] * 5
+    def test_another_chance_gives_another_loss(self, vae):
+        running = task(encoders(vae))
+        first, second = (running.loss(batch(pixels()), Chance.of(0, number))[0] for number in (0, 1))
+        assert first != second
 
-    @pytest.mark.parametrize(("dropout", "empty"), [(0.0, 0), (1.0, 3)])
-    def test_prompts_are_dropped(self, vae, dropout, empty):
+    def test_a_sample_does_not_depend_on_its_place_in_the_batch(self, vae):
+        spy = Spy()
+        running = task(encoders(vae), module=spy)
+        original = batch(pixels())
+        straight, _ = running.loss(original, Chance.of(0, 0))
+        turned, _ = running.loss(permuted(original, (2, 0, 1)), Chance.of(0, 0))
+        for name, value in spy.calls[0].items():
+            if value is not None:
+                assert torch.equal(value[[2, 0, 1]], spy.calls[1][name]), name
+        assert torch.allclose(straight, turned, rtol=1e-6)
+
+    def test_the_same_clip_twice_is_drawn_for_twice(self, vae):
+        spy = Spy()
+        clips = pixels(1).expand(2, -1, -1, -1, -1)
+        running = task(encoders(vae), module=spy, weights={"t2v": 1.0})
+        running.loss(batch(clips, paths=("same", "same")), Chance.of(0, 0))
+        assert spy.calls[0]["timesteps_B"][0] != spy.calls[0]["timesteps_B"][1]
+
+    def test_time_and_noise_are_those_of_the_formula(self, vae):
+        """What the model is given is x_t of what the loss is measured against."""
+        spy = Spy()
+        loss, _ = task(encoders(vae), module=spy, weights={"t2v": 1.0}).loss(batch(pixels(2)), Chance.of(0, 0))
+        call = spy.calls[0]
+        clips = (pixels(2).permute(0, 4, 1, 2, 3).float() / 127.5 - 1.0).contiguous()
+        data = torch.cat([vae.encode(each[None]) for each in clips])
+        packed = data.reshape(2, 4, 4, 4, 2, 4, 2).permute(0, 2, 3, 5, 1, 4, 6).reshape(2, 64, 16)
+        t = call["timesteps_B"].view(-1, 1, 1)
+        noise = (call["latents"] - (1 - t) * packed) / (1 - (1 - 1e-5) * (1 - t))
+        assert noise.std().item() == pytest.approx(1.0, abs=0.05)
+        assert loss.item() == pytest.approx(((1 - 1e-5) * noise - packed).square().mean().item(), rel=1e-4)
+
+    def test_longer_clips_spend_more_time_near_the_noise(self, vae):
+        times = {}
+        for num_frames in (1, 13):
+            spy = Spy()
+            running = task(encoders(vae), module=spy, weights={"t2v": 1.0})
+            for number in range(4):
+                running.loss(batch(pixels(5, num_frames=num_frames)), Chance.of(0, number))
+            times[num_frames] = torch.cat([call["timesteps_B"] for call in spy.calls])
+        odds = {frames: t / (1 - t) for frames, t in times.items()}
+        # The paths are the same, and so are the normal draws where as much noise was drawn before them.
+        assert (times[1] > 0).all()
+        assert (times[13] < 1).all()
+        assert odds[13].log().mean() > odds[1].log().mean()
+
+    def test_masked_loss_leaves_given_frames_out(self, vae):
+        losses = {
+            masked: task(encoders(vae), weights={"i2v_head": 1.0}, masked_loss=masked).loss(
+                batch(pixels()), Chance.of(0, 0)
+            )[0]
+            for masked in (False, True)
+        }
+        assert losses[True] != losses[False]
+
+    def test_tokens_and_samples(self, vae):
+        running = task(encoders(vae))
+        original = batch(pixels(2))
+        assert running.samples(original) == 2
+        assert running.tokens(original) == running.tokens(cached(original, encoders(vae), settings())) == 2 * 4 * 16
+
+    def test_one_module_trained_through_another(self, vae):
+        """The loss is asked of `forward`, which strategies replace, and never of the module."""
+        running, asked = task(encoders(vae)), []
+        inner = running.module
+        running.forward = lambda latents, **inputs: asked.append(len(latents)) or inner(latents, **inputs)
+        running.loss(batch(pixels(2)), Chance.of(0, 0))
+        assert asked == [2]
+
+
+class TestText:
+    def test_captions_are_dropped_independently(self, vae):
+        spy = Spy()
+        running = task(encoders(vae), module=spy, weights={"t2v": 1.0}, t5_dropout=0.5, clip_dropout=0.25)
+        for number in range(40):
+            running.loss(batch(pixels(5, num_frames=1)), Chance.of(0, number))
+        no_t5 = torch.cat([call["prompt_embeds_BLC"][:, 0, 0] == 0 for call in spy.calls])
+        no_clip = torch.cat([call["pooled_prompt_embeds_BV"][:, 0] == 0 for call in spy.calls])
+        assert len(no_t5) == 200
+        # Seeded; expected 100, 50 and 25 of 200.
+        assert no_t5.sum().item() == pytest.approx(100, abs=20)
+        assert no_clip.sum().item() == pytest.approx(50, abs=18)
+        assert (no_t5 & no_clip).sum().item() == pytest.approx(25, abs=13)
+
+    @pytest.mark.parametrize(("dropout", "kept"), [(0.0, 3), (1.0, 0)])
+    def test_always_and_never(self, vae, dropout, kept):
+        spy = Spy()
+        task(encoders(vae), module=spy, t5_dropout=dropout, clip_dropout=dropout).loss(batch(pixels()), Chance.of(0, 0))
+        assert spy.calls[0]["prompt_embeds_BLC"][:, 0, 0].count_nonzero() == kept
+        assert spy.calls[0]["pooled_prompt_embeds_BV"][:, 0].count_nonzero() == kept
+
+    def test_captions_say_rate_and_motion(self, vae):
         asked = []
-        running = task(vae, text=lambda captions: asked.extend(captions) or encode(captions), text_dropout=dropout)
-        running.loss(0, Chance.of_step(0, 0))
-        assert (len(asked), asked.count("")) == (3, empty)
+        frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
+        running = task(frozen, t5_dropout=0.0)
+        running.loss(batch(pixels(2), motion_scores=(3.5, None), fps=(24.0, 0.0)), Chance.of(0, 0))
+        assert asked == ["", "x 24 FPS, 4 motion score.", "xx"]
 
+
+class TestModels:
     def test_a_model_without_condition(self, vae):
-        loss, _ = task(vae, cond_embed=False).loss(0, Chance.of_step(0, 0))
+        config = replace(CONFIG, cond_embed=False)
+        loss, _ = task(encoders(vae), module=MMDiT(config), weights={"t2v": 1.0}).loss(batch(pixels()), Chance.of(0, 0))
         assert loss.isfinite()
+
+    def test_a_distilled_model_is_told_its_guidance(self, vae):
+        config = replace(CONFIG, guidance_embed=True)
+        spy = Spy(config)
+        task(encoders(vae), module=spy, embedded_guidance=3.5).loss(batch(pixels(2)), Chance.of(0, 0))
+        assert spy.calls[0]["embedded_guidance_B"].tolist() == [3.5, 3.5]
+        module = MMDiT(config)
+        nn.init.normal_(module.final_layer.linear.weight)
+        loss, _ = task(encoders(vae), module=module).loss(batch(pixels(2)), Chance.of(0, 0))
+        loss.backward()
+        assert module.guidance_in.in_layer.weight.grad.isfinite().all()
+
+    @pytest.mark.parametrize(
+        ("mode", "given", "encoded"),
+        [
+            ("t2v", [0, 0, 0, 0], [8]),
+            ("i2v_head", [1, 0, 0, 0], [8, 1]),
+            ("i2v_loop", [1, 0, 0, 1], [8, 1, 1]),
+            ("v2v_head", [1, 0, 0, 0], [8]),
+            ("v2v_tail_easy", [0, 0, 1, 1], [8]),
+        ],
+    )
+    def test_the_video_dc_ae(self, mode, given, encoded, monkeypatch):
+        """Pictures are encoded on their own; videos, without one more latent frame, are cut out of the clip's."""
+        vae = autoencoder("dc_ae")
+        clips, seen, encode = pixels(1, num_frames=8), [], vae.encode
+        monkeypatch.setattr(vae, "encode", lambda x, **kind: seen.append(x.shape[2]) or encode(x, **kind))
+        spy = Spy(replace(CONFIG, in_channels=8, patch_size=1))
+        frozen = encoders(vae)
+        running = task(frozen, module=spy, weights={mode: 1.0})
+        loss, _ = running.loss(batch(clips), Chance.of(0, 0))
+        assert loss.isfinite()
+        assert running.tokens(batch(clips)) == spy.calls[0]["latents"].shape[1] == 4 * 256
+        flags, reference = given_frames(spy.calls[0], frames=4, tokens=256, patch=1)
+        assert flags == given
+        assert seen == encoded
+        for index, frame in enumerate(given):
+            inside, alone = (
+                frozen.latents(clips[0])[:, index],
+                frozen.latents(clips[0, [0 if index == 0 else -1]])[:, 0],
+            )
+            wanted = alone if mode.startswith("i2v") else inside
+            assert torch.equal(reference[index], frame * wanted.flatten(1).T)
+
+    def test_the_image_stage(self):
+        """Single frames in the latents of the 2D autoencoder, for a model that is distilled and takes no condition."""
+        config = replace(CONFIG, cond_embed=False, guidance_embed=True)
+        module = MMDiT(config)
+        nn.init.normal_(module.final_layer.linear.weight)
+        running = task(encoders(autoencoder("flux_ae")), module=module, weights={"t2v": 1.0})
+        pictures = batch(pixels(3, num_frames=1), fps=(0.0,) * 3)
+        loss, _ = running.loss(pictures, Chance.of(0, 0))
+        loss.backward()
+        assert loss.isfinite()
+        assert running.tokens(pictures) == 3 * 8 * 8
+        assert module.img_in.weight.grad.abs().sum() > 0
+
+
+class TestCached:
+    def test_the_loss_is_that_of_fresh_clips_bit_for_bit(self, vae):
+        frozen, original = encoders(vae), batch(pixels(4))
+        torch.manual_seed(0)
+        module = MMDiT(CONFIG)
+        nn.init.normal_(module.final_layer.linear.weight)
+        nn.init.normal_(module.cond_in.weight)
+        running = task(frozen, module=module)
+        stored = cached(original, frozen, settings())
+        for number in range(4):
+            fresh, _ = running.loss(original, Chance.of(0, number))
+            again, _ = running.loss(stored, Chance.of(0, number))
+            assert torch.equal(fresh, again)
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_so_it_is_in_bfloat16(self, vae, autocast):
+        rounding = deepcopy(vae).bfloat16()
+        frozen = encoders(
+            rounding,
+            dtype=torch.bfloat16,
+            t5=lambda texts: t5(texts).bfloat16(),
+            clip=lambda texts: clip(texts).bfloat16(),
+        )
+        original, running = batch(pixels(2)), task(frozen)
+        stored = cached(original, frozen, settings())
+        assert {tensor.dtype for one in stored.cached for tensor in one.tensors.values()} == {torch.bfloat16}
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            losses = [running.loss(each, Chance.of(0, 0))[0] for each in (original, stored)]
+        assert torch.equal(*losses)
+
+
+def test_weights_are_exported_in_half_precision(vae, tmp_path):
+    module = MMDiT(CONFIG)
+    task(encoders(vae), module=module).export(module.state_dict(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["transformer.safetensors"]
+    exported = load_file(tmp_path / "transformer.safetensors")
+    assert exported.keys() == module.state_dict().keys()
+    assert all(torch.equal(exported[name], weight.half()) for name, weight in module.state_dict().items())
 
 
 def test_attention_is_attention():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
-    out = _attention(q, k, v)
+    out = bf16_products(q, k, v)
     assert out.dtype == torch.float32
     assert torch.allclose(out, math(q, k, v), atol=0.03)
+
+
+def test_parts_have_names():
+    assert part_name(ReferencePart(file_index=0, from_end=False, num_frames=33)) == "head33"
+    assert part_name(ReferencePart(file_index=-1, from_end=True, num_frames=1)) == "tail1"
+
+
+def test_the_empty_prompt_is_encoded_once(vae):
+    asked = []
+    frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
+    assert frozen.empty_prompt() is frozen.empty_prompt()
+    assert asked == [""]
+    assert isinstance(frozen.empty_prompt(), EmptyPrompt)

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.optimizer import KernelMuon, build_optimizers, load_moments, rate_factor, set_rates
-from opensora_cli.settings.train import OptimizerSettings
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.train.muon import KernelMuon
+from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
+from opensora_cli.engine.train.optimizer import build_optimizers, create_optimizer, set_rates
+from opensora_cli.settings.optimizer import OptimizerSettings
 
 
 class Convolutions(nn.Module):
@@ -23,19 +26,6 @@ class Convolutions(nn.Module):
 
 def clip() -> torch.Tensor:
     return torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(1))
-
-
-class TestRateFactor:
-    def test_up_level_and_down_to_zero(self):
-        factors = [rate_factor(step, steps=10, warmup_steps=4, decay_steps=3) for step in range(11)]
-        assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
-
-    def test_level_without_warmup_and_decay(self):
-        assert [rate_factor(step, steps=3, warmup_steps=0, decay_steps=0) for step in range(3)] == [1.0, 1.0, 1.0]
-
-    def test_warmup_and_decay_that_overlap(self):
-        factors = [rate_factor(step, steps=4, warmup_steps=4, decay_steps=4) for step in range(4)]
-        assert factors == pytest.approx([0.25, 0.5, 0.5, 0.25])
 
 
 class TestBuildOptimizers:
@@ -70,20 +60,43 @@ class TestBuildOptimizers:
             set_rates(optimizers, factor)
             assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [1e-2 * factor, 4e-2 * factor]
 
-    def test_loading_keeps_the_rates_of_this_run(self):
-        (saved,) = build_optimizers(Convolutions(), OptimizerSettings(learning_rate=1e-2, beta1=0.5))
+    def test_without_weights_outside_blocks_there_is_muon_alone(self):
         module = Convolutions()
-        (fresh,) = build_optimizers(module, OptimizerSettings(learning_rate=1e-3, beta1=0.7))
-        state = saved.state_dict()
-        state["state"] = {
-            index: {"step": torch.tensor(3.0), "exp_avg": weight + 1, "exp_avg_sq": weight + 2}
-            for index, weight in enumerate(module.state_dict().values())
-        }
-        load_moments(fresh, state)
-        set_rates([fresh], 1.0)
-        group = fresh.param_groups[0]
-        assert (group["lr"], group["betas"]) == (1e-3, (0.7, 0.98))
-        assert torch.equal(fresh.state[module.out.bias]["exp_avg"], module.out.bias + 1)
+        module.out.requires_grad_(False)
+        for name, weight in module.block.named_parameters():
+            weight.requires_grad_(name.endswith("weight"))
+        (muon,) = build_optimizers(module, OptimizerSettings(name="muon"))
+        assert isinstance(muon, KernelMuon)
+
+
+class TestCreateOptimizer:
+    def test_known_names(self):
+        module = Convolutions()
+        module.block.requires_grad_(False)
+        config = {"cls": "HybridAdam", "lr": 1e-5, "eps": 1e-15, "weight_decay": 0.1, "adamw_mode": True}
+        adamw = create_optimizer(module, config)
+        group = adamw.param_groups[0]
+        assert type(adamw) is torch.optim.AdamW
+        assert [group[name] for name in ("lr", "betas", "eps", "weight_decay")] == [1e-5, (0.9, 0.999), 1e-15, 0.1]
+        assert len(group["params"]) == 2
+        assert config["cls"] == "HybridAdam"
+
+    def test_on_the_host(self):
+        assert isinstance(create_optimizer(Convolutions(), {"cls": "CPUAdam"}), OffloadedAdamW)
+
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            ({"cls": "Lion"}, "cls=Lion must be"),
+            ({"learning_rate": 1.0}, "no learning_rate"),
+            ({"lr": -1.0}, "greater than 0"),
+            ({"betas": 0.9}, "optimizer_config"),
+            ({"adamw_mode": False}, "adamw_mode"),
+        ],
+    )
+    def test_what_it_does_not_know_is_refused(self, config, words):
+        with pytest.raises(RequestError, match=words):
+            create_optimizer(Convolutions(), config)
 
 
 class TestKernelMuon:

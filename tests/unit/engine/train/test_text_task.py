@@ -8,8 +8,8 @@ import tiny_training
 import torch
 
 from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, known_words
-from opensora_cli.engine.train.loop import Chance
-from opensora_cli.engine.train.text import QUESTIONS, TextTask, answers, build_tokenizer
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.text import QUESTIONS, TextTask, answers, build_tokenizer, draw_captions
 
 THING = Thing(Shape.BOAT, Colour.BLUE, Direction.RIGHT, Speed.FAST)
 SCENE = Scene(Place.FOREST, Weather.SNOW, Time.SUNSET, THING, seed=0)
@@ -50,11 +50,12 @@ class TestTokenizer:
 class TestTask:
     def test_learns_to_answer(self):
         torch.manual_seed(0)
-        task = TextTask(tiny_training.text_settings("unused").text, batch_size=32)
+        task = TextTask(tiny_training.text_settings("unused").text)
         optimizer = torch.optim.AdamW(task.module.parameters(), lr=1e-2)
         right = []
         for step in range(30):
-            loss, figures = task.loss(step, Chance.of_step(0, step))
+            batch = draw_captions(Chance.of_data(0, step), step, batch_size=32)
+            loss, figures = task.loss(batch, Chance.of(0, step))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -62,3 +63,10 @@ class TestTask:
         first, last = np.mean(right[:3], axis=0), np.mean(right[-3:], axis=0)
         assert np.all(last > first + 0.1)
         assert np.all(last <= 1.0)
+
+    def test_a_batch_is_of_its_number_alone(self):
+        one, same, other = (draw_captions(Chance.of_data(0, number), number, batch_size=3) for number in (5, 5, 6))
+        assert one.captions == same.captions != other.captions
+        assert torch.equal(one.answers_BQ, same.answers_BQ)
+        task = TextTask(tiny_training.text_settings("unused").text)
+        assert (task.samples(one), task.tokens(one), one.paths) == (3, 3 * 24, one.captions)

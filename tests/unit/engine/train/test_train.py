@@ -6,14 +6,21 @@ from contextlib import contextmanager
 import pytest
 import tiny_training
 import torch
+from safetensors.torch import load_file, save_file
 
+from opensora_cli.checkpoint.formats import Selection
 from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.configs import transformer_on_meta, vae_on_meta
 from opensora_cli.engine.train import run
 from opensora_cli.engine.train.activations import saved_activations
+from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.plan import plan_training
+from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 
 FLOAT32 = {"device": "cpu", "dtype": torch.float32}
@@ -37,7 +44,9 @@ def exported(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("checkpoint.pt", "log.jsonl", "settings.json")
+        if path.is_file()
+        and path.name not in ("log.jsonl", "settings.json")
+        and not path.relative_to(folder).parts[0].startswith("epoch")
     }
 
 
@@ -53,7 +62,7 @@ class TestVae:
         settings = tiny_training.vae_settings(tmp_path)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(settings, reporter=tiny_training.StopAfter(2))
-        result = train(settings, resume=True)
+        result = train(settings, resume=Resume())
         assert (result.resumed_from, result.steps) == (2, 4)
         assert exported(tmp_path) == exported(vae_folder)
 
@@ -75,8 +84,13 @@ class TestText:
         settings = tiny_training.text_settings(tmp_path)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(settings, reporter=tiny_training.StopAfter(2))
-        train(settings, resume=True)
+        train(settings, resume=Resume())
         assert exported(tmp_path) == exported(text_folder)
+
+    def test_the_callers_randomness_is_left_alone(self, tmp_path):
+        before = torch.get_rng_state()
+        train(tiny_training.text_settings(tmp_path))
+        assert torch.equal(torch.get_rng_state(), before)
 
     def test_nothing_is_printed(self, tmp_path, capfd):
         train(tiny_training.text_settings(tmp_path))
@@ -135,10 +149,9 @@ class TestMMDiT:
 
     def test_resumes(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
-        # Six clips are encoded before the first step.
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
-            train(settings, reporter=tiny_training.StopAfter(6 + 2))
-        assert train(settings, resume=True).resumed_from == 2
+            train(settings, reporter=tiny_training.StopAfter(2))
+        assert train(settings, resume=Resume()).resumed_from == 2
 
     def test_missing_parts_are_named_at_once(self, tmp_path, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path / "run", text_folder)
@@ -160,7 +173,7 @@ class TestOutput:
         settings = tiny_training.vae_settings(vae_folder)
         before = exported(vae_folder)
         with pytest.raises(
-            OutputError, match=r"holds an earlier run: checkpoint\.pt, log\.jsonl, vae\.safetensors"
+            OutputError, match=r"holds an earlier run: epoch0-global_step4, log\.jsonl, vae\.safetensors"
         ) as e:
             train(settings)
         assert "--resume" in e.value.hint
@@ -180,12 +193,12 @@ class TestOutput:
         assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
 
     def test_nothing_to_resume(self, tmp_path):
-        with pytest.raises(CheckpointError, match=r"has no checkpoint\.pt to resume from"):
-            train(tiny_training.vae_settings(tmp_path), resume=True)
+        with pytest.raises(CheckpointError, match=r"has no checkpoint to resume from"):
+            train(tiny_training.vae_settings(tmp_path), resume=Resume())
 
     def test_resume_and_overwrite(self, vae_folder):
         with pytest.raises(RequestError, match="give one of them"):
-            train(tiny_training.vae_settings(vae_folder), resume=True, overwrite=True)
+            train(tiny_training.vae_settings(vae_folder), resume=Resume(), overwrite=True)
 
     def test_settings_are_kept(self, vae_folder):
         kept = json.loads((vae_folder / "settings.json").read_text())
@@ -200,11 +213,10 @@ class TestPlan:
             (tiny_training.text_settings(text_folder), True),
             (tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder), False),
         ):
-            plan = plan_training(settings, resume=counted)
+            plan = plan_training(settings, resume=Resume() if counted else None)
             if counted:
-                saved = torch.load(plan.output / "checkpoint.pt", weights_only=True)["model"]
-                # Tied weights are saved under two names.
-                assert plan.parameters == sum({w.data_ptr(): w.numel() for w in saved.values()}.values())
+                saved = open_checkpoint(plan.output, select=Selection.EMA).entries
+                assert plan.parameters == sum(entry.numel for entry in saved.values())
             assert plan.parameters > 1000
             assert plan.missing_weights == []
 
@@ -214,4 +226,48 @@ class TestPlan:
         assert plan.weights["vae.safetensors"] == vae_folder / "vae.safetensors"
         assert any("missing" in line and "clip" in line for line in plan.lines())
         assert plan.to_json()["missing_weights"] == ["t5", "clip"]
+        assert not (tmp_path / "run").exists()
+
+
+class TestInit:
+    """The weights that a run begins with."""
+
+    def built(self, settings):
+        return build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=SilentReporter()).module
+
+    def test_of_an_autoencoder(self, tmp_path, vae_folder):
+        settings = tiny_training.vae_settings(tmp_path).replace({"init": str(vae_folder / "vae.safetensors")})
+        found, stored = self.built(settings).state_dict(), load_file(vae_folder / "vae.safetensors")
+        assert found.keys() == stored.keys()
+        for name, value in found.items():
+            assert value.dtype == torch.float32
+            assert torch.equal(value, stored[name].float())
+
+    def test_of_a_transformer_that_never_saw_references(self, tmp_path, vae_folder, text_folder):
+        settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
+        weights = {name: value.half() for name, value in self.built(settings).state_dict().items()}
+        path = tmp_path / "pictures.safetensors"
+        save_file({name: value for name, value in weights.items() if not name.startswith("cond_in.")}, path)
+        found = self.built(settings.replace({"init": str(path), "loop.seed": 1})).state_dict()
+        for name, value in found.items():
+            expected = torch.zeros_like(value) if name.startswith("cond_in.") else weights[name].float()
+            assert torch.equal(value, expected)
+
+    def test_the_file_may_change_meanwhile(self, tmp_path, vae_folder, text_folder):
+        settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
+        path = tmp_path / "first.safetensors"
+        save_file(self.built(settings).state_dict(), path)
+        module = self.built(settings.replace({"init": str(path)}))
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.write(bytes(len(content)))
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+    def test_missing_or_of_another_model(self, tmp_path, vae_folder, text_folder):
+        settings = tiny_training.vae_settings(tmp_path / "run")
+        with pytest.raises(CheckpointError, match=r"init=gone\.safetensors does not exist"):
+            train(settings.replace({"init": "gone.safetensors"}))
+        with pytest.raises(CheckpointError, match="does not fit the model"):
+            train(settings.replace({"init": str(next(text_folder.glob("epoch*")))}))
         assert not (tmp_path / "run").exists()

@@ -1,126 +1,332 @@
-"""What is done to an autoencoder's weights besides learning: it must not show in what it makes of pictures."""
+"""The autoencoder's loss: its value and its gradient, against torch's own way through the same network."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
-import tiny_training
 import torch
+from safetensors.torch import load_file
+from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 
-from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.configs import vae_config
-from opensora_cli.engine.train.loop import Chance
-from opensora_cli.engine.train.vae import VAETask, move_to_last_tap, to_pixels, whiten_latents
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.vae import build_vae_task, to_pixels
+from opensora_cli.engine.train.vae_losses.perceptual import PerceptualDistance
+from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.settings.train import TrainSettings
 
-SETTINGS = tiny_training.vae_settings("unused")
+CPU = torch.device("cpu")
+KINDS = tuple(NUM_FRAMES)
+DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
 
 
-@pytest.fixture
-def vae():
+@pytest.fixture(scope="module")
+def perceptual():
     torch.manual_seed(0)
-    vae = HunyuanVAE(vae_config(SETTINGS.vae)).eval().requires_grad_(False)
-    for weight in vae.parameters():
-        weight.add_(0.05 * torch.randn(weight.shape))  # no bias is zero and no norm is the identity
-    return vae
+    distance = PerceptualDistance().requires_grad_(False)
+    for name, weight in distance.named_parameters():
+        if weight.ndim == 4:
+            torch.nn.init.kaiming_normal_(weight)  # else the signal dies out on its way
+        elif name.startswith("lins"):
+            weight.fill_(1e-3)
+    return distance
 
 
-def clips(count, *, num_frames=5):
-    rng = np.random.default_rng(1)
-    return to_pixels(np.stack([render_scene(sample_scene(rng), size=32, num_frames=num_frames) for _ in range(count)]))
+def gradients(module):
+    return {name: weight.grad.clone() for name, weight in module.named_parameters()}
 
 
-def task():
-    torch.manual_seed(0)
-    return VAETask(vae_config(SETTINGS.vae), data=SETTINGS.data, settings=SETTINGS.train_vae, batch_size=1)
+def direct_gradients(task, batch, *, step, perceptual):
+    """Differentiate the objective as it is written down, twice through the decoder's last layer for the balance."""
+    chance, settings, last = Chance.of(0, batch.number), task._settings, task.module.last_layer.weight
+    pixels = to_pixels(batch.pixels_BTHWC)
+    made, mean, logvar = task.module(pixels, generator=chance.generator)
+    loss = (made - pixels).abs().mean() + settings.squared_error_weight * (made - pixels).square().mean()
+    if perceptual is not None:
+        loss = loss + settings.perceptual_weight * perceptual(made, pixels)
+    if step >= settings.discriminator.start_step:
+        against = -task.adversary.module(made).mean()
+        norms = [torch.autograd.grad(term, last, retain_graph=True)[0].norm() for term in (loss, against)]
+        loss = loss + settings.discriminator.weight * (norms[0] / (norms[1] + 1e-4)).clamp(max=1e4) * against
+    if logvar is not None:
+        loss = loss + settings.kl_weight * 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
+    names, weights = zip(*task.module.named_parameters(), strict=True)
+    return loss.detach(), dict(zip(names, torch.autograd.grad(loss, weights), strict=True))
 
 
-def test_pixels():
-    frames = np.zeros((1, 2, 4, 3, 3), np.uint8)
-    frames[0, 1, 2, 0] = (255, 51, 0)
-    pixels = to_pixels(frames)
-    assert pixels.shape == (1, 3, 2, 4, 3)
-    assert torch.allclose(pixels[0, :, 1, 2, 0], torch.tensor([1.0, -0.6, -1.0]))
-    assert pixels.is_contiguous(memory_format=torch.channels_last_3d)
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("num_frames", ["clip", "picture"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradient(kind, num_frames, step, perceptual):
+    objective = {
+        "squared_error_weight": 2.0,
+        "kl_weight": 0.0 if kind == "dc_ae" else 1e-2,
+        "perceptual_weight": 0.5,
+        "discriminator": {**DISCRIMINATOR, "start_step": 3},
+    }
+    task = vae_task(kind, perceptual=perceptual, **objective)
+    batch = clip_batch(0, num_frames=NUM_FRAMES[kind] if num_frames == "clip" else 1)
+    task.begin_step(step, None)
+    loss, figures = task.loss(batch, Chance.of(0, 0))
+    (loss * 3.0).backward()
+    expected, direct = direct_gradients(task, batch, step=step, perceptual=perceptual)
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    found = gradients(task.module)
+    assert found.keys() == direct.keys()
+    largest = max(float(gradient.abs().max()) for gradient in direct.values())
+    for name, gradient in direct.items():
+        assert torch.allclose(found[name], 3.0 * gradient, rtol=1e-3, atol=1e-5 * largest), name
+    assert figures.keys() == {
+        "psnr",
+        "lpips",
+        *(("kl",) if kind != "dc_ae" else ()),
+        *(("adversarial", "adversarial_weight") if step == 3 else ()),
+    }
+    assert all(weight.grad is None for weight in task.adversary.module.parameters())
 
 
-class TestMoveToLastTap:
-    def test_pictures_stay_what_they_were(self, vae):
-        pictures = clips(3, num_frames=1)
-        moments, decoded = vae.encode_moments(pictures), vae.decode(vae.encode(pictures))
-        move_to_last_tap(vae)
-        for before, after in zip(moments, vae.encode_moments(pictures), strict=True):
-            assert torch.allclose(before, after, atol=1e-5)
-        assert torch.allclose(decoded, vae.decode(vae.encode(pictures)), atol=1e-5)
-
-    def test_the_past_is_not_seen_any_more(self, vae):
-        taps = [
-            layer.weight[:, :, :-1]
-            for layer in vae.modules()
-            if isinstance(layer, torch.nn.Conv3d) and layer.kernel_size[0] > 1
-        ]
-        assert len(taps) > 10
-        move_to_last_tap(vae)
-        assert not any(tap.any() for tap in taps)
-
-    def test_a_second_time_changes_nothing(self, vae):
-        move_to_last_tap(vae)
-        once = {name: weight.clone() for name, weight in vae.state_dict().items()}
-        move_to_last_tap(vae)
-        assert all(torch.equal(weight, once[name]) for name, weight in vae.state_dict().items())
-
-    def test_it_comes_with_the_first_clips_for_weights_and_average(self):
-        running, average = task(), task().module
-        kernel = "encoder.conv_in.conv.weight"
-        before = running.module.state_dict()[kernel].clone()
-        for step in (0, 1, 3):
-            running.begin_step(step, average)
-            assert torch.equal(running.module.state_dict()[kernel], before)
-        running.begin_step(2, average)
-        for module in (running.module, average):
-            assert torch.equal(module.state_dict()[kernel][:, :, -1], before.sum(dim=2))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fewer_bits_are_near(perceptual, dtype):
+    """In float16 the trainer scales the loss up, and with it what flows through the decoder, but nothing before."""
+    scale = 1024.0 if dtype is torch.float16 else 1.0
+    found = []
+    for enabled in (False, True):
+        discriminator = {**DISCRIMINATOR, "weight": 1e5}
+        task = vae_task("dc_ae", perceptual=perceptual, perceptual_weight=0.5, discriminator=discriminator)
+        # Gradients on their way to the pixels are smaller than any number that float16 has.
+        task.adversary.module.layers[-1].weight.data.mul_(1e-7)
+        task.begin_step(0, None)
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            loss, figures = task.loss(clip_batch(0, num_frames=4), Chance.of(0, 0))
+        (loss * scale).backward()
+        gradient = torch.cat([weight.grad.flatten() for weight in task.module.parameters()]) / scale
+        found.append((float(loss.detach()), figures, gradient))
+    (loss, figures, gradient), (near_loss, near_figures, near_gradient) = found
+    assert near_loss == pytest.approx(loss, rel=0.02)
+    assert figures["adversarial_weight"] > 0
+    assert near_figures == pytest.approx(figures, rel=0.1, abs=0.01)
+    assert torch.cosine_similarity(gradient, near_gradient, dim=0) > 0.98
+    assert float(near_gradient.norm()) == pytest.approx(float(gradient.norm()), rel=0.05)
 
 
-class TestWhitenLatents:
-    def test_moments_are_normal_and_pixels_unchanged(self, vae):
-        pixels = clips(6)
-        decoded = vae.decode(vae.encode(pixels))
-        before, _ = vae.encode_moments(pixels)
-        assert before.std(dim=(0, 2, 3, 4)).sub(1.0).abs().min() > 0.1
-        whiten_latents(vae, pixels)
-        after, _ = vae.encode_moments(pixels)
-        assert after.mean(dim=(0, 2, 3, 4)).abs().max() < 1e-4
-        assert after.std(dim=(0, 2, 3, 4)).sub(1.0).abs().max() < 1e-4
-        assert torch.allclose(vae.decode(vae.encode(pixels)), decoded, atol=1e-4)
+class TestDiscriminator:
+    def test_it_has_nothing_to_learn_before_its_start(self):
+        task = vae_task("hunyuan", discriminator={**DISCRIMINATOR, "start_step": 2})
+        learnt = []
+        for step in range(4):
+            task.begin_step(step, None)
+            task.loss(clip_batch(step, num_frames=5), Chance.of(0, step))
+            learnt.append(task.adversary.loss() is not None)
+        assert learnt == [False, False, True, True]
+        assert task.adversary.loss() is None  # nothing new was shown
 
-    def test_the_posterior_is_the_same_but_for_its_scale(self, vae):
-        pixels = clips(6)
-        means, logvars = vae.encode_moments(pixels)
-        whiten_latents(vae, pixels)
-        scaled_means, scaled_logvars = vae.encode_moments(pixels)
-        scale = means.std(dim=(0, 2, 3, 4), keepdim=True)
-        assert torch.allclose(scaled_means * scale, means - means.mean(dim=(0, 2, 3, 4), keepdim=True), atol=1e-4)
-        assert torch.allclose(torch.exp(0.5 * scaled_logvars) * scale, torch.exp(0.5 * logvars), atol=1e-4)
+    def test_its_loss_is_of_real_and_decoded_clips_and_reaches_it_alone(self):
+        task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
+        batch = clip_batch(0, num_frames=5)
+        task.begin_step(0, None)
+        task.loss(batch, Chance.of(0, 0))
+        loss, figures = task.adversary.loss()
+        loss.backward()
+        assert all(weight.grad is None for weight in task.module.parameters())
+        assert all(weight.grad is not None for weight in task.adversary.module.parameters())
+        pixels = to_pixels(batch.pixels_BTHWC)
+        with torch.no_grad():
+            made = task.module(pixels, generator=Chance.of(0, 0).generator).pixels_BCTHW
+            real, fake = task.adversary.module(pixels), task.adversary.module(made)
+        expected = 0.5 * ((1 - real).clamp(min=0).mean() + (1 + fake).clamp(min=0).mean())
+        assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+        assert figures == pytest.approx({"real_logit": float(real.mean()), "made_logit": float(fake.mean())}, rel=1e-4)
 
-
-class TestLoss:
-    def test_pictures_first_then_clips(self, monkeypatch):
-        running, seen = task(), []
-        encode = running.module.encode_moments
-        monkeypatch.setattr(
-            running.module, "encode_moments", lambda pixels: seen.append(pixels.shape) or encode(pixels)
+    def test_it_has_a_rate_of_its_own_and_the_same_course(self):
+        optimizer = OptimizerSettings(
+            name="muon",
+            learning_rate=6e-4,
+            initial_learning_rate=2e-4,
+            final_learning_rate=6e-4,
+            warmup_steps=5,
+            decay_steps=7,
+            beta2=0.95,
         )
-        for step in (1, 2):
-            running.loss(step, Chance.of_step(0, step))
-        assert seen == [(2, 3, 1, 32, 32), (1, 3, 5, 32, 32)]
+        task = vae_task("hunyuan", optimizer=optimizer, discriminator={**DISCRIMINATOR, "learning_rate": 3e-5})
+        found = task.adversary.optimizer
+        assert (found.name, found.learning_rate) == ("adamw", 3e-5)
+        assert found.initial_learning_rate == pytest.approx(1e-5)
+        assert found.final_learning_rate == pytest.approx(3e-5)
+        assert (found.warmup_steps, found.decay_steps, found.beta2) == (5, 7, 0.95)
 
-    def test_figures(self):
-        running = task()
-        loss, figures = running.loss(2, Chance.of_step(0, 2))
-        again, _ = running.loss(2, Chance.of_step(0, 2))
-        other, _ = running.loss(3, Chance.of_step(0, 3))
-        assert torch.equal(loss, again)
-        assert not torch.equal(loss, other)
-        # From PSNR: the squared error, with peak-to-peak 2; the absolute one is between it over 2 and its root.
-        squared = 4.0 * 10.0 ** (-figures["psnr"] / 10.0)
-        absolute = float(loss.detach()) - 4.0 * squared - 1e-4 * figures["kl"]
-        assert squared / 2 < absolute <= squared**0.5
-        assert figures["kl"] >= 0
+    def test_it_does_not_change_the_autoencoders_first_weights(self):
+        alone, opposed = vae_task("hunyuan"), vae_task("hunyuan", discriminator=DISCRIMINATOR)
+        assert alone.adversary is None
+        for ours, theirs in zip(alone.module.parameters(), opposed.module.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+    def test_losses_of_a_validation_leave_it_out(self):
+        task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
+        batch, losses = clip_batch(0, num_frames=5), []
+        for step in (0, 1):
+            task._settings = task._settings.replace({"discriminator.start_step": 1})
+            task.begin_step(step, None)
+            with torch.no_grad():
+                loss, figures = task.loss(batch, Chance.of(0, 0))
+            losses.append(float(loss))
+            assert figures.keys() == {"psnr", "kl"}
+        assert losses[0] == losses[1]
+        assert task.adversary.loss() is None
+
+
+class TestPictures:
+    def test_a_share_of_the_batches_becomes_single_frames(self):
+        task = vae_task("dc_ae", single_frame_share=0.25)
+        batch = clip_batch(0, num_frames=4)
+        shapes = [tuple(task._pixels(batch, Chance.of(0, number)).shape) for number in range(400)]
+        assert set(shapes) == {(2, 3, 4, 16, 16), (2, 3, 1, 16, 16)}
+        assert 70 <= shapes.count((2, 3, 1, 16, 16)) <= 130
+
+    def test_they_are_frames_of_their_clips(self):
+        task = vae_task("dc_ae", single_frame_share=1.0)
+        batch = clip_batch(0, num_frames=4)
+        clips, chosen = to_pixels(batch.pixels_BTHWC), set()
+        for number in range(30):
+            pictures = task._pixels(batch, Chance.of(0, number))
+            for clip, picture in zip(clips, pictures, strict=True):
+                places = [index for index in range(4) if torch.equal(clip[:, index], picture[:, 0])]
+                assert len(places) == 1
+                chosen |= set(places)
+        assert chosen == {0, 1, 2, 3}
+
+    def test_pictures_stay_whole(self):
+        task = vae_task("dc_ae", single_frame_share=1.0)
+        batch = clip_batch(0, num_frames=1)
+        assert torch.equal(task._pixels(batch, Chance.of(0, 0)), to_pixels(batch.pixels_BTHWC))
+
+    def test_the_last_taps_take_over_with_the_first_clips(self):
+        task = vae_task("hunyuan", picture_steps=2)
+        kernel = "encoder.conv_in.conv.weight"
+        average = {name: 2.0 * weight.detach().clone() for name, weight in task.module.named_parameters()}
+        before = task.module.state_dict()[kernel].clone()
+        for step in (0, 1, 3):
+            task.begin_step(step, average)
+            assert torch.equal(task.module.state_dict()[kernel], before)
+        task.begin_step(2, average)
+        for weights, factor in ((task.module.state_dict(), 1.0), (average, 2.0)):
+            assert torch.equal(weights[kernel][:, :, -1], factor * before.sum(dim=2))
+            assert not weights[kernel][:, :, :-1].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("hunyuan", "decoder.conv_out.conv"),
+        ("dc_ae", "decoder.project_out.op_list.2.conv"),
+        ("flux_ae", "decoder.conv_out"),
+    ],
+)
+def test_the_last_layer_makes_the_pixels(kind, name):
+    module, outputs = vae_task(kind).module, []
+    assert module.last_layer is module.get_submodule(name)
+    module.last_layer.register_forward_hook(lambda layer, args, output: outputs.append(output))
+    made = module(to_pixels(clip_batch(0, num_frames=NUM_FRAMES[kind]).pixels_BTHWC)).pixels_BCTHW
+    (output,) = outputs
+    if output.ndim == 4:
+        output = output.unflatten(0, (len(made), -1)).transpose(1, 2)
+    assert torch.equal(output, made)
+
+
+def test_the_same_batch_and_chance_give_the_same_loss():
+    task = vae_task("hunyuan", kl_weight=1e-4)
+    batch = clip_batch(0, num_frames=5)
+    loss, again, other = (task.loss(batch, Chance.of(0, number))[0] for number in (0, 0, 1))
+    assert torch.equal(loss, again)
+    assert not torch.equal(loss, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("hunyuan", 2 * 3 * 4 * 4), ("dc_ae", 2 * 2 * 8 * 8), ("flux_ae", 2 * 2 * 8 * 8)]
+)
+def test_tokens_and_samples(kind, tokens):
+    task, batch = vae_task(kind), clip_batch(0, num_frames=NUM_FRAMES[kind])
+    assert (task.tokens(batch), task.samples(batch)) == (tokens, 2)
+
+
+def test_latents_without_pixels_are_refused():
+    with pytest.raises(ValueError, match="pixels"):
+        vae_task("hunyuan").loss(replace(clip_batch(0, num_frames=5), pixels_BTHWC=None), Chance.of(0, 0))
+
+
+class TestExport:
+    @pytest.mark.parametrize("half", [False, True])
+    def test_weights_as_they_are(self, tmp_path, half):
+        task = vae_task("dc_ae", export_half=half)
+        weights = task.module.state_dict()
+        task.export(weights, tmp_path)
+        found = load_file(tmp_path / "vae.safetensors")
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weight.half() if half else weight) for name, weight in weights.items())
+
+    def test_whitened(self, tmp_path):
+        task = vae_task("hunyuan", whitening_clips=3)
+        weights = {name: weight.clone() for name, weight in task.module.state_dict().items()}
+        task.export(weights, tmp_path)
+        found = load_file(tmp_path / "vae.safetensors")
+        changed = {name for name, weight in weights.items() if not torch.equal(found[name], weight)}
+        assert changed == {
+            f"{layer}.{kind}" for layer in ("quant_conv", "post_quant_conv") for kind in ("weight", "bias")
+        }
+        # What was handed in is the average that training goes on with.
+        assert all(torch.equal(weight, weights[name]) for name, weight in task.module.state_dict().items())
+
+
+class Listener(SilentReporter):
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+class TestBuild:
+    @pytest.fixture
+    def settings(self):
+        return TrainSettings.model_validate(
+            {
+                "target": "vae",
+                "vae": VAES["hunyuan"].model_dump(),
+                "data": {"scenes": {"size": 32, "num_frames": 5, "batch_size": 2}},
+            }
+        )
+
+    def test_a_perceptual_term_without_weights_is_off_and_says_so(self, settings):
+        listener = Listener()
+        task = build_vae_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
+        assert len(listener.warnings) == 1
+        assert "the perceptual term is off" in listener.warnings[0]
+        task.begin_step(0, None)
+        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), Chance.of(0, 0))
+        assert "lpips" not in figures
+
+    def test_without_a_weight_nothing_is_said(self, settings):
+        listener = Listener()
+        assert build_vae_task(settings, device=CPU, reporter=listener).adversary is None
+        assert listener.warnings == []
+
+    def test_with_weights_and_discriminator(self, settings, tmp_path, perceptual):
+        weights = {
+            name.replace("lins.", "lin") + ".model.1.weight" * name.startswith("lins"): weight
+            for name, weight in perceptual.state_dict().items()
+        }
+        torch.save(weights, tmp_path / "lpips.pth")
+        listener = Listener()
+        task = build_vae_task(
+            settings.replace(
+                {
+                    "train_vae.perceptual_weight": 0.5,
+                    "train_vae.perceptual_files": (str(tmp_path / "lpips.pth"),),
+                    "train_vae.discriminator": {"weight": 0.05, "width": 8, "start_step": 0},
+                }
+            ),
+            device=CPU,
+            reporter=listener,
+        )
+        task.begin_step(0, None)
+        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), Chance.of(0, 0))
+        assert listener.warnings == []
+        assert figures.keys() == {"psnr", "lpips", "kl", "adversarial", "adversarial_weight"}

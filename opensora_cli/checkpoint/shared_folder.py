@@ -1,0 +1,228 @@
+"""A checkpoint folder that several processes write together: whole or not there at all.
+
+Each process has some of the tensors, whole, and knows the shapes of all; so it knows where in which file its own go. It
+needs nothing of the others but a folder that all see: files whose names begin with a dot say what each has done. So all
+of this can go on in the background, while the processes talk about other things.
+
+The folder has another name until everything is in it, and the last file of it is the one without which no reader takes
+it for a checkpoint; that one has the SHA-256 of all others.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from opensora_cli.checkpoint.copying import copy_entries, write_all
+from opensora_cli.checkpoint.entries import Entry, HeldEntry
+from opensora_cli.checkpoint.folders import RUNNING_STATES_FILE
+from opensora_cli.checkpoint.safetensors_file import place_tensors
+from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
+from opensora_cli.checkpoint.strict_json import parse_object
+from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.files import replace_folder, write_bytes_atomic
+
+SHA256 = "sha256"
+"""Key of the hashes in `running_states.json`."""
+
+_PREFIX = ".saving-"
+_LOOK_S = 0.02
+_WRITTEN, _HASHED, _FAILED = ".written", ".hashed", ".failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one process adds to a checkpoint."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """Relative name of each safetensors file -> all its tensors by name, on all processes; those of others are on the
+    meta device."""
+    files: Mapping[str, bytes]
+    """Relative name -> content of other files, which this process alone writes."""
+    indexes: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
+    """Relative name -> content of files that need the SHA-256 of others, by relative name; the first process's."""
+    running_states: Mapping[str, object]
+    """What the last file says besides the hashes; the first process's."""
+    process: int = 0
+    processes: int = 1
+
+
+def temporary_folder(target: Path, *, token: str) -> Path:
+    """Return where a checkpoint is written until it is whole: the same for all processes that have the same token."""
+    return target.parent / f"{_PREFIX}{token}-{target.name}"
+
+
+def remove_unfinished(run: Path) -> None:
+    """Remove what was being saved or removed in the folder of a run when that was killed."""
+    for folder in run.glob(f"{_PREFIX}*") if run.is_dir() else ():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, whose name is gone before its first file is.
+
+    Raises:
+        OutputError: that is not possible.
+    """
+    going = temporary_folder(folder, token=secrets.token_hex(4))
+    try:
+        folder.rename(going)
+    except OSError as error:
+        raise OutputError(f"cannot remove {folder}: {error.strerror or error}") from error
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def write_share(share: Share, temporary: Path, target: Path) -> None:
+    """Write this process's share, and, as the first of them, give the folder its name when all have done so.
+
+    Args:
+        share: what to write.
+        temporary: where; see `temporary_folder`.
+        target: what it becomes.
+
+    Raises:
+        OutputError: this process or another could not write its share. `target` is as it was then; what several
+            processes leave is for `remove_unfinished`.
+    """
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(share, temporary)
+            _tell(temporary, _WRITTEN, share, "")
+            _await(temporary, _WRITTEN, share)
+            _tell(temporary, _HASHED, share, json.dumps(_hashes(share, temporary)))
+            if share.process == 0:
+                _finish(share, temporary, target)
+        except BaseException as error:
+            if share.processes == 1:
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                # The others are to find it there, whenever they come.
+                with suppress(OSError, OutputError):
+                    _tell(temporary, _FAILED, share, str(error))
+            raise
+    except (OSError, CheckpointError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OutputError(f"cannot write {target}: {reason}", hint="make room there, or write elsewhere") from error
+
+
+def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, compared with the hashes that were written with it.
+
+    Args:
+        folder: the checkpoint's.
+        share: (k, n): look at every n-th file alone, beginning with the k-th, since n processes share the work.
+    """
+    if not (folder / RUNNING_STATES_FILE).is_file():
+        return [f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}"]
+    try:
+        hashes = recorded_hashes(folder)
+    except CheckpointError as error:
+        return [error.message]
+    problems = []
+    for path in list(hashes)[share[0] :: share[1]]:
+        try:
+            if sha256_of(path) != hashes[path]:
+                problems.append(f"{path} is not what was written")
+        except CheckpointError as error:
+            problems.append(error.message)
+    return problems
+
+
+def recorded_hashes(folder: Path) -> dict[Path, str]:
+    """Return the SHA-256 of the files of a checkpoint, as they were written with it; none where they were not.
+
+    Raises:
+        CheckpointError: what was written with it is broken.
+    """
+    path = folder / RUNNING_STATES_FILE
+    if not path.is_file():
+        return {}
+    try:
+        hashes = parse_object(path.read_bytes()).get(SHA256, {})
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is broken: {error}") from None
+    if not isinstance(hashes, dict) or not all(isinstance(digest, str) for digest in hashes.values()):
+        raise CheckpointError(f"{path} is broken: {SHA256} is no mapping of file to hash")
+    return {refuse_outside(folder / name, folder): digest for name, digest in sorted(hashes.items())}
+
+
+def _write(share: Share, folder: Path) -> None:
+    for name, tensors in share.tensors.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        entries: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in tensors.items()}
+        placement = place_tensors(entries, metadata={})
+        # Opened without cutting it off: others write to it at the same time.
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666), "wb", buffering=0) as file:
+            os.truncate(file.fileno(), placement.size)
+            if share.process == 0:
+                write_all(file, placement.header)
+            for key, entry in entries.items():
+                if not tensors[key].is_meta:
+                    file.seek(placement.positions[key])
+                    copy_entries([entry], file)
+            os.fsync(file.fileno())
+    for name, content in share.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write_bytes(folder / name, content)
+
+
+def _hashes(share: Share, folder: Path) -> dict[str, str]:
+    """Return the hashes of this process's part of all files."""
+    names = sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and not path.relative_to(folder).parts[0].startswith(".")
+    )
+    return {name: sha256_of(folder / name) for name in names[share.process :: share.processes]}
+
+
+def _finish(share: Share, temporary: Path, target: Path) -> None:
+    told = _await(temporary, _HASHED, share)
+    hashes = {name: digest for text in told for name, digest in json.loads(text).items()}
+    for name, content in share.indexes.items():
+        _write_bytes(temporary / name, content(hashes))
+        hashes[name] = sha256_of(temporary / name)
+    for flag in temporary.glob(".*"):
+        flag.unlink()
+    running = {**share.running_states, SHA256: dict(sorted(hashes.items()))}
+    _write_bytes(temporary / RUNNING_STATES_FILE, json.dumps(running, indent=2, allow_nan=False).encode())
+    replace_folder(temporary, target)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _tell(folder: Path, flag: str, share: Share, text: str) -> None:
+    write_bytes_atomic(folder / f"{flag}-{share.process}", text.encode())
+
+
+def _await(folder: Path, flag: str, share: Share) -> list[str]:
+    """Wait until all processes have said that they are done, and return what they said.
+
+    Raises:
+        OutputError: one has failed.
+    """
+    while True:
+        for process in range(share.processes):
+            failed = folder / f"{_FAILED}-{process}"
+            if failed.exists():
+                raise OutputError(f"rank {process}: {failed.read_text(encoding='utf-8')}")
+        flags = [folder / f"{flag}-{process}" for process in range(share.processes)]
+        if all(each.exists() for each in flags):
+            return [each.read_text(encoding="utf-8") for each in flags]
+        time.sleep(_LOOK_S)

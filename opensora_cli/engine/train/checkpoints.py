@@ -1,0 +1,215 @@
+"""Saving the checkpoints of a run while it goes on, and throwing old ones away."""
+
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from threading import Thread
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.entries import Entry, HeldEntry
+from opensora_cli.checkpoint.folders import MODEL_FOLDER, RUNNING_STATES_FILE, checkpoint_folder_name, epoch_folders
+from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
+from opensora_cli.checkpoint.shared_folder import Share, remove_checkpoint, temporary_folder, write_share
+from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.engine.ranks import agreed
+from opensora_cli.engine.train.state import files_of, tensors_of
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.checkpoints import CheckpointSettings
+
+VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
+"""What checkpoints are compared by."""
+
+
+class CheckpointWriter:
+    """Saves a run in the background, all ranks together.
+
+    `save` copies everything and returns; weights may change right after it. The next `save` and `wait` wait for the
+    writing to end, and raise what went wrong there. All ranks must call them at the same time.
+
+    A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/`, small
+    states, and last `running_states.json`. All tensors are whole, so a run may go on with another number of ranks.
+
+    Args:
+        output: the run's folder.
+        settings: which checkpoints are kept.
+    """
+
+    def __init__(self, output: Path, settings: CheckpointSettings) -> None:
+        self._output = output
+        self._settings = settings
+        self._thread: Thread | None = None
+        self._is_alone = True
+        self._error: BaseException | None = None
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None and self._is_alone:
+            # With others it would wait for those that may be gone; who ends them ends this process too.
+            self._thread.join()
+
+    def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None) -> Path:
+        """Copy the state of a run, and begin to write it.
+
+        Args:
+            trainer: between two steps.
+            validation_loss: by which the best checkpoint is chosen; None: by the mean loss of the steps since the last
+                call.
+
+        Returns:
+            The checkpoint's folder, which exists once the writing is over.
+
+        Raises:
+            OutputError: the save before could not be written.
+            OsoraError: the weights are not finite: nothing is saved.
+        """
+        self.wait()
+        if not trainer.are_weights_finite():
+            raise OsoraError(
+                f"weights are not finite after step {trainer.step}: they are not saved",
+                hint="--resume from the last checkpoint with a lower rate: --set optimizer.learning_rate=X",
+            )
+        distribution = trainer.distribution
+        self._is_alone = distribution.ranks == 1
+        target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
+        token = secrets.token_hex(4)
+        temporary = temporary_folder(target, token=agreed(token) if distribution.ranks > 1 else token)
+        share = self._share(trainer, validation_loss)
+        trainer.losses.clear()
+
+        def write() -> None:
+            write_share(share, temporary, target)
+            if distribution.is_main:
+                remove_old(self._output, self._settings)
+
+        self._start(write)
+        return target
+
+    def wait(self) -> None:
+        """Wait for the writing to end.
+
+        Raises:
+            OutputError: it went wrong; told once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        # Not a daemon: Python waits for it before it exits.
+        self._thread = Thread(target=run, name="osora-checkpoint")
+        self._thread.start()
+
+    def _share(self, trainer: Trainer[Any], validation_loss: float | None) -> Share:
+        tensors = self._copy(trainer)
+        model = tensors.pop(MODEL_FOLDER)
+        outlines: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in model.items()}
+        shards = name_shards(outlines)
+        files = {f"{MODEL_FOLDER}/{name}": {key: model[key] for key in shard} for name, shard in shards.items()}
+
+        def index(hashes: Mapping[str, str]) -> bytes:
+            sha256 = {name: hashes[f"{MODEL_FOLDER}/{name}"] for name in shards}
+            return json.dumps(make_index(shards, metadata={"format": "pt"}, sha256=sha256), indent=2).encode()
+
+        return Share(
+            tensors={**files, **tensors},
+            files=files_of(trainer),
+            indexes={f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}": index},
+            running_states=_running_states(trainer, validation_loss),
+            process=trainer.distribution.rank,
+            processes=trainer.distribution.ranks,
+        )
+
+    def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
+        """Copy this rank's tensors to the host, into the memory of the last copy where they fit."""
+        ranks, rank = trainer.distribution.ranks, trainer.distribution.rank
+        bytes_of = [0] * ranks
+        buffers: dict[tuple[str, str], Tensor] = {}
+        copied: dict[str, dict[str, Tensor]] = {}
+        for part in tensors_of(trainer):
+            whole = trainer.distribution.whole(part.parameter, part.tensor)
+            owner = bytes_of.index(min(bytes_of))
+            bytes_of[owner] += whole.nbytes
+            if owner == rank:
+                kept = self._buffer(part.file, part.key, whole, buffers)
+            else:
+                kept = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+            copied.setdefault(part.file, {})[part.key] = kept
+        if any(buffer.is_pinned() for buffer in buffers.values()):
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return copied
+
+    def _buffer(self, file: str, key: str, whole: Tensor, buffers: dict[tuple[str, str], Tensor]) -> Tensor:
+        buffer = self._buffers.get((file, key))
+        if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
+            buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+        buffers[file, key] = buffer.copy_(whole, non_blocking=whole.is_cuda)
+        return buffer
+
+
+def remove_old(output: Path, settings: CheckpointSettings) -> None:
+    """Remove the checkpoints of a run that are neither among the newest nor the best."""
+    folders = epoch_folders(output)
+    newest = folders[: settings.keep]
+    best = _best(folders) if settings.keep_best else None
+    for folder in folders:
+        if folder not in newest and folder != best:
+            remove_checkpoint(folder)
+
+
+def _best(folders: list[Path]) -> Path | None:
+    """Return the folder with the lowest validation loss or, where none has such, training loss.
+
+    The older one of two equals.
+    """
+    scores = {}
+    for folder in folders:
+        try:
+            running = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8"))
+            scores[folder] = (running["score_of"], float(running["score"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    if not scores:
+        return None
+    kinds = {kind for kind, _ in scores.values()}
+    kind = VALIDATION_LOSS if VALIDATION_LOSS in kinds else TRAINING_LOSS
+    return min((folder for folder in reversed(scores) if scores[folder][0] == kind), key=lambda each: scores[each][1])
+
+
+def _running_states(trainer: Trainer[Any], validation_loss: float | None) -> dict[str, object]:
+    score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
+    scored: dict[str, object] = {}
+    if math.isfinite(score):
+        scored = {"score": score, "score_of": TRAINING_LOSS if validation_loss is None else VALIDATION_LOSS}
+    return {
+        "epoch": trainer.batches.epoch,
+        "global_step": trainer.step,
+        "micro_batches": trainer.micro_batches,
+        "ranks": trainer.distribution.ranks,
+        "skipped_in_a_row": trainer.skipped_in_a_row,
+        "precision": trainer.precision.state_dict(),
+        **scored,
+    }

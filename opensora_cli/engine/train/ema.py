@@ -1,0 +1,84 @@
+"""The moving average of the weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.engine.train.strategy.local import local
+
+
+@torch.no_grad()
+def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
+    """Move the averaged weights towards the current ones: ema = decay * ema + (1 - decay) * weight, in place.
+
+    A weight that a model uses in two places counts once. Where weights are sharded, each rank moves its parts.
+
+    Args:
+        ema_model: the averaged copy: a module of the same structure, or what `averaged_copy` gives.
+        model: the model in training.
+        decay: 0 to 1; 1 leaves the average as it is.
+    """
+    averaged = floating_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
+    current = floating_state(model)
+    ours = [local(average) for average in averaged.values()]
+    theirs = [local(current[name]).to(average.dtype) for name, average in averaged.items()]
+    torch._foreach_lerp_(ours, theirs, 1.0 - decay)
+
+
+def warmed_up(decay: float, step: int) -> float:
+    """Return the decay at a step: early on an average over fewer steps, for the first weights are not worth it."""
+    return min(decay, (1 + step) / (10 + step))
+
+
+@torch.no_grad()
+def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Return a copy of the weights to start an average from, by name, sharded like the model.
+
+    Args:
+        model: the model in training.
+        trained_only: leave out what needs no gradient: frozen weights, and buffers.
+    """
+    state = floating_state(model)
+    kept = trained_names(model) if trained_only else state.keys()
+    return {name: value.clone() for name, value in state.items() if name in kept}
+
+
+@contextmanager
+def put_in_place(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
+    """Let the model have the averaged weights inside the block, and its own again after it.
+
+    Both are exchanged in place, so that optimizers and wrappers go on holding the same tensors.
+    """
+    _exchange(averaged, model)
+    try:
+        yield
+    finally:
+        _exchange(averaged, model)
+
+
+def floating_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers that are floating numbers, by name; each once."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value.detach()
+    return state
+
+
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are trained."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+@torch.no_grad()
+def _exchange(averaged: Mapping[str, Tensor], model: nn.Module) -> None:
+    state = floating_state(model)
+    for name, average in averaged.items():
+        ours, theirs = local(average), local(state[name])
+        held = theirs.clone()
+        theirs.copy_(ours)
+        ours.copy_(held)

@@ -1,0 +1,138 @@
+"""The weights that a run begins with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.checkpoint.load import fill_module, read_weights
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.engine.configs import transformer_on_meta
+from opensora_cli.engine.train.files import first_weights_of
+from opensora_cli.engine.train.frozen import training_attention
+from opensora_cli.engine.train.lora import add_lora, first_adapter
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.settings.optimizer import Compute
+from opensora_cli.settings.train import TrainSettings
+
+# Models of pictures alone lack it; from zero, it changes nothing at first.
+_MAY_BE_MISSING = ("cond_in.*",)
+
+
+def empty_transformer(settings: TrainSettings) -> MMDiT:
+    """Return the transformer on the meta device, in fp32, with its adapter if there is one.
+
+    With an adapter, the weights that are frozen beside it are in bf16 where the run computes in that.
+
+    Raises:
+        RequestError: sizes contradict each other.
+        HardwareError: an adapter needs a library that is missing.
+    """
+    transformer = transformer_on_meta(settings.model)
+    transformer.set_attention(training_attention(settings.train_mmdit))
+    if settings.lora.is_on:
+        add_lora(transformer.to(_dtype(settings)), settings.lora, seed=settings.loop.seed)
+    return transformer
+
+
+def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
+    """Return the transformer with all of its first weights.
+
+    Args:
+        settings: the run.
+        device: where the weights go.
+
+    Raises:
+        RequestError, HardwareError: as `empty_transformer`.
+        CheckpointError: as `first_weights`.
+    """
+    transformer = empty_transformer(settings)
+    dtypes = {name: weight.dtype for name, weight in transformer.named_parameters()}
+    # Weights on a CPU are a map of the file, which others may write to while this goes on; frozen ones may stay there.
+    weights = {
+        name: weight.to(device, dtypes[name], copy=not settings.lora.is_on).contiguous()
+        for name, weight in first_weights(settings)
+    }
+    transformer.load_state_dict(weights, assign=True)
+    return transformer
+
+
+@torch.no_grad()
+def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
+    """Give a transformer that ranks have divided on the meta device its first weights: this rank its part of each.
+
+    Beside the parts, one whole weight is held at a time. All ranks come to the weights of one process, bit for bit.
+
+    Args:
+        transformer: what `Distribution.shard` has left of `empty_transformer`.
+        settings: the run.
+        distribution: the ranks.
+
+    Raises:
+        CheckpointError: as `first_weights`.
+    """
+    parts = {distribution.whole_name(name): (name, weight) for name, weight in transformer.named_parameters()}
+    for whole_name, whole in first_weights(settings):
+        name, weight = parts.pop(whole_name)
+        local(weight).copy_(distribution.part(name, whole))
+    assert not parts, "every weight has a first value"
+
+
+def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole weights that a transformer begins with, by their names, one at a time on the host.
+
+    They are those of the file `init`, of any published layout, in its dtype; or drawn from `loop.seed`, in fp32.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or does not fit the sizes.
+        RequestError, HardwareError: as `empty_transformer`.
+    """
+    path = first_weights_of(settings)
+    weights = _drawn(settings) if path is None else _read(settings, path)
+    if not settings.lora.is_on:
+        yield from weights
+        return
+    transformer = empty_transformer(settings)
+    names = {name.replace(".base_layer.", "."): name for name, _ in transformer.named_parameters()}
+    for name, weight in weights:
+        yield names[name], weight
+    yield from first_adapter(transformer, seed=settings.loop.seed)
+
+
+def _drawn(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
+    outline, generator = transformer_on_meta(settings.model), torch.Generator().manual_seed(settings.loop.seed)
+    for name, parameter in outline.named_parameters():
+        weight = torch.empty(parameter.shape, dtype=torch.float32)
+        outline.draw_weight(name, weight, generator=generator)
+        yield name, weight
+
+
+def _read(settings: TrainSettings, path: Path) -> Iterator[tuple[str, Tensor]]:
+    outline, checkpoint = transformer_on_meta(settings.model), open_checkpoint(path)
+    rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+    return read_weights(
+        outline,
+        path,
+        dtype=_dtype(settings),
+        convert=converter(outline.config, interleaved=rotary is Rotary.INTERLEAVED),
+        allowed_missing=_MAY_BE_MISSING if settings.model.cond_embed else (),
+    )
+
+
+def _dtype(settings: TrainSettings) -> torch.dtype:
+    # In float16 the sums over the blocks may overflow.
+    halves = settings.lora.is_on and settings.precision.compute is Compute.BF16
+    return torch.bfloat16 if halves else torch.float32
+
+
+def load_first_weights(module: nn.Module, path: Path) -> None:
+    """Give an autoencoder the weights of a file, as fp32.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or does not fit.
+    """
+    fill_module(module, open_checkpoint(path))

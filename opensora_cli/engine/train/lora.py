@@ -1,0 +1,182 @@
+"""Adapters (Hu et al. 2021, LoRA) on the linear layers of the transformer's blocks, as PEFT has them."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opensora_cli.checkpoint.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.files import write_bytes_atomic, write_json_atomic
+from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.settings.lora import LoraSettings, LoraTarget
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+
+
+def require_peft() -> None:
+    """Check that PEFT is installed.
+
+    Raises:
+        HardwareError: it is not.
+    """
+    _peft()
+
+
+def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
+    """Put an adapter beside linear layers of the blocks, in place, and freeze everything else.
+
+    It begins as nothing, see `first_adapter`. Its weights are in float32, whatever the others are; the layer `x` gets
+    `x.lora_A.default` and `x.lora_B.default`, and its own weights are now those of `x.base_layer`.
+
+    Args:
+        transformer: with the weights that are to stay, before it is sharded. On the meta device, the adapter is too.
+        settings: with a rank.
+        seed: of the matrix that is not zero; the same on all ranks.
+
+    Raises:
+        HardwareError: PEFT is not installed.
+    """
+    peft = _peft()
+    # PEFT draws weights, too, which are of no use here: these would depend on what else is drawn.
+    with torch.random.fork_rng(devices=[]):
+        peft.inject_adapter_in_model(_config(transformer.config, settings), transformer, adapter_name=_ADAPTER)
+    if settings.dropout:
+        for layer in transformer.modules():
+            if isinstance(layer, peft.tuners.lora.LoraLayer):
+                layer.lora_dropout[_ADAPTER] = _Dropout(settings.dropout)
+    for name, weight in transformer.named_parameters():
+        trained = _is_of_adapter(name)
+        weight.requires_grad_(trained)
+        if trained:
+            weight.data = weight.data.float()
+    weights = dict(transformer.named_parameters())
+    for name, first in first_adapter(transformer, seed=seed):
+        if not weights[name].is_meta:
+            weights[name].data.copy_(first)
+
+
+def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that an adapter begins with, by their names; in float32, on the host.
+
+    One of the two matrices is random, as PEFT draws it, and the other is zero.
+
+    Args:
+        transformer: after `add_lora`; may be on the meta device.
+        seed: as `add_lora` had it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in transformer.named_parameters():
+        if not _is_of_adapter(name):
+            continue
+        first = torch.zeros(weight.shape, dtype=torch.float32, device="cpu")
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
+        yield name, first
+
+
+def save_lora(
+    folder: Path, weights: Mapping[str, Tensor], *, config: MMDiTConfig, settings: LoraSettings, base: str | None
+) -> None:
+    """Write an adapter in PEFT's format, as `osora generate --lora` and `osora ckpt merge-lora` read it.
+
+    Args:
+        folder: is made if it is not there.
+        weights: whole, by their names in a transformer after `add_lora`; those of other layers are left out.
+        config: of the transformer.
+        settings: as `add_lora` had them.
+        base: what the adapter was trained beside, for people to read.
+
+    Raises:
+        HardwareError: PEFT is not installed.
+        OutputError: it cannot be written.
+    """
+    peft_config = _config(config, settings)
+    peft_config.inference_mode = True
+    peft_config.base_model_name_or_path = base
+    tensors = {
+        _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.detach().cpu().contiguous()
+        for name, tensor in weights.items()
+        if _is_of_adapter(name)
+    }
+    write_bytes_atomic(folder / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
+    fields = peft_config.to_dict()
+    write_json_atomic(folder / CONFIG_FILE, {key: _plain(value) for key, value in sorted(fields.items())})
+
+
+class _Dropout(nn.Module):
+    """Leaves out a share of what comes in while a gradient is recorded, so that validation needs no switch.
+
+    Which ones is drawn from torch's own generator: a block that is computed again in backward repeats the same.
+
+    Args:
+        share: that is left out.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the rest, scaled up."""
+        return functional.dropout(features, self._share, training=torch.is_grad_enabled())
+
+
+def target_modules(config: MMDiTConfig, settings: LoraSettings) -> list[str]:
+    """Return the paths of the layers that get an adapter."""
+    return [path for path in linears_of_blocks(config) if _target_of(path) in settings.targets]
+
+
+def _target_of(path: str) -> LoraTarget:
+    """Return which target a linear layer of a block is."""
+    owner, _, name = path.rpartition(".")
+    return LoraTarget.MLP if owner.endswith("_mlp") else LoraTarget(name)
+
+
+def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
+    assert settings.rank is not None
+    return _peft().LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=_pattern(config, settings),
+        bias="none",
+    )
+
+
+def _pattern(config: MMDiTConfig, settings: LoraSettings) -> str:
+    """Return a regular expression of `target_modules`: some hundred paths would make PEFT slow, and the file long."""
+    stacks = []
+    for stack in repeated_blocks(config):
+        paths = [re.escape(linear.path) for linear in stack.linears if _target_of(linear.path) in settings.targets]
+        if paths and stack.count:
+            stacks.append(rf"{stack.module_path}\.\d+\.({'|'.join(paths)})")
+    return "|".join(stacks)
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _plain(value: object) -> object:
+    """Return a value of a configuration as JSON has it."""
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise HardwareError(
+            "lora.rank needs PEFT, which is not installed", hint="pip install 'osora[train]'"
+        ) from error
+    return peft

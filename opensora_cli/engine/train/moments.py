@@ -1,0 +1,140 @@
+"""What optimizers keep of past gradients, by the names of parameters: so a checkpoint does not depend on the ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.engine.train.muon import KernelMuon
+from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW, fresh_state, local_part
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One of the averages over past gradients that an optimizer keeps for a weight."""
+
+    parameter: str
+    """The weight's name."""
+    name: str
+    """`exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of Muon."""
+    tensor: Tensor
+    """Shaped as the weight, and sharded like it."""
+
+
+def named_moments(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[Moment]:
+    """Yield all moments, in the order of the module's parameters.
+
+    Those of a sharded weight are sharded alike, and on its device, wherever the optimizer keeps them.
+    """
+    for updated in _updated(module, optimizers):
+        state = updated.state()
+        yield from (
+            Moment(updated.name, name, _laid_out_as(updated.weight, state[name])) for name in _MOMENTS if name in state
+        )
+
+
+def update_counts(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
+    """Return the names of the parameters that have moments, and how many updates each has had.
+
+    Muon does not count; there it is 0.
+    """
+    states = ((updated.name, updated.state()) for updated in _updated(module, optimizers))
+    return {name: int(state["step"]) if "step" in state else 0 for name, state in states if state}
+
+
+@torch.no_grad()
+def restore_moments(
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    counts: Mapping[str, int],
+    find: Callable[[str, str], Tensor],
+) -> None:
+    """Give the optimizers the moments of a checkpoint. Rates, decays and the like stay as this run has them.
+
+    Args:
+        module: whose weights they update.
+        optimizers: all of them, in any state.
+        counts: of `update_counts`.
+        find: returns the moment of a parameter: `find(parameter, name)`. It has the shape of this rank's part of the
+            weight, sharded or plain; on any device, of any dtype.
+
+    Raises:
+        CheckpointError: parameters or shapes are not those of the module.
+    """
+    all_updated = list(_updated(module, optimizers))
+    unknown = sorted(counts.keys() - {updated.name for updated in all_updated})
+    if unknown:
+        raise CheckpointError(f"the checkpoint has moments of {unknown[0]}, which this run does not train")
+    for updated in all_updated:
+        updated.state().clear()
+        if updated.name in counts:
+            fresh = updated.fresh_state()
+            for name, value in fresh.items():
+                if name == "step":
+                    value.fill_(counts[updated.name])
+                else:
+                    _copy(find(updated.name, name), value, f"{name} of {updated.name}", updated.weight)
+            updated.state().update(fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Updated:
+    """A weight, and what updates it."""
+
+    name: str
+    weight: nn.Parameter
+    optimizer: torch.optim.Optimizer
+    key: nn.Parameter
+    """What the optimizer knows it as: with Muon a flattened copy."""
+
+    def state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.optimizer.state[self.key]
+        return state
+
+    def fresh_state(self) -> dict[str, Tensor]:
+        """Return what the optimizer would keep before its first update of the weight."""
+        if isinstance(self.optimizer, KernelMuon):
+            return {"momentum_buffer": torch.zeros_like(self.key)}
+        if isinstance(self.optimizer, OffloadedAdamW):
+            return fresh_state(self.key)
+        step = torch.zeros((), device=self.key.device)
+        return {"step": step, "exp_avg": torch.zeros_like(self.key), "exp_avg_sq": torch.zeros_like(self.key)}
+
+
+def _updated(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[_Updated]:
+    owners: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
+    for optimizer in optimizers:
+        weights = optimizer.weights_of_copies() if isinstance(optimizer, KernelMuon) else {}
+        for group in optimizer.param_groups:
+            owners.update({id(weights.get(key, key)): (optimizer, key) for key in group["params"]})
+    for name, weight in module.named_parameters():
+        if id(weight) in owners:
+            yield _Updated(name, weight, *owners[id(weight)])
+
+
+def _laid_out_as(weight: nn.Parameter, moment: Tensor) -> Tensor:
+    if not isinstance(weight, DTensor):
+        return moment.view(weight.shape)
+    if isinstance(moment, DTensor):
+        return moment
+    return DTensor.from_local(
+        moment.to(weight.device),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+def _copy(found: Tensor, target: Tensor, what: str, weight: nn.Parameter) -> None:
+    source, shape = local_part(found), local_part(weight).shape
+    if source.shape != shape:
+        raise CheckpointError(f"{what} is {list(source.shape)} in the checkpoint, and the weight {list(shape)}")
+    own = local_part(target)
+    own.copy_(source.reshape(own.shape))

@@ -1,0 +1,83 @@
+"""What numbers a training step computes with, and the scale of the loss that float16 needs."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.settings.optimizer import Compute, PrecisionSettings
+
+_DTYPES = {Compute.FP32: torch.float32, Compute.BF16: torch.bfloat16, Compute.FP16: torch.float16}
+_LOWEST_SCALE = 1.0
+
+
+class Precision:
+    """The precision of a run. Weights, gradients and moments are in float32 throughout; layers compute as chosen.
+
+    Gradients of float16 underflow, so there the loss is scaled up, and its gradients down again (Micikevicius et al.
+    2018). The scale halves with an update that is skipped, and doubles after a number of good ones.
+
+    Args:
+        settings: the choice.
+        device: that computes.
+    """
+
+    def __init__(self, settings: PrecisionSettings, device: torch.device) -> None:
+        self.dtype = _DTYPES[settings.compute]
+        self._device = device
+        self._scales = settings.compute is Compute.FP16
+        self._window = settings.loss_scale_window
+        self._scale = settings.initial_loss_scale
+        self._good_updates = 0
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a gradient that is not finite may be the scale's fault alone, which a lower one will mend."""
+        return self._scales and self._scale > _LOWEST_SCALE
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which layers compute in `dtype`."""
+        return torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype is not torch.float32)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call `backward` on."""
+        return loss * self._scale if self._scales else loss
+
+    def unscale(self, module: nn.Module) -> None:
+        """Divide the gradients of a module by the scale, after the last backward pass of an update."""
+        if self._scales:
+            _multiply((weight.grad for weight in module.parameters() if weight.grad is not None), 1 / self._scale)
+
+    def update(self, *, skipped: bool) -> None:
+        """Adapt the scale after an update.
+
+        Args:
+            skipped: a gradient was not finite. All ranks must say the same.
+        """
+        if skipped:
+            self._scale = max(self._scale / 2, _LOWEST_SCALE)
+        self._good_updates = 0 if skipped else self._good_updates + 1
+        if self._good_updates >= self._window:
+            self._scale *= 2
+            self._good_updates = 0
+
+    def figures(self) -> dict[str, float]:
+        """Return what the log should have of it."""
+        return {"loss_scale": self._scale} if self._scales else {}
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a run needs to go on; plain numbers, the same on all ranks."""
+        return {"loss_scale": self._scale, "good_updates": self._good_updates} if self._scales else {}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Go on from there; from the state of a run without a scale, with the first one."""
+        if self._scales and state_dict:
+            self._scale = state_dict["loss_scale"]
+            self._good_updates = int(state_dict["good_updates"])
+
+
+@torch.no_grad()
+def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
+    # Each by itself: sharded and whole ones do not mix in one call.
+    for gradient in gradients:
+        gradient.mul_(factor)

@@ -1,0 +1,84 @@
+"""What happened in a step, and who is told."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "validation", "samples")
+"""What the seconds of a step are divided into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One update, or the attempt at one."""
+
+    step: int
+    """Steps that are done, this one included."""
+    epoch: int
+    figures: Mapping[str, float]
+    """`loss`, `grad_norm` and what the task adds: means over all micro-batches and ranks; empty if it was skipped."""
+    learning_rate: float
+    samples: int
+    """Of all ranks."""
+    tokens: int
+    """Of all ranks."""
+    seconds: Mapping[str, float]
+    """By `PARTS`, and `total` from the end of the step before to the end of this one; of this rank."""
+    skipped: bool
+    """Loss or gradient were not finite: nothing was updated."""
+    paths: tuple[str, ...]
+    """Of this rank's samples."""
+
+
+class Observer(Protocol):
+    """Is told what happens; exists on every rank, and sees to it that only one writes what only one may write."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Hear of a step that is done."""
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Hear of a validation after `step` steps."""
+
+    def close(self) -> None:
+        """Finish what is written; also after an error or an interruption."""
+
+
+class Clock(Protocol):
+    """Times the parts of steps."""
+
+    def part(self, name: str, /) -> AbstractContextManager[None]:
+        """Count the time of the block as that of a part; blocks do not nest."""
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part, and `total`, since the last time, and begin anew."""
+
+
+class WallClock:
+    """Times parts as the host sees them, without waiting for a device.
+
+    Args:
+        now: seconds, for tests to replace.
+    """
+
+    def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._started = now()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str, /) -> Iterator[None]:
+        """Count the time of the block as that of a part."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part, and `total`, since the last time, and begin anew."""
+        now = self._now()
+        seconds = {**self._seconds, "total": now - self._started}
+        self._started, self._seconds = now, {}
+        return seconds

@@ -1,0 +1,219 @@
+"""Videos of the model in training, to see what it has learnt so far."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import opensora_cli
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.build import release_memory
+from opensora_cli.engine.configs import vae_tiling
+from opensora_cli.engine.prompts import PromptEmbeds
+from opensora_cli.engine.references import to_uint8
+from opensora_cli.engine.sampling.conditioning import T2V
+from opensora_cli.engine.sampling.denoise import denoise, denoise_distilled
+from opensora_cli.engine.sampling.guidance import Guidance
+from opensora_cli.engine.sampling.packing import pack_latents, position_ids, unpack_latents
+from opensora_cli.engine.sampling.schedule import flow_timesteps, noise_latents
+from opensora_cli.engine.train.captions import training_caption
+from opensora_cli.engine.train.files import SAMPLES_FOLDER
+from opensora_cli.engine.train.frozen import load_encoders
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.validation import evaluating
+from opensora_cli.engine.velocity import GuidedVelocity
+from opensora_cli.media.write import MediaFormat, write_media
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.train import TrainSettings
+
+_HOST = torch.device("cpu")
+
+
+class SampleVideos:
+    """Makes a video of each prompt with the averaged weights, where there are such: those that will be exported.
+
+    All ranks draw the same together, whatever they hold of the model; the main rank decodes and writes. The noise of a
+    prompt is the same every time. Nothing that training draws or holds is changed.
+
+    Args:
+        settings: the run, whose samples have a size.
+        embeds: of each prompt, with those of the empty one; on the host.
+        autoencoder: decodes; it waits on the host until it is needed.
+        folder: gets a folder for each step with videos.
+        reporter: shown progress.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        *,
+        embeds: list[PromptEmbeds],
+        autoencoder: Autoencoder,
+        folder: Path,
+        reporter: Reporter,
+    ) -> None:
+        shape = settings.samples.shape(settings.data)
+        assert shape is not None
+        self._num_frames, self._height, self._width = shape
+        self._settings = settings
+        self._embeds = embeds
+        self._autoencoder = autoencoder
+        self._folder = folder
+        self._reporter = reporter
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time after so many steps."""
+        every = self._settings.samples.every
+        return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
+
+    def run(self, step: int, trainer: Trainer[Any]) -> list[Path]:
+        """Make the videos `step{n}/0.mp4`, `1.mp4` and so on, and return their paths; all ranks call this.
+
+        Raises:
+            OutputError: a video cannot be written.
+        """
+        device = trainer.distribution.device
+        with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
+            latents = []
+            for index in range(len(self._embeds)):
+                with evaluating(trainer):
+                    latents.append(self._latents(index, trainer, device))
+                progress.advance()
+            return self._write_all(step, latents, device) if trainer.distribution.is_main else []
+
+    def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
+        settings, patch_size = self._settings, self._settings.model.patch_size
+        chosen, grid = settings.samples, settings.vae.grid
+        frames = grid.latent_frames(self._num_frames)
+        rows, columns = grid.latent_size(self._height, self._width)
+        # Drawn on the host, so that every device sees the same.
+        noise_1CTHW = noise_latents(
+            [chosen.seed + index],
+            num_latent_frames=frames,
+            height=self._height,
+            width=self._width,
+            device=_HOST,
+            dtype=torch.float32,
+            latent_channels=grid.latent_channels,
+            spatial_compression=grid.spatial_compression_ratio,
+            patch_size=patch_size,
+        )
+        packed_1ND = pack_latents(noise_1CTHW, patch_size).to(device)
+        distilled = settings.model.guidance_embed
+        velocity = GuidedVelocity(
+            trainer.task.forward,
+            _placed(self._embeds[index], device),
+            conditioning_1NK=self._no_conditioning(packed_1ND),
+            position_ids_1N3=position_ids(1, frames, rows // patch_size, columns // patch_size, device=device),
+            embedded_guidance=settings.train_mmdit.embedded_guidance if distilled else None,
+        )
+        timesteps = flow_timesteps(
+            chosen.num_inference_steps,
+            tokens_per_frame=rows * columns // patch_size**2,
+            num_latent_frames=frames,
+        )
+        if distilled:
+            packed_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=timesteps)
+        else:
+            packed_1ND = denoise(
+                velocity,
+                packed_1ND,
+                timesteps=timesteps,
+                guidance=Guidance(guidance_scale=chosen.guidance_scale),
+                mode=T2V,
+                num_latent_frames=frames,
+            )
+        return unpack_latents(
+            packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size
+        ).to(_HOST)
+
+    def _no_conditioning(self, packed_1ND: Tensor) -> Tensor | None:
+        model = self._settings.model
+        if not model.cond_embed:
+            return None
+        return packed_1ND.new_zeros(1, packed_1ND.shape[1], model.in_channels + model.patch_size**2)
+
+    def _write_all(self, step: int, latents: list[Tensor], device: torch.device) -> list[Path]:
+        chosen = self._settings.samples
+        self._autoencoder.to(device)
+        try:
+            return [
+                write_media(
+                    self._frames(latents_1CTHW, device),
+                    self._folder / f"step{step}" / f"{index}.mp4",
+                    fps=chosen.rate(self._settings.data),
+                    format=MediaFormat.MP4,
+                    metadata={
+                        "prompt": chosen.prompts[index],
+                        "seed": str(chosen.seed + index),
+                        "step": str(step),
+                        "software": f"osora {opensora_cli.__version__}",
+                    },
+                )
+                for index, latents_1CTHW in enumerate(latents)
+            ]
+        finally:
+            self._autoencoder.to(_HOST)
+            release_memory(device)
+
+    @torch.no_grad()
+    def _frames(self, latents_1CTHW: Tensor, device: torch.device) -> Iterator[Tensor]:
+        dtype = next(self._autoencoder.parameters()).dtype
+        pieces = self._autoencoder.decode_pieces(
+            latents_1CTHW.to(device, dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
+        )
+        for piece_1CTHW in pieces:
+            yield to_uint8(piece_1CTHW[0])
+
+
+def open_samples(
+    settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
+) -> SampleVideos | None:
+    """Return what makes a run's videos; None: there are to be none.
+
+    The prompts are encoded now, so that text encoders are in memory for this long only: best before all else is.
+
+    Raises:
+        CheckpointError: frozen parts are missing or broken.
+        RequestError: a text length does not suit its encoder.
+    """
+    chosen, trained = settings.samples, settings.train_mmdit
+    if chosen.every is None:
+        return None
+    encoders = load_encoders(settings, device=distribution.device)
+    empty = encoders.empty_prompt()
+    embeds = []
+    for prompt in chosen.prompts:
+        caption = training_caption(
+            prompt,
+            fps=chosen.rate(settings.data),
+            motion_score=None,
+            add_fps=trained.add_fps,
+            add_motion_score=False,
+        )
+        states_2LC = torch.stack([encoders.prompt_embeds(caption), empty.prompt_embeds_LC])
+        pooled_2V = torch.stack([encoders.pooled_prompt_embeds(caption), empty.pooled_prompt_embeds_V])
+        embeds.append(PromptEmbeds(states_2LC.to(_HOST), pooled_2V.to(_HOST)))
+    autoencoder = encoders.autoencoder.to(_HOST)
+    del encoders
+    release_memory(distribution.device)
+    return SampleVideos(
+        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
+    )
+
+
+def remove_later(folder: Path, *, step: int) -> None:
+    """Remove the videos of later steps than `step` from a folder of samples, which need not be there."""
+    for each in folder.glob("step*"):
+        found = re.fullmatch(r"step(\d+)", each.name)
+        if found and int(found[1]) > step:
+            shutil.rmtree(each)
+
+
+def _placed(embeds: PromptEmbeds, device: torch.device) -> PromptEmbeds:
+    return PromptEmbeds(embeds.prompt_embeds_2LC.to(device).float(), embeds.pooled_prompt_embeds_2V.to(device).float())

@@ -1,0 +1,235 @@
+"""The state of a run as whole tensors by name, which do not depend on how many ranks there are."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.folders import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.saver import LR_SCHEDULER_FILE, SAMPLER_FILE
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.listing import first_few
+from opensora_cli.engine.train.ema import floating_state, trained_names
+from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.trainer import Trainer
+
+ADVERSARY_FILE = "adversary.safetensors"
+MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/moments.safetensors"
+ADVERSARY_MOMENTS_FILE = f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors"
+UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
+RANDOM_FOLDER = "random_states"
+
+_MOMENTS_OF = {"model": MOMENTS_FILE, "adversary": ADVERSARY_MOMENTS_FILE}
+_BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of the state."""
+
+    file: str
+    """Of a checkpoint; `model` stands for the shards in it."""
+    key: str
+    """The tensor's name in that file."""
+    parameter: str
+    """The parameter that it is laid out like, as the sharded module calls it."""
+    tensor: Tensor
+    """This rank's part, in the memory that training uses."""
+
+
+def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
+    """Yield all tensors of a run, in the same order on all ranks."""
+    whole_name = trainer.distribution.whole_name
+    module = trainer.task.module
+    kept = trained_names(module) if trainer.trained_only else None
+    for name, tensor in module_state(module).items():
+        if kept is None or name in kept:
+            yield StatePart(MODEL_FOLDER, whole_name(name), name, tensor)
+    for name, tensor in (trainer.ema or {}).items():
+        yield StatePart(EMA_FILE, whole_name(name), name, tensor)
+    if trainer.task.adversary is not None:
+        for name, tensor in module_state(trainer.task.adversary.module).items():
+            yield StatePart(ADVERSARY_FILE, name, name, tensor)
+    for learner, file in _MOMENTS_OF.items():
+        if learner in trainer.learners:
+            learning = trainer.learners[learner]
+            for moment in named_moments(learning.module, learning.optimizers):
+                key = f"{moment.name}.{whole_name(moment.parameter)}"
+                yield StatePart(file, key, moment.parameter, moment.tensor)
+
+
+def module_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; what a module has in two places comes once."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value.detach()
+    return state
+
+
+def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
+    """Return what is exported: the averaged weights, or the current ones, whole; on the host, of the main rank alone.
+
+    All ranks must call this.
+    """
+    distribution, module = trainer.distribution, trainer.task.module
+    weights = trainer.ema
+    if weights is None:
+        kept = trained_names(module) if trainer.trained_only else None
+        weights = {name: value for name, value in floating_state(module).items() if kept is None or name in kept}
+    whole = {}
+    for name, part in weights.items():
+        gathered = distribution.whole(name, part)
+        if distribution.is_main:
+            whole[distribution.whole_name(name)] = gathered.cpu()
+    return whole
+
+
+def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
+    """Return the small files of a checkpoint that this rank writes: the main one those of all, each its own chance."""
+    rank = trainer.distribution.rank
+    files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(_random_states())}
+    if trainer.distribution.is_main:
+        whole_name = trainer.distribution.whole_name
+        counts = {
+            name: {whole_name(key): count for key, count in update_counts(each.module, each.optimizers).items()}
+            for name, each in trainer.learners.items()
+        }
+        rates = {name: learner.rates for name, learner in trainer.learners.items()}
+        files[UPDATES_FILE] = json.dumps(counts).encode()
+        files[LR_SCHEDULER_FILE] = _pickled({"last_epoch": trainer.step, "learning_rates": rates})
+        files[SAMPLER_FILE] = _pickled(trainer.batches.state_dict())
+    return files
+
+
+def restore(trainer: Trainer[Any], folder: Path) -> Mapping[str, Any]:
+    """Bring a run to where a checkpoint was saved, in place; each rank reads what it needs of it.
+
+    Rates and other settings stay those of this run, so that they may be changed on the way.
+
+    Args:
+        trainer: of the run, in any state.
+        folder: the checkpoint's, known to be whole.
+
+    Returns:
+        What `running_states.json` says.
+
+    Raises:
+        CheckpointError: it is of another model, or of other data.
+    """
+    try:
+        running: dict[str, Any] = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8"))
+        _restore_tensors(trainer, folder)
+        _restore_moments(trainer, folder)
+        trainer.batches.load_state_dict(torch.load(folder / SAMPLER_FILE, weights_only=True))
+        _restore_random_states(folder / RANDOM_FOLDER / f"rank{trainer.distribution.rank}.pt")
+        trainer.precision.load_state_dict(running["precision"])
+        trainer.skipped_in_a_row = int(running["skipped_in_a_row"])
+        trainer.step = int(running["global_step"])
+    except _BROKEN as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{folder} cannot be resumed from: {first_line}", hint="begin anew with another --set output=FOLDER"
+        ) from error
+    return running
+
+
+@torch.no_grad()
+def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
+    stored: dict[str, Mapping[str, Entry]] = {
+        MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
+        **{
+            name: open_safetensors(folder / name)[0] if (folder / name).exists() else {}
+            for name in (EMA_FILE, ADVERSARY_FILE)
+        },
+    }
+    wanted = [part for part in tensors_of(trainer) if part.file in stored]
+    for name, entries in stored.items():
+        keys = {part.key for part in wanted if part.file == name}
+        if name == EMA_FILE and not entries and keys:
+            # The average is new: it begins with the weights.
+            stored[name] = stored[MODEL_FOLDER]
+        elif keys and keys != entries.keys():
+            odd = sorted(keys ^ entries.keys())
+            raise CheckpointError(
+                f"{folder / name} is of another model: {first_few(odd)} are not in both",
+                hint="resume with the settings of the run, or begin anew with another --set output=FOLDER",
+            )
+    for part in wanted:
+        entry = stored[part.file][part.key]
+        if tuple(entry.shape) != tuple(part.tensor.shape) and trainer.distribution.ranks == 1:
+            raise CheckpointError(
+                f"{folder / part.file} is of another model: {part.key} is {list(entry.shape)}, and must be "
+                f"{list(part.tensor.shape)}",
+                hint="resume with the settings of the run, or begin anew with another --set output=FOLDER",
+            )
+        local(part.tensor).copy_(trainer.distribution.part(part.parameter, entry.read()))
+
+
+def _restore_moments(trainer: Trainer[Any], folder: Path) -> None:
+    counts = json.loads((folder / UPDATES_FILE).read_text(encoding="utf-8"))
+    distribution = trainer.distribution
+    for name, learner in trainer.learners.items():
+        path = folder / _MOMENTS_OF[name]
+        entries = open_safetensors(path)[0] if path.exists() else {}
+
+        def find(parameter: str, moment: str, entries: Mapping[str, Entry] = entries) -> Tensor:
+            whole = entries[f"{moment}.{distribution.whole_name(parameter)}"].read()
+            return distribution.part(parameter, whole)
+
+        names = {distribution.whole_name(key): key for key, _ in learner.module.named_parameters()}
+        own_counts = {names.get(key, key): count for key, count in counts.get(name, {}).items()}
+        restore_moments(learner.module, learner.optimizers, own_counts, find)
+
+
+def _random_states() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    bit_generator, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": {
+            "bit_generator": bit_generator,
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+    }
+
+
+def _restore_random_states(path: Path) -> None:
+    """Set the global generators; those of a rank that did not exist stay as they are, for no step asks them."""
+    if not path.exists():
+        return
+    states = torch.load(path, weights_only=True)
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    drawn = states["numpy"]
+    keys = drawn["keys"].numpy().astype(np.uint32)
+    np.random.set_state((drawn["bit_generator"], keys, drawn["position"], drawn["has_gauss"], drawn["cached"]))
+    drawn = states["python"]
+    random.setstate((drawn["version"], tuple(drawn["numbers"]), drawn["gauss"]))
+
+
+def _pickled(state: object) -> bytes:
+    buffer = BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,141 @@
+"""How the processes of a training run share its work: the interface, and a process alone."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.parallel.mesh import ParallelMesh
+
+
+class Distribution:
+    """The ranks of a training run and what each of them holds; this class itself is one process alone.
+
+    A micro-batch is computed by one data-parallel rank: a process, or several that share its tokens or its features
+    and are given the same one. Gradients are averaged over data-parallel ranks, so a loss has to be a mean over what
+    its rank computes. Where there are several processes, all of them have to call every method, in the same order.
+
+    Args:
+        device: of this process.
+        mesh: the groups of ranks; None: there are no others.
+    """
+
+    divides = False
+    """Whether `shard` leaves a rank a part of the weights; such a transformer may come on the meta device."""
+
+    def __init__(self, device: torch.device, mesh: ParallelMesh | None = None) -> None:
+        self.device = device
+        self.mesh = mesh
+        self.rank = dist.get_rank() if mesh else 0
+        self.ranks = mesh.shape.size if mesh else 1
+        self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1
+        """How many micro-batches are computed at a time."""
+        self.data_rank = mesh.coordinate("replicate") * mesh.shape.shard + mesh.coordinate("shard") if mesh else 0
+        """Which of them this process has a part in."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that talks and writes for all."""
+        return self.rank == 0
+
+    def shard(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Leave this rank its part of a module, in place and on its device, and return what is to be called instead.
+
+        Args:
+            module: the same on all ranks, on any device.
+        """
+        return module.to(self.device)
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Wrap forward and backward of one micro-batch.
+
+        After the block of the last one, gradients are the sum of those of this rank's micro-batches, averaged over
+        the data-parallel ranks.
+
+        Args:
+            last: whether it is the last of an update.
+        """
+        yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Wrap forward passes to which no backward pass belongs: what they have gathered is let go after the block."""
+        yield
+
+    @torch.no_grad()
+    def clip_grad_norm(self, module: nn.Module, max_norm: float) -> Tensor:
+        """Scale down gradients whose norm is over `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
+
+        Args:
+            module: one that was given to `shard`.
+            max_norm: over 0.
+
+        Returns:
+            The norm of the whole gradient before, the same on all ranks, in fp32. It is not finite if a gradient is
+            not, whichever rank holds it; then gradients are of no further use.
+        """
+        gradients = {
+            name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None
+        }
+        counted = [gradient for name, gradient in gradients.items() if self._counts(name)]
+        # In fp64: squares of what fp32 can hold overflow it.
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        norm = self._summed_over_parts(squares).sqrt().float()
+        if gradients:
+            torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the means over the data-parallel ranks; the names have to be the same on all ranks."""
+        if self.mesh is None:
+            return dict(values)
+        names = sorted(values)
+        sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(sums, group=self.mesh.group("replicate", "shard"))
+        return dict(zip(names, (sums / self.data_ranks).tolist(), strict=True))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        if self.mesh is None:
+            return flag
+        flags = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.any(False)
+
+    def whole_name(self, name: str) -> str:
+        """Return what a parameter of the sharded module is called in the whole one."""
+        return name
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the whole of which every rank gives its part; on every rank, without gradients.
+
+        Args:
+            name: of a parameter of the sharded module; what has another name is whole already.
+            tensor: this rank's part of the parameter, or of anything that is divided as it is: a moment, an average.
+                On any device, of any dtype, a plain tensor or a DTensor.
+
+        Returns:
+            The same on all ranks, bit for bit and whatever their number; it may share memory with `tensor`.
+        """
+        return tensor.detach()
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's part of a whole tensor, as a plain tensor on its device: undoes `whole`."""
+        return whole.detach().clone()
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank's part of a gradient adds to the sum over the ranks: one of several that have the same."""
+        return True
+
+    def _summed_over_parts(self, squares: Tensor) -> Tensor:
+        return squares

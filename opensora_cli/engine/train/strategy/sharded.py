@@ -1,0 +1,187 @@
+"""Ranks that hold shares of the model: FSDP2 (Zhao et al. 2023), and ranks that share a sample."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.parts import WeightLayout, cut_features, norms_of_heads
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.parallel.lengths import SequenceLengths
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+
+_WEIGHTS = ("shard", "ring", "ulysses")
+"""Axes between whose ranks rows of weights are divided: ranks that share tokens have gradients to be summed, too."""
+
+
+class ShardedDistribution(Distribution):
+    """Every rank holds some rows of each weight, of its gradient, and of what the optimizer keeps for it.
+
+    Weights are gathered block by block; the weights outside of blocks once for forward and backward. Between tensor-
+    parallel ranks features are divided first, and tokens of a sample between those of `ring` and `ulysses`.
+
+    Args:
+        device: of this process.
+        mesh: `replicate` copies of weights that are divided along `shard`, `ring` and `ulysses`.
+        dtype: in which weights are gathered and computed with; gradients are summed in fp32. None: that of the weights.
+        gathers_twice: let go of a block's weights after its forward, and gather them again for its backward (ZeRO-3).
+            Otherwise they are held from the first forward of an update to its last backward.
+        exchanges_once: keep whole gradients until the last micro-batch of an update (ZeRO-1). Otherwise those of each
+            micro-batch are shared out in its backward pass.
+    """
+
+    divides = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        mesh: ParallelMesh,
+        *,
+        dtype: torch.dtype | None,
+        gathers_twice: bool,
+        exchanges_once: bool,
+    ) -> None:
+        super().__init__(device, mesh)
+        self._gathers_twice = gathers_twice
+        self._exchanges_once = exchanges_once
+        # The model casts what it is given itself, and the rotary tables of its blocks have to stay in fp32.
+        self._precision = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
+        )
+        self._rows = mesh.group(*_WEIGHTS)
+        self._features = mesh.group("tensor")
+        self._parts = mesh.group(*_WEIGHTS, "tensor")
+        self._fsdp_mesh = _fsdp_mesh(mesh, device.type)
+        self._groups: list[FSDPModule] = []
+        self._layouts: dict[str, WeightLayout] = {}
+        self._rows_of: dict[str, int] = {}
+        self._norms: list[nn.Parameter] = []
+
+    def shard(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Leave this rank its part of a transformer; once.
+
+        Block by block goes to the device, so that it never holds the whole. A transformer on the meta device gets
+        memory of its part only, to be filled by way of `part`.
+
+        Raises:
+            ValueError: the module is no transformer, or there was one before.
+            RequestError: there are more tensor-parallel ranks than heads.
+        """
+        if not isinstance(module, MMDiT) or self._groups:
+            raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
+        assert self.mesh is not None
+        self._layouts = cut_features(module, self._features)
+        self._rows_of = {name: parameter.shape[0] for name, parameter in module.named_parameters()}
+        # FSDP2 hooks into the result's gradient and warns of a result that is a view.
+        module.register_forward_hook(_in_memory_of_its_own)
+        for stack in repeated_blocks(module.config):
+            for block in module.get_submodule(stack.module_path).children():
+                self._divide_rows(block, gathers_twice=self._gathers_twice)
+        self._divide_rows(module, gathers_twice=False)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            module.to_empty(device=self.device)
+        if self.mesh.shape.tensor > 1:
+            self._norms = [module.get_parameter(name) for name in norms_of_heads(module.config)]
+        return self._with_divided_tokens(module)
+
+    def _divide_rows(self, module: nn.Module, *, gathers_twice: bool) -> None:
+        group = fully_shard(
+            module, mesh=self._fsdp_mesh, reshard_after_forward=gathers_twice, mp_policy=self._precision
+        )
+        # Ranks that share a sample have summands of its gradient. As a sum and a division: gloo knows no other way.
+        group.set_gradient_divide_factor(float(self.data_ranks))
+        group.set_force_sum_reduction_for_comms(True)
+        self._groups.append(group)
+
+    def _with_divided_tokens(self, module: MMDiT) -> Callable[..., Tensor]:
+        mesh = self.mesh
+        assert mesh is not None
+        if mesh.shape.ring * mesh.shape.ulysses == 1:
+            return module
+        lengths = SequenceLengths.of_mesh(mesh)
+        blocks = (*module.double_blocks, *module.single_blocks)
+        module.set_attention(sequence_attention(blocks[0].attention, mesh, lengths))
+        return SequenceParallel(
+            module,
+            mesh.group("ring", "ulysses"),
+            lengths,
+            sequence_inputs=SEQUENCE_INPUTS,
+            text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
+        )
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Share out gradients, and keep gathered weights, as the strategy says."""
+        for group in self._groups:
+            group.set_requires_gradient_sync(last or not self._exchanges_once, recurse=False)
+            group.set_reshard_after_backward(last or self._gathers_twice, recurse=False)
+        yield
+        if last:
+            self._sum_gradients_of_norms()
+
+    def _sum_gradients_of_norms(self) -> None:
+        gradients = [local(norm.grad) for norm in self._norms if norm.grad is not None]
+        if gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self._features)
+            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let go of gathered weights at the end, which no backward pass does here: they would not be updated."""
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.reshard()
+
+    def whole_name(self, name: str) -> str:
+        """Return what a parameter of the sharded transformer is called in the whole one."""
+        return self._layouts[name].whole_name if name in self._layouts else name
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Gather rows, then features."""
+        own = local(tensor.detach())
+        if name not in self._layouts:
+            return own
+        return self._layouts[name].gathered(own, rows=self._rows_of[name], shard=self._rows, tensor=self._features)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Cut features, then rows."""
+        if name not in self._layouts:
+            return super().part(name, whole)
+        return self._layouts[name].own(whole, shard=self._rows, tensor=self._features)
+
+    def _counts(self, name: str) -> bool:
+        return self._layouts[name].cut is not None or self._features.rank() == 0
+
+    def _summed_over_parts(self, squares: Tensor) -> Tensor:
+        dist.all_reduce(squares, group=self._parts)
+        return squares
+
+
+def _fsdp_mesh(mesh: ParallelMesh, device_type: str) -> DeviceMesh:
+    # All axes that rows are divided along are one to FSDP2.
+    rows = mesh.group(*_WEIGHTS)
+    ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *_WEIGHTS))))
+    if mesh.shape.replicate == 1:
+        return DeviceMesh.from_group([rows], device_type, mesh=ranks, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(
+        [mesh.group("replicate"), rows],
+        device_type,
+        mesh=ranks.view(mesh.shape.replicate, -1),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _in_memory_of_its_own(module: nn.Module, inputs: object, result: Tensor) -> Tensor:
+    return result.clone() if result._is_view() else result

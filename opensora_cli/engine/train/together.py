@@ -1,0 +1,115 @@
+"""One training run by several processes: how they are started, and come to the same settings."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.hardware import pick_hardware
+from opensora_cli.engine.launch.joining import joined
+from opensora_cli.engine.launch.launcher import Pace, launch, log_folder
+from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.engine.ranks import agreed
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.strategy.build import open_distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.settings.train import TrainSettings
+
+# A step and a checkpoint are finished first.
+_SAVING_S = 1800.0
+
+
+def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
+    """Train in processes of their own, of which the first prints; return when all are done.
+
+    Args:
+        settings: as validated here; the ranks read them from a file.
+        flags: of the command line, for the ranks too.
+
+    Raises:
+        RequestError, HardwareError, OutputError, RankFailure, KeyboardInterrupt: as `launch`.
+    """
+    with log_folder("train") as log_dir:
+        parallel = settings.parallel
+        request = LaunchRequest(
+            gpus=parallel.ranks_per_node,
+            # Devices by number are cards: processes are started only for who says that he wants a CPU.
+            device_type="cpu" if settings.device == "cpu" else "cuda",
+            log_dir=log_dir,
+            nnodes=parallel.nnodes,
+            node_rank=parallel.node_rank,
+            rdzv_endpoint=parallel.rdzv_endpoint,
+            devices=parallel.devices,
+        )
+        saved = log_dir / "settings.json"
+        write_json_atomic(saved, settings.model_dump(mode="json"))
+        launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
+
+
+@contextmanager
+def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
+    """Join the other ranks, and yield the settings on which all have agreed, and how they share the work.
+
+    Args:
+        settings: rank 0's count; where they don't say how many ranks there are, `context` does.
+        context: which rank this is.
+
+    Raises:
+        RequestError: the settings ask for another number of ranks.
+        HardwareError: there is no such device, or the ranks don't find each other.
+    """
+    settings = _settings_of_ranks(settings, context)
+    with joined(context, device_type=_device_type(settings)) as device:
+        settings = agreed(settings)
+        dtype = Precision(settings.precision, device).dtype
+        yield (
+            settings,
+            open_distribution(
+                settings.strategy,
+                settings.parallel,
+                device=device,
+                dtype=None if dtype is torch.float32 else dtype,
+            ),
+        )
+
+
+def training_device(settings: TrainSettings) -> torch.device:
+    """Return the device of a process that trains alone.
+
+    Raises:
+        HardwareError: there is no such device.
+    """
+    parallel = settings.parallel
+    name = f"cuda:{parallel.devices[0]}" if parallel.devices and settings.device != "cpu" else settings.device
+    return pick_hardware(name, "float32").device
+
+
+def _device_type(settings: TrainSettings) -> Literal["cpu", "cuda"]:
+    if settings.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if settings.device == "cpu" else "cuda"
+
+
+def _settings_of_ranks(settings: TrainSettings, context: RankContext) -> TrainSettings:
+    """Return settings that say how many ranks there are, also where torchrun or Slurm has started them."""
+    parallel = settings.parallel
+    if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
+        return settings.replace(
+            {
+                "parallel.gpus": context.world_size // context.nnodes,
+                "parallel.nnodes": context.nnodes,
+                "parallel.rdzv_endpoint": (
+                    f"{context.master_addr}:{context.master_port}" if context.nnodes > 1 else None
+                ),
+            }
+        )
+    if parallel.world_size != context.world_size:
+        raise RequestError(
+            f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
+            hint="drop --gpus and --nnodes where torchrun or Slurm starts the ranks",
+        )
+    return settings

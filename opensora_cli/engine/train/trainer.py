@@ -1,0 +1,259 @@
+"""The training loop that all targets share."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.listing import first_few
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.train.ema import averaged_copy, floating_state, put_in_place, update_ema, warmed_up
+from opensora_cli.engine.train.learner import Learner
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.reports import Clock, Observer, StepReport
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.task import BatchSource, BatchT, Chance, Task
+from opensora_cli.settings.loop import LoopSettings
+from opensora_cli.settings.optimizer import OptimizerSettings
+
+_MAX_SKIPPED_IN_A_ROW = 5
+_LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
+_NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
+
+
+class Validation(Protocol):
+    """Measures the loss on clips that are not trained on."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time after so many steps; the same on all ranks."""
+
+    def run(self, step: int, trainer: "Trainer[Any]") -> Mapping[str, float]:
+        """Return figures with `loss` among them, the same on all ranks, of which all call this."""
+
+
+@dataclass
+class _Sums:
+    """What the micro-batches of an update add up to, on this rank."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    learning: set[str] = field(default_factory=set)
+    """Names of the learners that have a loss."""
+    samples: int = 0
+    tokens: int = 0
+    paths: list[str] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)
+    """Paths of micro-batches whose own loss was not finite."""
+
+    def add(self, losses: Mapping[str, float], figures: Mapping[str, float], *, share: float) -> None:
+        """Add the figures of a micro-batch to the means."""
+        self.learning |= losses.keys()
+        for name, value in {**figures, **{_LOSS_OF[learner]: loss for learner, loss in losses.items()}}.items():
+            self.figures[name] = self.figures.get(name, 0.0) + share * value
+
+
+class Trainer(Generic[BatchT]):
+    """Does the steps of a run; it neither reads nor writes files.
+
+    An update has M micro-batches, which the data-parallel ranks share evenly: its gradient is the mean over all of
+    them, and does not depend on the number of ranks but for rounding. A step whose loss or gradient is not finite on
+    any rank changes nothing on all of them; several in a row end the run.
+
+    Args:
+        task: what is trained; its module and its adversary's are sharded already.
+        batches: of this rank.
+        loop: how long, and in what steps.
+        optimizer: how to update.
+        precision: what to compute with.
+        distribution: of the ranks.
+        clock: times the parts of each step.
+        observers: hear of every step.
+        reporter: hears of skipped steps.
+        trained_only: average and keep what is trained alone, without frozen weights and buffers.
+
+    Raises:
+        ValueError: the ranks cannot share the micro-batches.
+    """
+
+    def __init__(
+        self,
+        task: Task[BatchT],
+        batches: BatchSource[BatchT],
+        *,
+        loop: LoopSettings,
+        optimizer: OptimizerSettings,
+        precision: Precision,
+        distribution: Distribution,
+        clock: Clock,
+        observers: Sequence[Observer] = (),
+        reporter: Reporter,
+        trained_only: bool = False,
+    ) -> None:
+        self.task = task
+        self.batches = batches
+        self.precision = precision
+        self.distribution = distribution
+        self.trained_only = trained_only
+        self.micro_batches = loop.micro_batches or distribution.data_ranks
+        if self.micro_batches % distribution.data_ranks:
+            raise ValueError(f"{distribution.data_ranks} ranks cannot share {self.micro_batches} micro-batches")
+        self.learners = {"model": Learner(task.module, optimizer, steps=loop.steps, distribution=distribution)}
+        if task.adversary is not None:
+            self.learners["adversary"] = Learner(
+                task.adversary.module, task.adversary.optimizer, steps=loop.steps, distribution=distribution
+            )
+        self.ema = None if loop.ema_decay is None else averaged_copy(task.module, trained_only=trained_only)
+        self.step = 0
+        self.skipped_in_a_row = 0
+        self.losses: list[float] = []
+        """Of the steps since the last checkpoint, which takes and empties them."""
+        self._loop = loop
+        self._clock = clock
+        self._observers = observers
+        self._reporter = reporter
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the module have the averaged weights inside the block; without an average, it keeps its own."""
+        return nullcontext() if self.ema is None else put_in_place(self.ema, self.task.module)
+
+    def do_step(self) -> StepReport:
+        """Do one step, tell the observers, and return what happened.
+
+        Raises:
+            OsoraError: loss or gradient was not finite several steps in a row.
+        """
+        self.task.begin_step(self.step, self.ema)
+        sums = self._find_gradients()
+        norms = {name: self.learners[name].clip(self.precision) for name in self.learners if name in sums.learning}
+        with self._clock.part("exchange"):
+            has_finite_loss = not self.distribution.any(bool(sums.suspects))
+        # The norms are over all ranks already.
+        skipped = not has_finite_loss or not all(math.isfinite(norm) for norm in norms.values())
+        with self._clock.part("optimizer"):
+            for learner in self.learners.values():
+                learner.set_rates(self.step)
+            if not skipped:
+                self._update(norms)
+        self.step += 1
+        # Of a scale of the loss that was too large, the next one will be smaller.
+        is_failure = skipped and not (has_finite_loss and self.precision.may_overflow)
+        self.precision.update(skipped=skipped)
+        report = self._report(sums, norms, skipped=skipped)
+        for observer in self._observers:
+            observer.on_step(report)
+        if is_failure:
+            self._count_skipped(report)
+        elif not skipped:
+            self.skipped_in_a_row = 0
+            self.losses.append(report.figures["loss"])
+        return report
+
+    def tell_validation(self, figures: Mapping[str, float]) -> None:
+        """Tell the observers what a validation has found."""
+        for observer in self._observers:
+            observer.on_validation(self.step, figures)
+
+    def are_weights_finite(self) -> bool:
+        """Whether weights and averages are finite numbers on all ranks, which must all ask."""
+        tensors = [value for learner in self.learners.values() for value in floating_state(learner.module).values()]
+        parts = [local(tensor) for tensor in (*tensors, *(self.ema or {}).values())]
+        # The smallest and the largest number, which NaN is both of: one quick pass, and no memory.
+        extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
+        return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
+
+    def _find_gradients(self) -> _Sums:
+        for learner in self.learners.values():
+            learner.forget_gradients()
+        sums = _Sums()
+        count = self.micro_batches // self.distribution.data_ranks
+        for index in range(count):
+            with self._clock.part("data"):
+                batch = self.batches.next()
+            with self.distribution.accumulating(last=index == count - 1):
+                losses, figures = self._backward(batch, share=1 / count)
+            sums.add(losses, figures, share=1 / count)
+            sums.paths += batch.paths
+            if not all(math.isfinite(loss) for loss in losses.values()):
+                sums.suspects += batch.paths or (f"micro-batch {batch.number}",)
+            sums.samples += self.task.samples(batch)
+            sums.tokens += self.task.tokens(batch)
+        return sums
+
+    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Add a micro-batch's share to the gradients; return the loss of each learner, and figures for the log."""
+        chance = Chance.of(self._loop.seed, batch.number)
+        # For dropout inside modules: of a micro-batch it is the same, whatever was drawn before, on whatever rank.
+        torch.manual_seed(chance.generator.initial_seed())
+        losses = {}
+        with self._clock.part("forward"), self.precision.autocast():
+            loss, figures = self.task.loss(batch, chance)
+        losses["model"] = self._add_gradients(loss, share)
+        if self.task.adversary is not None:
+            with self._clock.part("forward"), self.precision.autocast():
+                learnt = self.task.adversary.loss()
+            if learnt is not None:
+                loss, more = learnt
+                losses["adversary"] = self._add_gradients(loss, share)
+                figures = {**figures, **more}
+        return losses, figures
+
+    def _add_gradients(self, loss: Tensor, share: float) -> float:
+        with self._clock.part("backward"):
+            self.precision.scale(loss * share).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def _update(self, learning: Iterable[str]) -> None:
+        for name in learning:
+            self.learners[name].update()
+        if self.ema is not None and self._loop.ema_decay is not None:
+            update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
+
+    def _report(self, sums: _Sums, norms: Mapping[str, Tensor], *, skipped: bool) -> StepReport:
+        ranks = self.distribution.data_ranks
+        with self._clock.part("exchange"):
+            means = self.distribution.mean({**sums.figures, "samples": sums.samples, "tokens": sums.tokens})
+            paths = self._suspects(sums) if skipped else tuple(sums.paths)
+        samples, tokens = round(means.pop("samples") * ranks), round(means.pop("tokens") * ranks)
+        figures = {
+            # First what all tasks have.
+            **{name: means.pop(name) for name in _LOSS_OF.values() if name in means},
+            **{_NORM_OF[name]: float(norm) for name, norm in norms.items()},
+            **means,
+            **self.precision.figures(),
+        }
+        return StepReport(
+            step=self.step,
+            epoch=self.batches.epoch,
+            figures={} if skipped else figures,
+            learning_rate=self.learners["model"].learning_rate,
+            samples=samples,
+            tokens=tokens,
+            seconds=self._clock.take(),
+            skipped=skipped,
+            paths=paths,
+        )
+
+    def _suspects(self, sums: _Sums) -> tuple[str, ...]:
+        """Return the samples of all ranks whose loss was not finite; if all were, those of the whole step."""
+        found = [(sums.suspects, sums.paths)]
+        if self.distribution.ranks > 1:
+            found = [found[0] for _ in range(self.distribution.ranks)]
+            dist.all_gather_object(found, (sums.suspects, sums.paths))
+        suspects = [path for suspected, _ in found for path in suspected]
+        return tuple(dict.fromkeys(suspects or (path for _, paths in found for path in paths)))
+
+    def _count_skipped(self, report: StepReport) -> None:
+        self.skipped_in_a_row += 1
+        samples = f": {first_few(report.paths)}" if report.paths else ""
+        self._reporter.warn(f"step {self.step}: loss or gradient is not finite, the step is skipped{samples}")
+        if self.skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
+            raise OsoraError(
+                f"loss or gradient was not finite {_MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.step}",
+                hint="--resume from the last checkpoint with a lower rate: --set optimizer.learning_rate=X",
+            )

@@ -1,0 +1,103 @@
+"""The generator's adversarial term, weighed against the rest at the decoder's last layer.
+
+The last layer's gradients are worked out from what goes into it and from a loss's gradient by the pixels. That takes
+neither the weight itself, which a sharded model hides, nor a second way through the decoder, and accumulates nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_weight, conv3d_weight
+
+_EPS = 1e-4
+_MAX_WEIGHT = 1e4
+
+
+class LastLayer:
+    """A decoder's last convolution, of which the inputs of the latest forward pass are known.
+
+    Args:
+        layer: its output is the pixels: of clips if it is three-dimensional, of their frames one after the other if it
+            is two-dimensional.
+    """
+
+    def __init__(self, layer: nn.Conv2d | nn.Conv3d) -> None:
+        self._layer = layer
+        self._inputs: Tensor | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Keep what goes into the layer while the block runs; it is forgotten afterwards."""
+
+        def keep(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            # Under autocast the layer computes in fewer bits than it is given. Those of float16 are too few for the
+            # gradient of a loss that is not scaled up.
+            dtype = torch.float32 if output.dtype is torch.float16 else output.dtype
+            self._inputs = args[0].detach().to(dtype)
+
+        hook = self._layer.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._inputs = None
+
+    def gradient_norm(self, gradient_BCTHW: Tensor) -> Tensor:
+        """Return the norm of a loss's gradient by the layer's weight, in fp32; only while the layer is watched.
+
+        Args:
+            gradient_BCTHW: the loss's gradient by the pixels.
+        """
+        layer, inputs = self._layer, self._inputs
+        if inputs is None:
+            raise RuntimeError("the last layer has not run while it was watched")
+        gradient = gradient_BCTHW.to(inputs.dtype)
+        shape, where = layer.weight.shape, (layer.stride, layer.padding, layer.dilation, layer.groups)
+        if isinstance(layer, nn.Conv3d):
+            by_weight: Tensor = conv3d_weight(inputs, shape, gradient, *where)  # type: ignore[no-untyped-call]
+        else:
+            gradient = gradient.transpose(1, 2).flatten(0, 1)
+            by_weight = conv2d_weight(inputs, shape, gradient, *where)  # type: ignore[no-untyped-call]
+        norm: Tensor = torch.linalg.vector_norm(by_weight.float())
+        return norm
+
+
+def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
+    """Return the weight that makes the adversarial term pull as hard at the last layer as the reconstruction does.
+
+    |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers", https://arxiv.org/abs/2012.09841,
+    equation 7).
+    """
+    return (reconstruction_norm / (adversarial_norm + _EPS)).clamp(max=_MAX_WEIGHT)
+
+
+def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
+    """Return `value` as a function of `output` whose gradient is known.
+
+    So a loss on decoded pixels that was differentiated on its own goes on through the decoder, after what it needed in
+    between has been freed.
+
+    Args:
+        output: what the loss is of.
+        value: the loss, a scalar.
+        gradient: of the loss by `output`, of its shape.
+    """
+    joined: Tensor = _KnownGradient.apply(output, value.detach(), gradient.detach())  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _KnownGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return upstream * gradient, None, None

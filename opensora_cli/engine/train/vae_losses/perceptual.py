@@ -1,0 +1,126 @@
+"""The perceptual distance LPIPS: how different two pictures look to a network that has learnt to tell things apart."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.shapes import differences
+from opensora_cli.core.exceptions import CheckpointError
+
+# Widths of the convolutions of VGG16, stage by stage; between stages, resolution halves.
+_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+# Mean and deviation of ImageNet's colours, for pixels in [-1,1] instead of [0,1].
+_SHIFT = (-0.030, -0.088, -0.188)
+_SCALE = (0.458, 0.448, 0.450)
+_NORM_EPS = 1e-10
+
+# Layers are counted as in `torchvision.models.vgg16().features`, alone or inside a saved `lpips.LPIPS`.
+_FEATURE_KEY = re.compile(r"(?:.*\.)?(?:features|slice\d)\.(\d+)\.(weight|bias)")
+_LINEAR_KEY = re.compile(r"(?:.*\.)?lin(\d)\.model\.\d\.weight")
+
+
+class PerceptualDistance(nn.Module):
+    """LPIPS with VGG16 (Zhang et al. 2018, https://arxiv.org/abs/1801.03924; version 0.1 of its weights).
+
+    After each of VGG16's five stages, the features of every position are scaled to length 1; their squared differences,
+    weighted by channel, are averaged over positions and summed over stages. Weights are random until they are loaded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.ModuleDict(dict(_vgg16_convolutions()))
+        self.lins = nn.ParameterList(torch.ones(widths[-1]) for widths in _STAGES)
+
+    def forward(self, made_BCTHW: Tensor, real_BCTHW: Tensor) -> Tensor:
+        """Return the mean distance over all frames, 0 for equal ones; in fp32.
+
+        Args:
+            made_BCTHW: RGB clips in [-1,1], of at least 16 x 16 pixels; gradients flow to these alone.
+            real_BCTHW: what they are compared with.
+        """
+        with torch.no_grad():
+            real = list(self._stages(real_BCTHW))
+        total = torch.zeros((), device=made_BCTHW.device)
+        for made_NCHW, real_NCHW, weight_C in zip(self._stages(made_BCTHW), real, self.lins, strict=True):
+            squared_NCHW = (_of_length_one(made_NCHW) - _of_length_one(real_NCHW)).square()
+            total = total + (squared_NCHW * weight_C.view(-1, 1, 1)).sum(dim=1).mean()
+        return total
+
+    def _stages(self, pixels_BCTHW: Tensor) -> Iterator[Tensor]:
+        """Yield what comes out of each stage, frames being a batch."""
+        hidden_NCHW = pixels_BCTHW.transpose(1, 2).flatten(0, 1)
+        shift_C11, scale_C11 = (hidden_NCHW.new_tensor(colour).view(3, 1, 1) for colour in (_SHIFT, _SCALE))
+        hidden_NCHW = (hidden_NCHW - shift_C11) / scale_C11
+        convolutions = iter(self.features.values())
+        for stage, widths in enumerate(_STAGES):
+            if stage:
+                hidden_NCHW = nn.functional.max_pool2d(hidden_NCHW, 2)
+            for _ in widths:
+                hidden_NCHW = nn.functional.relu(next(convolutions)(hidden_NCHW))
+            yield hidden_NCHW
+
+
+def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
+    """Return the distance, frozen, with the weights that the files have together.
+
+    These are the files that people have: torchvision's `vgg16-397923af.pth` (keys `features.0.weight` to
+    `features.28.bias`; the classifier is left unread) and the linear layers of LPIPS version 0.1, `vgg.pth` (keys
+    `lin0.model.1.weight` to `lin4.model.1.weight`); or one file of a whole `lpips.LPIPS(net="vgg")`; or any of these as
+    safetensors.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or weights are missing or of another shape.
+    """
+    found: dict[str, Entry] = {}
+    for path in paths:
+        for key, entry in open_checkpoint(path).entries.items():
+            name = _name_of(key)
+            if name is not None:
+                found[name] = entry
+    with torch.device("meta"):
+        distance = PerceptualDistance()
+    expected = {name: tuple(weight.shape) for name, weight in distance.state_dict().items()}
+    # A linear layer is a convolution of one output in the file: (1, C, 1, 1).
+    shapes = {
+        name: entry.shape[1:2] if name.startswith("lins.") and len(entry.shape) == 4 else entry.shape
+        for name, entry in found.items()
+    }
+    problems = differences(shapes, expected)
+    if problems:
+        raise CheckpointError(
+            f"train_vae.perceptual_files={','.join(map(str, paths))} are not LPIPS with VGG16: {'; '.join(problems)}",
+            hint="name torchvision's vgg16-397923af.pth and vgg.pth of LPIPS 0.1, with a comma between",
+        )
+    weights = {name: found[name].read().float().view(shape) for name, shape in expected.items()}
+    distance.load_state_dict(weights, assign=True)
+    return distance.requires_grad_(False).eval()
+
+
+def _name_of(key: str) -> str | None:
+    """Return our name of a tensor in one of the files, or None if it is not needed."""
+    if match := _FEATURE_KEY.fullmatch(key):
+        return f"features.{match[1]}.{match[2]}"
+    if match := _LINEAR_KEY.fullmatch(key):
+        return f"lins.{match[1]}"
+    return None
+
+
+def _vgg16_convolutions() -> Iterator[tuple[str, nn.Module]]:
+    """Yield the convolutions by their places among all layers: each is followed by a ReLU, each stage by a pooling."""
+    place, channels = 0, 3
+    for widths in _STAGES:
+        for width in widths:
+            yield str(place), nn.Conv2d(channels, width, 3, padding=1)
+            place, channels = place + 2, width
+        place += 1
+
+
+def _of_length_one(features_NCHW: Tensor) -> Tensor:
+    features_NCHW = features_NCHW.float()
+    length_N1HW: Tensor = torch.linalg.vector_norm(features_NCHW, dim=1, keepdim=True)
+    return features_NCHW / (length_N1HW + _NORM_EPS)

@@ -1,0 +1,169 @@
+"""The loss on clips that training never sees, with the same times and noises every time and in every run."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_link import beat
+from opensora_cli.engine.data.cache_filling import prepare_cache
+from opensora_cli.engine.data.datasets import open_dataset
+from opensora_cli.engine.data.loading import pixel_multiple
+from opensora_cli.engine.data.reading import ClipLoader, ReadingNotes
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Batch, Chance
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.watching import ValidationSettings
+
+# Of captions, which are all drawn: these draws are not those of training, whose seeds are smaller.
+_SEEDS_OF_CAPTIONS = 2**40
+_SAMPLES = "number of samples"
+
+
+class HeldOutLoss:
+    """Measures the loss with the averaged weights, where there are such: those that will be exported.
+
+    Each rank computes every R-th micro-batch; the mean is over the samples of all of them, so that it does not depend
+    on the number of ranks. Nothing that training draws or holds is changed.
+
+    Args:
+        read: returns one of the micro-batches, the same every time.
+        count: how many there are, at least 1.
+        settings: when, and the seed.
+        last_step: of the run, after which it is measured in any case.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Batch], *, count: int, settings: ValidationSettings, last_step: int
+    ) -> None:
+        self._read = read
+        self._count = count
+        self._settings = settings
+        self._last_step = last_step
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time after so many steps; 0: before the first."""
+        every = self._settings.every
+        return every is not None and (step % every == 0 or step == self._last_step)
+
+    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+        """Return `loss` and the task's other figures, the same on all ranks, of which all call this.
+
+        Raises:
+            OsoraError: a clip cannot be read.
+        """
+        distribution = trainer.distribution
+        sums: dict[str, float] = {}
+        samples = 0
+        with evaluating(trainer):
+            for first in range(0, self._count, distribution.data_ranks):
+                beat("validate")
+                index = first + distribution.data_rank
+                # A rank without a batch of its own computes one that does not count: forward passes may be collective.
+                batch = self._read(min(index, self._count - 1))
+                # The same for every batch: what the transformer's task draws for a clip then depends on its path alone.
+                loss, figures = trainer.task.loss(batch, Chance.of(self._settings.seed, 0))
+                weight = trainer.task.samples(batch) if index < self._count else 0
+                samples += weight
+                for name, value in {"loss": float(loss), **figures}.items():
+                    sums[name] = sums.get(name, 0.0) + (weight * value if weight else 0.0)
+        means = distribution.mean({**sums, _SAMPLES: samples})
+        return {name: means[name] / means[_SAMPLES] for name in sums}
+
+
+@contextmanager
+def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
+    """Let the module compute inside the block as it will once it is trained; afterwards all is as before.
+
+    It has the averaged weights, if there are any, drops nothing, and records no gradients; what torch draws from its
+    global generators is not missing later.
+    """
+    modes = {module: module.training for module in trainer.task.module.modules()}
+    device = trainer.distribution.device
+    trainer.task.module.eval()
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            trainer.averaged(),
+            trainer.distribution.evaluating(),
+            torch.no_grad(),
+            trainer.precision.autocast(),
+        ):
+            yield
+    finally:
+        _restore(modes)
+
+
+def open_validation(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> HeldOutLoss | None:
+    """Return what validates a run; None: nothing does.
+
+    With a cache of encoded clips, held-out ones are added to it first, by all ranks.
+
+    Raises:
+        FileProblem: the table is missing or broken, or fills no micro-batch.
+        RequestError, HardwareError, CheckpointError, OutputError: as `open_batches` and `prepare_cache`.
+    """
+    if settings.validation.every is None:
+        return None
+    if settings.target is TrainTarget.TEXT:
+        read, count = _captions(settings), settings.validation.batches
+    else:
+        read, count = _clips(settings, distribution, reporter)
+    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
+
+
+def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
+    # Imported here, since transformers takes seconds to load.
+    from opensora_cli.engine.train.text import draw_captions
+
+    seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
+    return lambda index: draw_captions(Chance.of_data(seed, index), index, batch_size=batch_size)
+
+
+def _clips(
+    settings: TrainSettings, distribution: Distribution, reporter: Reporter
+) -> tuple[Callable[[int], Batch], int]:
+    data, seed = settings.validation.data(settings.data), settings.validation.seed
+    cache = None
+    if settings.target is TrainTarget.MMDIT:
+        cache = prepare_cache(
+            settings.replace({"data": data.model_dump(), "loop.seed": seed, "validation.every": None}),
+            device=distribution.device,
+            rank=distribution.rank,
+            ranks=distribution.ranks,
+            barrier=distribution.barrier,
+            reporter=reporter,
+        )
+    dataset = open_dataset(data, seed=seed, multiple=pixel_multiple(settings), fixed_starts=cache is not None)
+    plan = dataset.plan_epoch(0)
+    count = min(len(plan), settings.validation.batches)
+    if not count:
+        raise FileProblem(
+            f"{data.table} fills no micro-batch to validate on", hint="give validation.table more clips of each size"
+        )
+    loader = ClipLoader(
+        requests=dataset.requests, fit=data.fit, load=None if cache is None else cache.clip, notes=ReadingNotes(0)
+    )
+    told: set[str] = set()
+
+    def read(index: int) -> Batch:
+        batch = loader(plan.batch(index, number=index, epoch=0))
+        for replacement in batch.replaced:
+            if replacement.path not in told:
+                told.add(replacement.path)
+                reporter.warn(
+                    f"{replacement.path}: {replacement.reason}: {replacement.by} takes its place in validation"
+                )
+        return batch
+
+    return read, count
+
+
+def _restore(modes: Mapping[nn.Module, bool]) -> None:
+    for module, training in modes.items():
+        module.training = training

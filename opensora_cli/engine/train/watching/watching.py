@@ -1,0 +1,147 @@
+"""Everything that watches a run, made from its settings, and the files that it leaves."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.configs import mmdit_config
+from opensora_cli.engine.hardware import peak_memory_gib
+from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
+from opensora_cli.engine.train.reports import Clock, Observer, WallClock
+from opensora_cli.engine.train.samples import remove_later
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops
+from opensora_cli.engine.train.watching.json_log import JsonLog, cut_back
+from opensora_cli.engine.train.watching.lines import LineSink, StepLines
+from opensora_cli.engine.train.watching.profiling import StepProfiler
+from opensora_cli.engine.train.watching.tensorboard import TensorBoardLog
+from opensora_cli.engine.train.watching.timers import Mark, MarkingClock
+from opensora_cli.settings.optimizer import Compute
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+
+class Watching:
+    """What one rank has to watch the run with.
+
+    Args:
+        clock: times the parts of each step.
+        observers: hear of every step.
+        begins: called with the number of steps that are done, before the first.
+    """
+
+    def __init__(
+        self, clock: Clock, observers: Sequence[Observer] = (), *, begins: Sequence[Callable[[int], None]] = ()
+    ) -> None:
+        self.clock = clock
+        self.observers = observers
+        self._begins = begins
+
+    def begin(self, step: int) -> None:
+        """Know that steps after `step` follow, and count time from now on.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        self.clock.take()
+        for begin in self._begins:
+            begin(step)
+
+    def close(self) -> None:
+        """Finish what is written; also after an error."""
+        for observer in self.observers:
+            observer.close()
+
+
+def open_watching(settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter) -> Watching:
+    """Return what watches a run: the main rank alone writes and tells.
+
+    Args:
+        settings: the run.
+        distribution: of the ranks.
+        output: the run's folder.
+        reporter: shown the figures.
+
+    Raises:
+        HardwareError: TensorBoard is not installed, or there is no CUDA to be marked.
+    """
+    clock = _clock(settings, distribution.device)
+    if not distribution.is_main:
+        return Watching(clock)
+    sinks: list[LineSink] = [JsonLog(output / LOG_FILE)]
+    if settings.watching.tensorboard:
+        sinks.append(TensorBoardLog(output / TENSORBOARD_FOLDER))
+    observers: list[Observer] = [
+        StepLines(
+            sinks,
+            every=settings.loop.log_every,
+            steps=settings.loop.steps,
+            memory=partial(peak_memory_gib, distribution.device),
+            mfu=_mfu(settings, distribution),
+            reporter=reporter,
+        )
+    ]
+    begins = [sink.begin for sink in sinks]
+    if settings.watching.profile_steps is not None:
+        profiler = StepProfiler(
+            settings.watching.profile_steps, output / PROFILE_FOLDER, device=distribution.device, reporter=reporter
+        )
+        observers.append(profiler)
+        begins.append(profiler.begin)
+    return Watching(clock, observers, begins=begins)
+
+
+def forget_later(output: Path, *, step: int) -> None:
+    """Take out of a run's log and samples what comes after a step; TensorBoard's events say so themselves.
+
+    Raises:
+        OutputError: that is not possible.
+    """
+    cut_back(output / LOG_FILE, step=step)
+    remove_later(output / SAMPLES_FOLDER, step=step)
+
+
+def forget_all(output: Path) -> None:
+    """Remove what watching an earlier run has left."""
+    (output / LOG_FILE).unlink(missing_ok=True)
+    for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):
+        shutil.rmtree(output / name, ignore_errors=True)
+
+
+def _clock(settings: TrainSettings, device: torch.device) -> Clock:
+    watching, is_cuda = settings.watching, device.type == "cuda"
+    if watching.nvtx and not is_cuda:
+        raise HardwareError(
+            "watching.nvtx=true marks what a card does, and this runs on a CPU", hint="leave watching.nvtx out"
+        )
+    marks: list[Mark] = []
+    if watching.profile_steps is not None:
+        marks.append(torch.profiler.record_function)
+    if watching.nvtx:
+        marks.append(torch.cuda.nvtx.range)
+    if watching.exact_timers and is_cuda:
+        return MarkingClock(WallClock(), marks=marks, wait=partial(torch.cuda.synchronize, device))
+    return MarkingClock(WallClock(), marks=marks) if marks else WallClock()
+
+
+def _mfu(settings: TrainSettings, distribution: Distribution) -> ModelFlopsUtilisation | None:
+    """Return what measures the utilisation, or None where the peak is not known: on a CPU, in fp32, in 8 bits."""
+    if settings.target is not TrainTarget.MMDIT:
+        return None
+    peak, precision = settings.watching.peak_tflops, settings.precision
+    if peak is None and distribution.device.type == "cuda":
+        is_half = precision.compute is not Compute.FP32 and not precision.fp8_linears
+        peak = peak_tflops(torch.cuda.get_device_name(distribution.device)) if is_half else None
+    if peak is None:
+        return None
+    return ModelFlopsUtilisation(
+        mmdit_config(settings.model),
+        text_tokens=settings.text.t5_max_length,
+        peak_tflops=peak,
+        devices=distribution.ranks,
+        is_frozen=settings.lora.is_on,
+    )

@@ -1,0 +1,131 @@
+"""How gradients become updates, and in what precision they are computed."""
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from opensora_cli.settings.base import Section
+
+
+class OptimizerName(StrEnum):
+    """How gradients become updates."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
+class ScheduleName(StrEnum):
+    """How the learning rate falls after its warm-up."""
+
+    LINEAR = "linear"
+    """Level, and then straight down over the last steps, if any."""
+    COSINE = "cosine"
+    """Along half a cosine, from the end of the warm-up to the end of the run."""
+
+
+class OptimizerSettings(Section):
+    """The optimizer and its learning rate over time."""
+
+    name: OptimizerName = Field(
+        default=OptimizerName.ADAMW,
+        description="muon orthogonalises the updates of matrices inside blocks, adamw does the rest; adamw does all",
+    )
+    learning_rate: float = Field(default=1e-3, gt=0, description="of adamw, between warm-up and decay")
+    muon_learning_rate: float = Field(
+        default=0.02, gt=0, description="of muon, between warm-up and decay; it rises and falls with adamw's"
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of adamw's mean gradient")
+    beta2: float = Field(default=0.98, ge=0, lt=1, description="decay of adamw's mean squared gradient")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of adamw's mean squared gradient")
+    weight_decay: float = Field(default=0.0, ge=0, description="share of a weight that a step at rate 1 takes away")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="larger gradients are scaled down to this norm")
+    schedule: ScheduleName = Field(
+        default=ScheduleName.LINEAR,
+        description="how the rate falls: linear over the last decay_steps, cosine from the end of the warm-up on",
+    )
+    warmup_steps: NonNegativeInt = Field(default=100, description="first steps, over which the rate rises")
+    decay_steps: NonNegativeInt = Field(default=0, description="with linear: last steps, over which the rate falls")
+    initial_learning_rate: float = Field(default=0.0, ge=0, description="where the warm-up of learning_rate begins")
+    final_learning_rate: float = Field(default=0.0, ge=0, description="where the fall of learning_rate ends")
+    offload_states: bool = Field(
+        default=False,
+        description="keep adamw's two moments in host memory and update there: 8 bytes a weight less on the device, "
+        "for three copies of the weights over its bus in every step",
+    )
+
+    @model_validator(mode="after")
+    def _everything_has_an_effect(self) -> Self:
+        problems = []
+        if self.schedule is ScheduleName.COSINE and self.decay_steps:
+            problems.append(
+                f"optimizer.decay_steps={self.decay_steps} has no effect with optimizer.schedule=cosine, which falls "
+                "from the end of the warm-up on: use 0"
+            )
+        for name, steps in (("initial", self.warmup_steps), ("final", self.decay_steps)):
+            rate = getattr(self, f"{name}_learning_rate")
+            if rate > self.learning_rate:
+                problems.append(
+                    f"optimizer.{name}_learning_rate={rate} must be at most "
+                    f"optimizer.learning_rate={self.learning_rate}"
+                )
+            if rate and not steps and not (name == "final" and self.schedule is ScheduleName.COSINE):
+                missing = "warmup_steps" if name == "initial" else "decay_steps"
+                problems.append(
+                    f"optimizer.{name}_learning_rate={rate} has no effect with optimizer.{missing}=0: use 0, or more "
+                    f"{missing}"
+                )
+        if self.offload_states and self.name is not OptimizerName.ADAMW:
+            problems.append(f"optimizer.offload_states=true needs optimizer.name=adamw, not {self.name}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class Compute(StrEnum):
+    """The numbers that layers compute with; weights, gradients and moments are in fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class PrecisionSettings(Section):
+    """What training computes with. The weights themselves are kept in fp32, which are what mixed precision calls
+    master weights.
+    """
+
+    compute: Compute = Field(
+        default=Compute.BF16, description="numbers that layers compute with; fp16 scales the loss against underflow"
+    )
+    fp8_linears: bool = Field(
+        default=False,
+        description="multiply the matrices of the blocks in 8 bits, which needs a GPU of compute capability 8.9",
+    )
+    initial_loss_scale: float = Field(
+        default=65536.0, ge=1, description="with fp16: factor of the loss at first; it halves when a gradient overflows"
+    )
+    loss_scale_window: PositiveInt = Field(
+        default=2000, description="with fp16: updates without overflow after which the factor doubles"
+    )
+
+    def problems(self, *, trains_transformer: bool) -> list[str]:
+        """Return what contradicts the target of a training, which is the transformer or something else."""
+        if self.fp8_linears and not trains_transformer:
+            return ["precision.fp8_linears=true is made for target=mmdit alone: use false"]
+        return []
+
+    @model_validator(mode="after")
+    def _everything_has_an_effect(self) -> Self:
+        if self.fp8_linears and self.compute is not Compute.BF16:
+            raise ValueError(
+                f"precision.fp8_linears=true needs precision.compute=bf16, not {self.compute}: everything but the "
+                "products of matrices stays in it"
+            )
+        if self.compute is not Compute.FP16:
+            for name in ("initial_loss_scale", "loss_scale_window"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"precision.{name}={value} has no effect with precision.compute={self.compute}: use fp16"
+                    )
+        return self

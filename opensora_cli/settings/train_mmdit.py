@@ -1,0 +1,130 @@
+"""The transformer's objective."""
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.components import ModelSettings
+from opensora_cli.settings.enums import ConditionMode, DType
+
+
+class TrainAttention(StrEnum):
+    """How the transformer's attention is computed in training."""
+
+    SDPA = "sdpa"
+    """Torch's fused kernels."""
+    BF16_PRODUCTS = "bf16_products"
+    """Two matrix products in bfloat16, with all weights in between: quicker on a CPU for some hundred tokens."""
+
+
+class ModeWeights(Section):
+    """How often each condition mode is trained, compared with the others."""
+
+    t2v: float = Field(default=10.0, ge=0, description="nothing is given")
+    i2v_head: float = Field(default=2.0, ge=0, description="the first frame is given")
+    i2v_tail: float = Field(default=1.0, ge=0, description="the last frame is given")
+    i2v_loop: float = Field(default=1.0, ge=0, description="both are given")
+    v2v_head: float = Field(default=1.0, ge=0, description="the first frames are given")
+    v2v_tail: float = Field(default=1.0, ge=0, description="the last frames are given")
+    v2v_head_easy: float = Field(default=0.5, ge=0, description="more of the first frames are given")
+    v2v_tail_easy: float = Field(default=0.5, ge=0, description="more of the last frames are given")
+
+    def by_mode(self) -> dict[ConditionMode, float]:
+        """Return the weights of the modes that are trained at all."""
+        weights = {mode: float(getattr(self, mode)) for mode in ConditionMode}
+        return {mode: weight for mode, weight in weights.items() if weight > 0}
+
+    @model_validator(mode="after")
+    def _some_mode_is_trained(self) -> Self:
+        if not self.by_mode():
+            raise ValueError("train_mmdit.mode_weights are all 0: give at least one mode a weight over 0")
+        return self
+
+
+class FrozenFileSettings(Section):
+    """What the frozen parts are called, below one of the folders in `weights`."""
+
+    vae: str = Field(default="vae.safetensors", min_length=1, description="autoencoder weights")
+    t5: str = Field(default="t5", min_length=1, description="T5 folder, in the transformers layout")
+    clip: str = Field(default="clip", min_length=1, description="CLIP folder, likewise")
+
+
+class MMDiTTrainSettings(Section):
+    """The transformer's objective: flow matching, conditioned by mode and text."""
+
+    mode_weights: ModeWeights = ModeWeights()
+    video_latent_frames: PositiveInt = Field(
+        default=8, description="latent frames given in the v2v modes, without the one more of a causal autoencoder"
+    )
+    easy_latent_frames: PositiveInt = Field(default=16, description="likewise in the easy v2v modes")
+    t5_dropout: float = Field(
+        default=0.3162, ge=0, le=1, description="how often T5 reads the empty prompt instead of the caption"
+    )
+    clip_dropout: float = Field(default=0.3162, ge=0, le=1, description="likewise CLIP, independently of T5")
+    add_fps: bool = Field(default=True, description="end captions with the clip's frame rate; pictures have none")
+    add_motion_score: bool = Field(default=True, description="end captions with the motion score, where there is one")
+    embedded_guidance: float = Field(
+        default=4.0,
+        ge=0,
+        description="guidance scale that a guidance-distilled model is told; others have no use for it",
+    )
+    masked_loss: bool = Field(
+        default=False,
+        description="leave given first and last frames out of the loss, unless frames between them are given too",
+    )
+    sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise that is left at time 0")
+    attention: TrainAttention = Field(
+        default=TrainAttention.SDPA,
+        description="sdpa: torch's fused kernels; bf16_products: quicker on a CPU for some hundred tokens",
+    )
+    frozen_dtype: DType = Field(
+        default=DType.AUTO,
+        description="what autoencoder and text encoders compute in, and what their results are kept in; auto: bfloat16 "
+        "on CUDA, float32 on a CPU",
+    )
+    files: FrozenFileSettings = FrozenFileSettings()
+    cache: str | None = Field(
+        default=None,
+        description="folder of encoded clips, as `osora data cache` makes it; what it lacks is encoded before "
+        "the first step, and videos are cut at their beginning. none: clips are encoded when their turn comes, and cut "
+        "at random",
+    )
+
+    def given_latent_frames(self, mode: ConditionMode, *, causal: bool = True) -> int:
+        """Return how many latent frames of a clip are given in `mode`."""
+        if mode.takes_video:
+            return (self.easy_latent_frames if mode.is_easy else self.video_latent_frames) + int(causal)
+        if mode.is_loop:
+            return 2
+        return int(mode.takes_reference)
+
+    def problems(self, *, model: ModelSettings, grid: LatentGrid, longest: int) -> list[str]:
+        """Return what contradicts the transformer, the autoencoder or the clips, one line for each.
+
+        Args:
+            model: the transformer.
+            grid: of the autoencoder.
+            longest: frames of the longest clip.
+        """
+        problems = []
+        channels = grid.latent_channels * model.patch_size**2
+        if model.in_channels != channels:
+            problems.append(
+                f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
+                f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
+            )
+        modes = self.mode_weights.by_mode()
+        if not model.cond_embed and any(mode.takes_reference for mode in modes):
+            problems.append("train_mmdit.mode_weights must be 0 but for t2v with model.cond_embed=false")
+        most = max(self.given_latent_frames(mode, causal=grid.is_causal) for mode in modes)
+        if most >= grid.latent_frames(grid.longest_clip(longest)):
+            shortest = grid.num_frames(most + 1)
+            problems.append(
+                f"no clip is longer than {longest} frames, which leaves nothing to learn in a condition mode that "
+                f"gives {most} latent frames: use clips of at least {shortest}, or 0 for such a mode in "
+                "train_mmdit.mode_weights"
+            )
+        return problems

@@ -1,0 +1,60 @@
+"""`osora data cache`: what it prints, and with which exit code it ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.cli.app import main
+
+DEMO = Path(__file__).parents[2] / "opensora_cli" / "assets" / "demo"
+WEIGHTS = ("--set", f"weights={DEMO}")
+FEW = (
+    *WEIGHTS,
+    *("--set", "data.scenes.count=2", "--set", "data.scenes.batch_size=2"),
+    *("--set", "train_mmdit.mode_weights.v2v_head=0"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*args):
+    return main(["data", "cache", *args])
+
+
+def test_the_demos_recipe(capsys):
+    assert run("--config", "demo", *FEW, "--json") == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    folder = str(Path("runs/demo_cache"))
+    assert document == {
+        "schema": "osora.data-cache/1",
+        "folder": folder,
+        "clips": 2,
+        "encoded": 2,
+        "failed": [],
+    }
+    assert "encode" in err
+    assert run("--config", "demo", *FEW, "--quiet") == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == (f"{folder}  2 clips, 0 of them encoded now\n", "")
+    # Another mode needs references that were not encoded; other captions are another cache.
+    assert run("--config", "demo", *FEW, "--set", "train_mmdit.mode_weights.v2v_head=1") == 0
+    assert capsys.readouterr().out == f"{folder}  2 clips, 2 of them encoded now\n"
+    assert run("--config", "demo", *FEW, "--set", "train_mmdit.add_fps=true") == 3
+    assert "differs in: captions" in capsys.readouterr().err
+
+
+def test_bad_requests(capsys):
+    assert run("--config", "demo_text") == 2
+    assert "target=text" in capsys.readouterr().err
+    assert run("--config", "demo", "--set", "train_mmdit.cache=none") == 2
+    assert "train_mmdit.cache is not set" in capsys.readouterr().err
+    assert run("--config", "demo", "-o", "cache", "--set", "weights=nowhere") == 3
+    assert "has no vae.safetensors, t5, clip" in capsys.readouterr().err
+    assert run("--config", "demo", *WEIGHTS, "--table", "missing.csv") == 3
+    assert "missing.csv" in capsys.readouterr().err
+    assert not Path("cache").exists()

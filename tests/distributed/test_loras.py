@@ -1,0 +1,94 @@
+"""Adapters where several ranks draw one video: the same as on one, by every way to share the work."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_adapters import write_lora
+from torch import Tensor
+
+from opensora_cli.engine import build
+from opensora_cli.engine.configs import transformer_on_meta
+from opensora_cli.engine.draw import sample_latents
+from opensora_cli.engine.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.prompts import PromptEmbeds
+from opensora_cli.engine.ranks import Ranks
+from opensora_cli.memory.counting import storage_bytes
+from opensora_cli.models.attention import sdpa
+from opensora_cli.models.low_rank import LowRankLinear
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
+
+
+def _settings(adapters: tuple[str, ...], degrees: dict[str, int], memory: dict[str, object]) -> GenerateSettings:
+    return load_preset("demo", prompt="raining, sea").replace(
+        {
+            "runtime.device": "cpu",
+            "sampling.num_inference_steps": 2,
+            "loras": adapters,
+            "parallel.gpus": 2 if degrees else None,
+            **{f"parallel.{axis}_degree": degree for axis, degree in degrees.items()},
+            **{f"memory.{name}": value for name, value in memory.items()},
+        }
+    )
+
+
+def _drawn(plan: ExecutionPlan, ranks: Ranks | None) -> tuple[Tensor, int, int]:
+    """Return the latents, the adapters' bytes on this rank, and how many there are."""
+    transformer = build.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
+    transformer.set_attention(sdpa)
+    adapters = [module for module in transformer.modules() if isinstance(module, LowRankLinear)]
+    held = storage_bytes(part for adapter in adapters for part in (adapter.lora_a, adapter.lora_b))
+    generator = torch.Generator().manual_seed(5)
+    model = plan.settings.model
+    embeds = PromptEmbeds(
+        torch.randn(2, plan.settings.text.t5_max_length, model.context_in_dim, generator=generator),
+        torch.randn(2, model.vec_in_dim, generator=generator),
+    )
+    with torch.inference_mode():
+        evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
+        latents = sample_latents(plan, evaluate, embeds, None, seed=3, ranks=ranks)
+    return latents, held, len(adapters)
+
+
+def _both(
+    adapters: tuple[str, ...], degrees: dict[str, int], memory: dict[str, object]
+) -> tuple[tuple[Tensor, int, int], tuple[Tensor, int, int]]:
+    alone = _drawn(make_plan(_settings(adapters, {}, memory)), None)
+    plan = make_plan(_settings(adapters, degrees, memory))
+    return alone, _drawn(plan, Ranks(plan.mesh, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """One of all layers, and a stronger one of the layers that osora trains."""
+    folder: Path = tmp_path_factory.mktemp("loras")
+    transformer = transformer_on_meta(_settings((), {}, {}).model)
+    in_blocks = r".*_blocks\..*(proj|v_mlp|linear2|mlp\.\d)"
+    return (
+        str(write_lora(folder / "all", transformer, rank=3)),
+        f"{write_lora(folder / 'blocks', transformer, like=in_blocks, rank=4, seed=500)}:-0.5",
+    )
+
+
+@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"ulysses": 2}, {"ring": 2}], ids=str)
+def test_ranks_draw_what_one_draws(
+    pool: Callable[[int], Any], adapters: tuple[str, ...], degrees: dict[str, int]
+) -> None:
+    for (expected, whole_bytes, whole), (latents, held, count) in pool(2).run(_both, adapters, degrees, {}):
+        assert count == whole == 77
+        assert torch.linalg.vector_norm(latents - expected) <= 1e-3 * torch.linalg.vector_norm(expected)
+        if "tensor_parallel" in degrees:
+            assert 0.4 * whole_bytes < held < 0.8 * whole_bytes
+        else:
+            assert held == whole_bytes
+
+
+def test_divided_weights_in_8_bits(pool: Callable[[int], Any], adapters: tuple[str, ...]) -> None:
+    answers = pool(2).run(_both, adapters, {"tensor_parallel": 2}, {"fp8_storage": True})
+    for (expected, _, _), (latents, _, count) in answers:
+        assert count == 77
+        # Halves of a row have scales of their own.
+        assert torch.linalg.vector_norm(latents - expected) <= 0.05 * torch.linalg.vector_norm(expected)

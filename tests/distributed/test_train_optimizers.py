@@ -1,0 +1,153 @@
+"""Optimizers over sharded weights: the same moments and weights as in one process, and scaled losses too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from opensora_cli.engine.train.fp8_linear import use_fp8_linears
+from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
+from opensora_cli.engine.train.optimizer import build_optimizers
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
+
+_STEPS = 3
+_RATE = {"learning_rate": 1e-2, "weight_decay": 0.1, "eps": 1e-15}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    # A bias of one number is on the first rank alone.
+    return nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 1))
+
+
+def _learn(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    weights = {name: _whole(weight.detach()).clone() for name, weight in model.named_parameters()}
+    moments = {f"{m.name} of {m.parameter}": _whole(m.tensor).clone() for m in named_moments(model, optimizers)}
+    return {**weights, **moments}
+
+
+def _sharded_learns_as_one(offload: bool, shard_last: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    settings = OptimizerSettings(**_RATE, offload_states=offload)
+    plain = _model()
+    plain_optimizers = build_optimizers(plain, settings)
+    model = _model()
+    # Without the last layer, sharded and plain weights are side by side.
+    for layer in model if shard_last else model[:2]:
+        fully_shard(layer)
+    optimizers = build_optimizers(model, settings)
+    for network, its in ((plain, plain_optimizers), (model, optimizers)):
+        _learn(network, its, range(_STEPS))
+    kinds = [type(moment.tensor).__name__ for moment in named_moments(model, optimizers)]
+    return _state(plain, plain_optimizers), _state(model, optimizers), kinds
+
+
+def _goes_on_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two updates in one process, whose state sharded ranks take up for the third."""
+    plain = _model()
+    plain_optimizers = build_optimizers(plain, OptimizerSettings(**_RATE))
+    _learn(plain, plain_optimizers, range(2))
+    saved = {(m.parameter, m.name): m.tensor.clone() for m in named_moments(plain, plain_optimizers)}
+    counts = update_counts(plain, plain_optimizers)
+    model = _model()
+    model.load_state_dict(plain.state_dict())
+    for layer in model:
+        fully_shard(layer)
+    weights = dict(model.named_parameters())
+    optimizers = build_optimizers(model, OptimizerSettings(**_RATE, offload_states=offload))
+
+    def part(parameter: str, name: str) -> Tensor:
+        rows = saved[parameter, name].chunk(dist.get_world_size())
+        own = weights[parameter].to_local()
+        return rows[dist.get_rank()] if own.numel() else own.detach()
+
+    restore_moments(model, optimizers, counts, part)
+    for network, its in ((plain, plain_optimizers), (model, optimizers)):
+        _learn(network, its, range(2, 3))
+    assert update_counts(model, optimizers) == update_counts(plain, plain_optimizers)
+    return _state(plain, plain_optimizers), _state(model, optimizers)
+
+
+def _unscaled_gradients() -> tuple[list[Tensor], list[Tensor]]:
+    scaled = Precision(PrecisionSettings(compute="fp16", initial_loss_scale=1024), torch.device("cpu"))
+    model, plain = _model(), _model()
+    for layer in model[:2]:
+        fully_shard(layer)
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    # Sums of powers of two times the same numbers have the same bits.
+    scaled.scale(model(batch).sum()).backward()
+    scaled.unscale(model)
+    plain(batch).sum().backward()
+    return [_whole(weight.grad) for weight in model.parameters()], [weight.grad for weight in plain.parameters()]
+
+
+def _products_of_8_bits() -> tuple[list[Tensor], list[Tensor], int]:
+    """Gradients of layers whose gathered weights are given back between forward and backward, and of plain ones."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+        use_fp8_linears(model, ["0", "1"])
+        return model
+
+    model, plain = layers(), layers()
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    batch = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    for network in (model, plain):
+        network(batch).square().mean().backward()
+    sharded = sum(isinstance(weight, DTensor) for weight in model.parameters())
+    return [_whole(weight.grad) for weight in model.parameters()], [w.grad for w in plain.parameters()], sharded
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("shard_last", [True, False])
+def test_sharded_weights_learn_as_in_one_process(pool: Callable[[int], Any], offload: bool, shard_last: bool) -> None:
+    for expected, found, kinds in pool(2).run(_sharded_learns_as_one, offload, shard_last):
+        assert len(expected) == 4 * 3
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+        assert kinds.count("DTensor") == (8 if shard_last else 4)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_sharded_ranks_go_on_from_the_state_of_one_process(pool: Callable[[int], Any], offload: bool) -> None:
+    for expected, found in pool(2).run(_goes_on_from_a_whole_state, offload):
+        assert len(expected) == 4 * 3
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_gradients_are_unscaled_where_they_are(pool: Callable[[int], Any]) -> None:
+    for found, expected in pool(2).run(_unscaled_gradients):
+        assert all(gradient.any() for gradient in expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def test_products_of_8_bits_over_sharded_weights(pool: Callable[[int], Any]) -> None:
+    for found, expected, sharded in pool(2).run(_products_of_8_bits):
+        assert sharded == len(expected) == 4
+        for one, other in zip(found, expected, strict=True):
+            assert other.any()
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

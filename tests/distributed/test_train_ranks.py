@@ -1,0 +1,236 @@
+"""Training by several processes: the same steps as one alone, one decision for all, one checkpoint of all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_training
+import torch
+import torch.distributed as dist
+from toy_training import ADAMW, Listener, ToyTask, toy_trainer
+
+from opensora_cli.checkpoint.shared_folder import wrong_files
+from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
+from opensora_cli.engine.train.state import restore
+from opensora_cli.engine.train.strategy.build import open_distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.checkpoints import CheckpointSettings
+from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.train import TrainSettings
+
+MICRO_BATCHES = 4
+STEPS = 6
+
+
+def _distribution() -> Distribution:
+    device = torch.device("cpu")
+    if not dist.is_initialized():
+        return Distribution(device)
+    parallel = TrainParallelSettings(gpus=dist.get_world_size())
+    return open_distribution(Strategy.DDP, parallel, device=device, dtype=None)
+
+
+def _trainer(task: ToyTask, reporter: Listener | None = None, **loop: object) -> Trainer[Any]:
+    return toy_trainer(
+        task,
+        optimizer=ADAMW,
+        distribution=_distribution(),
+        reporter=reporter,
+        **{"micro_batches": MICRO_BATCHES, "steps": STEPS, **loop},
+    )
+
+
+def _weights(trainer: Trainer[Any]) -> dict[str, list[float]]:
+    return {name: weight.flatten().tolist() for name, weight in trainer.task.module.named_parameters()}
+
+
+def _steps() -> tuple[list[dict[str, float]], list[int], dict[str, list[float]]]:
+    task = ToyTask()
+    trainer = _trainer(task)
+    return [dict(trainer.do_step().figures) for _ in range(STEPS)], task.asked, _weights(trainer)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_do_not_depend_on_the_number_of_ranks(pool, ranks):
+    figures, asked, weights = _steps()
+    found = pool(ranks).run(_steps)
+    for rank, (their_figures, their_numbers, their_weights) in enumerate(found):
+        assert their_numbers == [number for number in asked if number % ranks == rank]
+        for ours, theirs in zip(figures, their_figures, strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-5)
+        for name, values in weights.items():
+            assert their_weights[name] == pytest.approx(values, rel=1e-5, abs=1e-7)
+    assert len({json.dumps(figures) for figures, _, _ in found}) == 1
+
+
+def _skipping() -> tuple[list[bool], list[str], list[float], list[tuple[str, ...]]]:
+    listener, task = Listener(), ToyTask(not_finite=(5,))
+    trainer = _trainer(task, listener)
+    trainer.do_step()
+    before = _weights(trainer)
+    reports = [trainer.do_step()]
+    assert _weights(trainer) == before
+    reports += [trainer.do_step() for _ in range(2)]
+    return [report.skipped for report in reports], listener.warnings, _weights(trainer)["out.bias"], reports[0].paths
+
+
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pool):
+    for skipped, warnings, bias, paths in (found := pool(2).run(_skipping)):
+        assert skipped == [True, False, False]
+        # It was the other rank's, and both know whose.
+        assert paths == ("toy5.mp4",)
+        assert warnings == ["step 2: loss or gradient is not finite, the step is skipped: toy5.mp4"]
+        assert bias == found[0][2]
+
+
+def _ending() -> str:
+    trainer = _trainer(ToyTask(not_finite=tuple(range(0, 40, 4))))
+    try:
+        for _ in range(STEPS):
+            trainer.do_step()
+    except OsoraError as error:
+        return error.message
+    return "did not end"
+
+
+def test_several_in_a_row_end_all_ranks(pool):
+    for message in pool(2).run(_ending):
+        assert "5 steps in a row, up to step 5" in message
+
+
+def _first_half(folder: str) -> str:
+    trainer = _trainer(ToyTask())
+    for _ in range(STEPS // 2):
+        trainer.do_step()
+    with CheckpointWriter(Path(folder), CheckpointSettings()) as writer:
+        saved = writer.save(trainer)
+    trainer.distribution.barrier()
+    return str(saved)
+
+
+def _second_half(folder: str) -> tuple[list[dict[str, float]], list[int], dict[str, list[float]]]:
+    task = ToyTask()
+    trainer = _trainer(task)
+    restore(trainer, Path(folder))
+    return (
+        [dict(trainer.do_step().figures) for _ in range(STEPS - STEPS // 2)],
+        task.asked,
+        _weights(trainer),
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 2)])
+def test_goes_on_with_another_number_of_ranks(pool, tmp_path, before, after):
+    figures, asked, weights = _steps()
+    folder = _first_half(str(tmp_path)) if before == 1 else pool(before).run(_first_half, str(tmp_path))[0]
+    assert wrong_files(Path(folder)) == []
+    assert len(list(Path(folder, "random_states").iterdir())) == before
+    found = [_second_half(folder)] if after == 1 else pool(after).run(_second_half, folder)
+    half = STEPS // 2
+    assert sorted(number for _, numbers, _ in found for number in numbers) == asked[half * MICRO_BATCHES :]
+    for their_figures, _, their_weights in found:
+        for ours, theirs in zip(figures[half:], their_figures, strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-5)
+        for name, values in weights.items():
+            assert their_weights[name] == pytest.approx(values, rel=1e-5, abs=1e-7)
+
+
+def test_as_many_ranks_go_on_bit_for_bit(pool, tmp_path):
+    whole = pool(2).run(_steps)
+    folder = pool(2).run(_first_half, str(tmp_path))[0]
+    for (figures, _, weights), (their_figures, _, their_weights) in zip(
+        whole, pool(2).run(_second_half, folder), strict=True
+    ):
+        assert their_figures == figures[STEPS // 2 :]
+        assert their_weights == weights
+
+
+def test_who_writes_does_not_matter(pool, tmp_path):
+    folders = [pool(2).run(_first_half, str(tmp_path / "2"))[0], pool(4).run(_first_half, str(tmp_path / "4"))[0]]
+    # The same files of the same sizes; weights differ by rounding.
+    sizes = [
+        {str(path.relative_to(folder)): path.stat().st_size for path in Path(folder).rglob("*.safetensors")}
+        for folder in folders
+    ]
+    assert sizes[0] == sizes[1]
+    assert len(sizes[0]) == 3
+
+
+def _choose(run: str, allow_older: bool) -> str:
+    try:
+        chosen = choose_checkpoint(
+            Path(run), Resume(allow_older=allow_older), distribution=_distribution(), reporter=Listener()
+        )
+    except CheckpointError as error:
+        return error.message
+    return chosen.name
+
+
+def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
+    folder = Path(pool(2).run(_first_half, str(tmp_path))[0])
+    for name in ("ema.safetensors", "sampler.pt"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for message in pool(2).run(_choose, str(tmp_path), False):
+            assert f"{folder / name} is not what was written" in message
+        (folder / name).write_bytes(content)
+    assert pool(2).run(_choose, str(tmp_path), False) == ["epoch0-global_step3"] * 2
+
+
+def _settings(output: Path, **changes: object) -> TrainSettings:
+    return tiny_training.text_settings(output).replace(
+        {"loop.steps": 8, "loop.micro_batches": 2, "checkpoints.every": 100, "precision.compute": "fp32", **changes}
+    )
+
+
+def _command(settings: TrainSettings, folder: Path, *flags: str) -> list[str]:
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings.model_dump(mode="json")))
+    return [sys.executable, "-m", "opensora_cli", "train", "--from", str(path), *flags]
+
+
+def _log(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for line in lines]
+
+
+def test_ctrl_c_of_two_ranks_saves_and_one_goes_on(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    subprocess.run(_command(_settings(whole), tmp_path, "--quiet"), check=True, capture_output=True, env=environment)
+
+    flags = ("--gpus", "2", "--device", "cpu")
+    # So many that it does not end by itself.
+    long = _settings(run, **{"loop.steps": 100_000, "optimizer.decay_steps": 99_994})
+    process = subprocess.Popen(
+        _command(long, tmp_path, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "log.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err.decode()
+    assert "go on with --resume" in err.decode()
+    (folder,) = run.glob("epoch0-global_step*")
+    assert wrong_files(folder) == []
+    step = int(folder.name.rpartition("step")[2])
+
+    more = _settings(run, **{"loop.steps": step + 2, "optimizer.decay_steps": 1})
+    done = subprocess.run(
+        _command(more, tmp_path, "--resume", "--json", "--quiet"), capture_output=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads(done.stdout)["resumed_from"] == step
+    assert [line["step"] for line in _log(run)] == list(range(1, step + 3))
+    # The first steps have the same rates, and so the same losses as one process alone.
+    assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)

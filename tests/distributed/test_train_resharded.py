@@ -1,0 +1,190 @@
+"""The trainer with each strategy: what some ranks save, others take up, with another strategy or fewer of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_strategies import Case, micro_batch, precision_of, tiny_transformer
+from torch import Tensor
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.drawn import DrawnBatches
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.reports import WallClock
+from opensora_cli.engine.train.state import restore
+from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.checkpoints import CheckpointSettings
+from opensora_cli.settings.loop import LoopSettings
+from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.optimizer import OptimizerSettings
+
+Pool = Callable[[int], Any]
+_LOOP = LoopSettings(steps=5, micro_batches=4, ema_decay=0.9)
+_OPTIMIZER = OptimizerSettings(learning_rate=1e-3, warmup_steps=2, max_grad_norm=2.0)
+
+CASES = [
+    Case("ddp", 2),
+    Case("zero2", 2),
+    Case("zero3", 4, (("dp_shard_degree", 2),)),
+    Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
+    Case("hybrid", 4, (("tensor_parallel_degree", 2),)),
+    Case("hybrid", 2, (("ring_degree", 2),)),
+]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    number: int
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (f"clip{self.number}",)
+
+
+class _Task:
+    """Learns random velocities."""
+
+    adversary = None
+
+    def __init__(self, distribution: Distribution, lora: LoraSettings | None, *, compiled: bool) -> None:
+        self.module = tiny_transformer()
+        if lora is not None:
+            add_lora(self.module, lora, seed=0)
+        if compiled:
+            compile_blocks(self.module, warn=pytest.fail, backend="aot_eager")
+        self.forward = distribution.shard(self.module)
+
+    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
+        pass
+
+    def loss(self, batch: _Batch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+        given, target = micro_batch(self.module, batch.number)
+        velocity = self.forward(given.pop("packed_latents_BND"), **given)
+        return (velocity - target).square().mean(), {}
+
+    def tokens(self, batch: _Batch) -> int:
+        return 1
+
+    def samples(self, batch: _Batch) -> int:
+        return 1
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        pass
+
+
+def _draw(chance: Chance, number: int) -> _Batch:
+    return _Batch(number)
+
+
+def _trainer(
+    distribution: Distribution, lora: LoraSettings | None = None, *, compiled: bool = False
+) -> Trainer[_Batch]:
+    return Trainer(
+        _Task(distribution, lora, compiled=compiled),
+        DrawnBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
+        loop=_LOOP,
+        optimizer=_OPTIMIZER,
+        precision=precision_of("fp32"),
+        distribution=distribution,
+        clock=WallClock(),
+        reporter=SilentReporter(),
+        trained_only=lora is not None,
+    )
+
+
+def _steps(trainer: Trainer[_Batch], count: int) -> list[float]:
+    return [trainer.do_step().figures["loss"] for _ in range(count)]
+
+
+def _averages(trainer: Trainer[_Batch]) -> dict[str, Tensor]:
+    distribution = trainer.distribution
+    assert trainer.ema is not None
+    return {
+        distribution.whole_name(name): distribution.whole(name, tensor).clone() for name, tensor in trainer.ema.items()
+    }
+
+
+def _alone() -> Distribution:
+    return Distribution(torch.device("cpu"))
+
+
+@cache
+def _expected() -> tuple[list[float], dict[str, Tensor]]:
+    trainer = _trainer(_alone())
+    return _steps(trainer, 5), _averages(trainer)
+
+
+def _saved(case: Case, output: Path) -> tuple[list[float], Path]:
+    trainer = _trainer(case.open())
+    losses = _steps(trainer, 3)
+    with CheckpointWriter(output, CheckpointSettings()) as writer:
+        folder = writer.save(trainer)
+    return losses, folder
+
+
+def _taken_up(case: Case | None, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = _trainer(case.open() if case else _alone())
+    restore(trainer, folder)
+    return _steps(trainer, 2), _averages(trainer)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_process_goes_on_where_several_ended_and_the_other_way_round(
+    pool: Pool, case: Case, tmp_path: Path
+) -> None:
+    expected, averages = _expected()
+    answers = pool(case.ranks).run(_saved, case, tmp_path)
+    folder = answers[0][1]
+    runs = [(answers[0][0], *_taken_up(None, folder))]
+    for losses, more, ours in [
+        *runs,
+        *((expected[:3], *found) for found in pool(case.ranks).run(_taken_up, case, folder)),
+    ]:
+        assert [*losses, *more] == pytest.approx(expected, rel=0, abs=1e-5)
+        assert ours.keys() == averages.keys()
+        assert all(torch.allclose(ours[name], average, rtol=0, atol=1e-5) for name, average in averages.items())
+
+
+def test_another_strategy_goes_on(pool: Pool, tmp_path: Path) -> None:
+    expected, _ = _expected()
+    (_, folder), *_ = pool(4).run(_saved, CASES[3], tmp_path)
+    for more, _ in pool(2).run(_taken_up, Case("zero1", 2), folder):
+        assert more == pytest.approx(expected[3:], rel=0, abs=1e-5)
+
+
+_LORA = LoraSettings(rank=2)
+
+
+def _with_lora(case: Case | None, compiled: bool) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = _trainer(case.open() if case else _alone(), _LORA, compiled=compiled)
+    return _steps(trainer, 5), _averages(trainer)
+
+
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        (Case("ddp", 2), False),
+        (Case("zero2", 2), True),
+        (Case("zero3", 2), False),
+        (Case("hybrid", 2, (("ring_degree", 2),)), False),
+        (Case("hybrid", 4, (("ulysses_degree", 2),)), False),
+    ],
+    ids=str,
+)
+def test_adapters(pool: Pool, case: Case, compiled: bool) -> None:
+    pytest.importorskip("peft")
+    expected, averages = _with_lora(None, False)
+    assert expected[-1] < expected[0]
+    for losses, ours in pool(case.ranks).run(_with_lora, case, compiled):
+        assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+        assert ours.keys() == averages.keys()
+        assert all("lora_" in name for name in ours)
+        assert all(torch.allclose(ours[name], average, rtol=0, atol=1e-5) for name, average in averages.items())

@@ -1,0 +1,429 @@
+"""Every strategy of training over real processes against one process: losses, gradients, weights, bytes."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny_strategies import MAX_NORM, Case, Run, micro_batch, precision_of, step_sizes, tiny_transformer
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from opensora_cli.engine.tensor_parallel import shard_transformer
+from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, use_fp8_linears
+from opensora_cli.engine.train.strategy.build import mesh_shape
+from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.wire import update_bytes
+from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, linears_of_blocks
+from opensora_cli.settings.strategy import Strategy
+
+Pool = Callable[[int], Any]
+STEPS = 20
+
+DATA = [
+    *(Case(strategy, ranks) for strategy in ("ddp", "zero1", "zero2", "zero3") for ranks in (2, 4)),
+    Case("zero1", 4, (("dp_replicate_degree", 2),)),
+    Case("zero3", 4, (("dp_shard_degree", 2),)),
+]
+HYBRID = [
+    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
+    Case("hybrid", 2, (("ulysses_degree", 2),)),
+    Case("hybrid", 2, (("ring_degree", 2),)),
+    Case("hybrid", 4, (("tensor_parallel_degree", 2),)),
+    Case("hybrid", 4, (("ulysses_degree", 2),)),
+    Case("hybrid", 4, (("ring_degree", 2), ("dp_replicate_degree", 2))),
+    Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
+    Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ring_degree", 2))),
+    Case("hybrid", 4, (("ulysses_degree", 2), ("ring_degree", 2))),
+]
+_FIRST = {
+    Case("ddp", 2),
+    Case("zero2", 2),
+    Case("zero3", 4, (("dp_shard_degree", 2),)),
+    Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
+}
+in_every_case = pytest.mark.parametrize("case", [*DATA, *HYBRID], ids=str)
+in_some_cases_at_first = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in _FIRST else pytest.mark.slow) for case in (*DATA, *HYBRID)],
+    ids=str,
+)
+
+
+def _alone() -> Distribution:
+    return Distribution(torch.device("cpu"))
+
+
+def _blocks(model: MMDiT) -> list[nn.Module]:
+    return [*model.double_blocks, *model.single_blocks]
+
+
+@cache
+def _expected(micro_batches: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    run = Run(_alone(), tiny_transformer(), micro_batches)
+    run.step(STEPS)
+    assert run.losses[-1] < 0.8 * run.losses[0]
+    # Some gradients are clipped, others are not.
+    assert min(run.norms) < MAX_NORM < max(run.norms)
+    return run.losses, run.norms, run.whole()
+
+
+def _trained(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    run = Run(case.open(), tiny_transformer(), case.micro_batches)
+    run.step(STEPS)
+    return run.losses, run.norms, run.whole()
+
+
+@in_every_case
+def test_losses_are_those_of_one_process(pool: Pool, case: Case) -> None:
+    losses, norms, weights = _expected(case.micro_batches)
+    for our_losses, our_norms, our_weights in pool(case.ranks).run(_trained, case):
+        assert our_losses == pytest.approx(losses, rel=0, abs=1e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-4)
+        assert our_weights.keys() == weights.keys()
+        assert max((our_weights[name] - weight).abs().max().item() for name, weight in weights.items()) < 1e-4
+
+
+def _row_bytes(weights: Iterable[Tensor], ranks: int, rank: int) -> int:
+    return sum(rows[rank].nbytes for weight in weights if rank < len(rows := weight.chunk(ranks)))
+
+
+def _held(case: Case) -> tuple[tuple[int, int, int], int, int]:
+    """Return what a rank holds of weights, gradients and moments, what it ought to hold of each, and the whole."""
+    run = Run(case.open(), tiny_transformer(), case.micro_batches)
+    run.step()
+    mesh, plain = run.distribution.mesh, tiny_transformer()
+    whole = sum(weight.nbytes for weight in plain.parameters())
+    shard_transformer(plain, mesh.group("tensor"))
+    rows = mesh.group("shard", "ring", "ulysses")
+    return run.held_bytes(), _row_bytes(plain.parameters(), rows.size(), rows.rank()), whole
+
+
+@in_every_case
+def test_bytes_per_rank(pool: Pool, case: Case) -> None:
+    answers = pool(case.ranks).run(_held, case)
+    whole = answers[0][2]
+    shape = mesh_shape(Strategy(case.strategy), case.parallel)
+    for (weights, gradients, moments), share, _ in answers:
+        assert weights == gradients == share
+        assert moments == 2 * share
+        # Rows and heads are few here, and modulation and norms are whole on every tensor-parallel rank.
+        assert share < (1.1 if shape.tensor == 1 else 0.9) * whole / (shape.shard * shape.ring * shape.ulysses)
+    if shape.tensor == 1:
+        assert sum(share for _, share, _ in answers) == shape.replicate * whole
+
+
+def _held_within_an_update(case: Case) -> dict[str, float]:
+    """Return what a rank holds between forward and backward, and between two micro-batches; as shares of the whole."""
+    distribution, model = case.open(), tiny_transformer()
+    whole = sum(weight.nbytes for weight in model.parameters())
+    outside = whole - sum(weight.nbytes for block in _blocks(model) for weight in block.parameters())
+    forward = distribution.shard(model)
+    own_weights = list(model.parameters())
+    given, target = micro_batch(model, distribution.data_rank)
+    with distribution.accumulating(last=False):
+        loss = (forward(given.pop("packed_latents_BND"), **given) - target).square().mean()
+        weights = sum(local(weight).nbytes for weight in model.parameters())
+        loss.backward()
+    gradients = {id(weight): local(weight.grad).nbytes for weight in own_weights if weight.grad is not None}
+    gradients |= {id(weight): local(weight.grad).nbytes for weight in model.parameters() if weight.grad is not None}
+    return {"weights": weights / whole, "gradients": sum(gradients.values()) / whole, "outside": outside / whole}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "gradients"), [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 0.5), ("zero3", 0.5, 0.5)]
+)
+def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float, gradients: float) -> None:
+    for held in pool(2).run(_held_within_an_update, Case(strategy, 2)):
+        # What is outside of blocks stays gathered until backward has come to the first layer.
+        expected = weights + (1 - weights) * held["outside"]
+        assert held["weights"] == pytest.approx(expected, rel=0.03)
+        assert held["gradients"] == pytest.approx(gradients, rel=0.03)
+
+
+def _sent(case: Case, micro_batches: int) -> int:
+    run = Run(case.open(), tiny_transformer(), micro_batches)
+    if case.strategy == "ddp":
+        # In its second update it agrees on the order of gradients.
+        run.step(2)
+    return run.sent_bytes()
+
+
+@in_every_case
+@pytest.mark.parametrize("micro_batches", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_bytes_on_the_wire(pool: Pool, case: Case, micro_batches: int) -> None:
+    strategy = Strategy(case.strategy)
+    expected = update_bytes(
+        strategy,
+        mesh_shape(strategy, case.parallel),
+        step_sizes(tiny_transformer()),
+        micro_batches=micro_batches,
+    )
+    assert sum(pool(case.ranks).run(_sent, case, micro_batches)) == expected.total > 0
+
+
+def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
+    """Return how many weights there are, and the names of those that do not come back as they were."""
+    distribution, model = case.open(), tiny_transformer(mlp_ratio=mlp_ratio)
+    expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    distribution.shard(model)
+    wrong, seen = [], set()
+    for name, weight in model.named_parameters():
+        whole_name = distribution.whole_name(name)
+        seen.add(whole_name)
+        half = expected[whole_name].to(torch.bfloat16)
+        part = distribution.part(name, half)
+        fine = (
+            torch.equal(distribution.whole(name, weight), expected[whole_name])
+            and torch.equal(distribution.part(name, expected[whole_name]), local(weight))
+            and torch.equal(distribution.whole(name, part), half)
+        )
+        if not fine or part.data_ptr() == half.data_ptr() or distribution.whole(name, weight).requires_grad:
+            wrong.append(name)
+    assert seen == expected.keys()
+    extra = torch.randn(3)
+    assert torch.equal(distribution.whole("no such weight", distribution.part("no such weight", extra)), extra)
+    return len(seen), wrong
+
+
+@in_every_case
+@pytest.mark.parametrize("mlp_ratio", [pytest.param(0.625, marks=pytest.mark.slow), 0.125])
+def test_parts_make_up_the_whole_bit_for_bit(pool: Pool, case: Case, mlp_ratio: float) -> None:
+    # With five features in the MLP the last of four ranks has none.
+    for count, wrong in pool(case.ranks).run(_round_trip, case, mlp_ratio):
+        assert count > 40
+        assert wrong == []
+
+
+def test_one_process_is_a_distribution_too() -> None:
+    distribution, model = _alone(), tiny_transformer()
+    assert (distribution.is_main, distribution.data_rank, distribution.data_ranks) == (True, 0, 1)
+    assert distribution.shard(model) is model
+    weight = model.img_in.weight
+    assert torch.equal(distribution.whole("img_in.weight", distribution.part("img_in.weight", weight)), weight)
+    assert distribution.mean({"a": 1.5}) == {"a": 1.5}
+    assert distribution.any(True)
+    assert not distribution.any(False)
+    model(**micro_batch(model, 0)[0]).square().mean().backward()
+    twin = [weight.grad.clone().requires_grad_() for weight in model.parameters()]
+    for gradient in twin:
+        gradient.grad = gradient.detach().clone()
+    expected = torch.nn.utils.clip_grad_norm_(twin, 0.1)
+    assert distribution.clip_grad_norm(model, 0.1).item() == pytest.approx(expected.item(), rel=1e-6)
+    for weight, clipped in zip(model.parameters(), twin, strict=True):
+        assert torch.allclose(weight.grad, clipped.grad, rtol=1e-5, atol=0)
+
+
+def _in_a_mode(case: Case, compiled: bool, checkpoints: bool, offload: bool) -> tuple[list[float], int, int]:
+    """Return the losses, how many tensors came back from the host, and how many graphs were compiled."""
+    model, graphs = tiny_transformer(), counters["stats"]
+    graphs.clear()
+    # Of one function so many versions are compiled and no more, and this process has met many models.
+    torch._dynamo.reset()
+    if compiled:
+        compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    run = Run(case.open(), model, case.micro_batches)
+    manager = ActivationManager() if offload else None
+    if manager:
+        manager.setup_buffer(10**5, torch.float32)
+    with ExitStack() as stack:
+        if checkpoints:
+            stack.enter_context(set_grad_checkpoint(model, others=(OUTPUT_LAYER,), activations=manager))
+        run.step(3)
+    return run.losses, manager.copied_to_device if manager else 0, graphs["unique_graphs"]
+
+
+@in_some_cases_at_first
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpoints_and_offload_change_no_loss(pool: Pool, case: Case, offload: bool) -> None:
+    for losses, copied, _ in pool(case.ranks).run(_in_a_mode, case, False, True, offload):
+        assert losses == pytest.approx(_expected(case.micro_batches)[0][:3], rel=0, abs=1e-5)
+        assert (copied > 0) == offload
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == Case("zero3", 2) else pytest.mark.slow) for case in DATA], ids=str
+)
+@pytest.mark.parametrize(
+    ("checkpoints", "offload"),
+    [*(pytest.param(checkpoints, False, marks=pytest.mark.slow) for checkpoints in (False, True)), (True, True)],
+)
+def test_compiling_changes_no_loss(pool: Pool, case: Case, checkpoints: bool, offload: bool) -> None:
+    for losses, copied, graphs in pool(case.ranks).run(_in_a_mode, case, True, checkpoints, offload):
+        assert losses == pytest.approx(_expected(case.micro_batches)[0][:3], rel=0, abs=1e-5)
+        assert (copied > 0) == offload
+        assert graphs >= 2
+
+
+def _in_half_precision(case: Case, compute: str) -> tuple[list[float], set[torch.dtype]]:
+    precision = precision_of(compute)
+    run = Run(case.open(precision.dtype), tiny_transformer(), case.micro_batches, precision)
+    run.step(5)
+    kept = [run.model.parameters(), (weight.grad for weight in run.model.parameters())]
+    return run.losses, {tensor.dtype for tensors in kept for tensor in tensors}
+
+
+@in_some_cases_at_first
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_half_precision_is_for_computing_alone(pool: Pool, case: Case, compute: str) -> None:
+    expected = _expected(case.micro_batches)[0][:5]
+    for losses, kept in pool(case.ranks).run(_in_half_precision, case, compute):
+        assert losses == pytest.approx(expected, rel=0.04 if compute == "bf16" else 0.01)
+        assert losses != pytest.approx(expected, rel=0, abs=1e-6)
+        assert kept == {torch.float32}
+
+
+def _in_8_bits(case: Case, alone: bool, compiled: bool) -> tuple[list[float], int]:
+    """Return the losses with linear layers in 8 bits, and how many there are."""
+    model, precision = tiny_transformer(hidden=64, heads=4, mlp_ratio=1.0), precision_of("bf16")
+    use_fp8_linears(model, linears_of_blocks(model.config))
+    if compiled:
+        compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    run = Run(_alone() if alone else case.open(precision.dtype), model, case.micro_batches, precision)
+    with set_grad_checkpoint(model):
+        run.step(4)
+    return run.losses, sum(isinstance(module, Fp8TrainLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        (Case("ddp", 2), False),
+        (Case("zero3", 2), False),
+        *(
+            pytest.param(case, compiled, marks=pytest.mark.slow)
+            for case, compiled in [
+                (Case("ddp", 2), True),
+                (Case("zero2", 2), True),
+                (Case("zero3", 2), True),
+                (Case("hybrid", 2, (("ulysses_degree", 2),)), False),
+                (Case("hybrid", 2, (("ring_degree", 2),)), False),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_linear_layers_in_8_bits(pool: Pool, case: Case, compiled: bool) -> None:
+    expected, count = _in_8_bits(case, True, False)
+    assert count == 2 * 6 + 4
+    assert expected[-1] < 0.98 * expected[0]
+    for losses, ours in pool(case.ranks).run(_in_8_bits, case, False, compiled):
+        assert losses == pytest.approx(expected, rel=0.04)
+        assert ours == count
+
+
+def _evaluated(case: Case) -> tuple[list[float], list[float], float]:
+    """Return losses with a look at another batch between updates, what these gave, and the share held after them."""
+    run = Run(case.open(), tiny_transformer(), case.micro_batches)
+    own = sum(local(weight).nbytes for weight in run.model.parameters())
+    seen, held = [], []
+    for _ in range(3):
+        run.step()
+        given, target = micro_batch(run.model, 999)
+        with torch.no_grad(), run.distribution.evaluating():
+            seen.append((run.forward(given.pop("packed_latents_BND"), **given) - target).square().mean().item())
+        held.append(sum(local(weight).nbytes for weight in run.model.parameters()))
+    return run.losses, seen, max(held) / own
+
+
+@in_some_cases_at_first
+def test_evaluating_changes_nothing(pool: Pool, case: Case) -> None:
+    plain = Run(_alone(), tiny_transformer(), case.micro_batches)
+    seen_by_one = []
+    for _ in range(3):
+        plain.step()
+        given, target = micro_batch(plain.model, 999)
+        with torch.no_grad():
+            seen_by_one.append((plain.model(**given) - target).square().mean().item())
+    for losses, seen, held in pool(case.ranks).run(_evaluated, case):
+        assert losses == pytest.approx(_expected(case.micro_batches)[0][:3], rel=0, abs=1e-5)
+        assert seen == pytest.approx(seen_by_one, rel=0, abs=1e-5)
+        assert held == 1
+
+
+def _with_frozen_weights(case: Case, alone: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = tiny_transformer()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("q_proj" in name or "query_norm" in name)
+    run = Run(_alone() if alone else case.open(), model, case.micro_batches)
+    run.step(3)
+    return run.losses, run.norms, run.whole()
+
+
+@in_some_cases_at_first
+def test_frozen_weights_stay(pool: Pool, case: Case) -> None:
+    losses, norms, weights = _with_frozen_weights(case, True)
+    before = dict(tiny_transformer().named_parameters())
+    for our_losses, our_norms, our_weights in pool(case.ranks).run(_with_frozen_weights, case, False):
+        assert our_losses == pytest.approx(losses, rel=0, abs=1e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-4)
+        for name, weight in weights.items():
+            is_trained = "q_proj" in name or "query_norm" in name
+            assert torch.allclose(our_weights[name], weight, rtol=0, atol=1e-4)
+            assert torch.equal(our_weights[name], before[name]) != is_trained
+
+
+def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
+    """Spoil a gradient on the last rank, and return the norm, whether any rank and whether no rank says so, a mean."""
+    run = Run(case.open(), tiny_transformer(), case.micro_batches)
+    run.find_gradient()
+    distribution = run.distribution
+    if distribution.rank == distribution.ranks - 1:
+        # Of a weight that no other rank has the same rows and features of.
+        local(run.model.single_blocks[0].q_proj.weight.grad)[0, 0] = float("inf")
+    norm = distribution.clip_grad_norm(run.model, 1.0).item()
+    mean = distribution.mean({"rank": float(distribution.data_rank)})["rank"]
+    return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
+
+
+@pytest.mark.parametrize("case", [Case("zero1", 2), Case("zero3", 4), *HYBRID[:3]], ids=str)
+def test_all_ranks_agree(pool: Pool, case: Case) -> None:
+    for norm, some, none, mean in pool(case.ranks).run(_not_finite, case):
+        assert norm == float("inf")
+        assert (some, none) == (True, False)
+        assert mean == (case.parallel.data_ranks(Strategy(case.strategy)) - 1) / 2
+
+
+def _from_meta(case: Case) -> tuple[int, bool]:
+    plain = tiny_transformer()
+    with torch.device("meta"):
+        model = tiny_transformer()
+    distribution = case.open()
+    run = Run(distribution, model, case.micro_batches)
+    held = sum(local(weight).untyped_storage().nbytes() for weight in model.parameters())
+    weights = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            local(weight).copy_(distribution.part(name, weights[distribution.whole_name(name)]))
+    run.step()
+    twin = Run(case.open(), plain, case.micro_batches)
+    twin.step()
+    return held, run.losses == twin.losses
+
+
+@pytest.mark.parametrize("case", [Case("zero2", 2), Case("zero3", 4), HYBRID[0], HYBRID[1]], ids=str)
+def test_weights_can_come_after_dividing(pool: Pool, case: Case) -> None:
+    whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
+    for held, same in pool(case.ranks).run(_from_meta, case):
+        assert held < (0.9 if "tensor_parallel_degree" in dict(case.degrees) else 1.1 / case.ranks) * whole
+        assert same
+
+
+def _refused() -> None:
+    distribution = Case("zero3", 2).open()
+    with pytest.raises(ValueError, match="not of a Linear"):
+        distribution.shard(nn.Linear(2, 2))
+    distribution.shard(tiny_transformer())
+    with pytest.raises(ValueError, match="or a second one"):
+        distribution.shard(tiny_transformer())
+
+
+def test_one_transformer_is_divided(pool: Pool) -> None:
+    pool(2).run(_refused)

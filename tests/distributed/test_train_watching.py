@@ -1,0 +1,142 @@
+"""Validation and videos of runs on several ranks: as of one, and no rank waits for another for ever."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_frozen
+import tiny_training
+import torch
+from tiny_strategies import Case
+from toy_training import ToyTask, draw, toy_trainer
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.build import build_batches, build_task
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.reports import WallClock
+from opensora_cli.engine.train.samples import open_samples
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.validation import HeldOutLoss, open_validation
+from opensora_cli.media.read import read_video
+from opensora_cli.settings.watching import ValidationSettings
+
+Pool = Callable[[int], Any]
+
+CASES = [
+    Case("ddp", 2),
+    Case("zero2", 2),
+    Case("zero3", 2),
+    Case("hybrid", 2, (("ulysses_degree", 2),)),
+    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
+]
+
+
+def _alone() -> Distribution:
+    return Distribution(torch.device("cpu"))
+
+
+def _toy(case: Case | None) -> tuple[list[float], list[float]]:
+    """Return the losses of training, and of validations on three micro-batches, which two ranks cannot share evenly."""
+    trainer = toy_trainer(ToyTask(), distribution=case.open() if case else _alone(), micro_batches=2)
+    validation = HeldOutLoss(
+        lambda index: draw(Chance.of_data(99, index), index),
+        count=3,
+        settings=ValidationSettings(every=1),
+        last_step=9,
+    )
+    losses, validated = [], []
+    for _ in range(3):
+        losses.append(trainer.do_step().figures["loss"])
+        validated.append(validation.run(trainer.step, trainer)["loss"])
+    return losses, validated
+
+
+def test_ranks_share_the_clips(pool: Pool) -> None:
+    losses, validated = _toy(None)
+    assert len(set(validated)) == 3
+    answers = pool(2).run(_toy, CASES[0])
+    assert answers[0] == answers[1]
+    assert answers[0][0] == pytest.approx(losses, rel=1e-6)
+    assert answers[0][1] == pytest.approx(validated, rel=1e-6)
+
+
+def _watched(
+    case: Case | None, weights: Path, output: Path, *, watches: bool = True
+) -> tuple[list[float], list[float], list[str]]:
+    """Return the losses of three steps, those of validations, and the videos that this rank wrote."""
+    settings = tiny_training.mmdit_settings(output, weights).replace(
+        {
+            "loop.micro_batches": 2,
+            "optimizer.name": "adamw",
+            # So that gradients of zero but for rounding, which differ between runs, move no weight.
+            "optimizer.eps": 1e-3,
+            "precision.compute": "fp32",
+            "validation.every": 1,
+            "validation.batches": 3,
+            "samples.every": 1,
+            "samples.prompts": ("rain", "snow"),
+            "samples.num_inference_steps": 3,
+        }
+    )
+    distribution, reporter = case.open() if case else _alone(), SilentReporter()
+    samples = open_samples(settings, distribution=distribution, output=output, reporter=reporter)
+    validation = open_validation(settings, distribution=distribution, reporter=reporter)
+    assert samples is not None
+    assert validation is not None
+    task = build_task(settings, distribution=distribution, reporter=reporter)
+    batches = build_batches(settings, distribution=distribution, reporter=reporter)
+    trainer = Trainer(
+        task,
+        batches,
+        loop=settings.loop,
+        optimizer=settings.optimizer,
+        precision=Precision(settings.precision, distribution.device),
+        distribution=distribution,
+        clock=WallClock(),
+        reporter=reporter,
+    )
+    losses, validated, paths = [], [], []
+    for _ in range(3):
+        losses.append(trainer.do_step().figures["loss"])
+        if watches:
+            validated.append(validation.run(trainer.step, trainer)["loss"])
+            paths = samples.run(trainer.step, trainer)
+    batches.close()
+    return losses, validated, [path.name for path in paths]
+
+
+@cache
+def _expected(weights: Path, output: Path) -> tuple[list[float], list[float], list[str]]:
+    return _watched(None, weights, output)
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("frozen"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_ranks_watch_together(pool: Pool, case: Case, frozen: Path, tmp_path: Path) -> None:
+    alone = frozen / "alone"
+    losses, validated, videos = _expected(frozen, alone)
+    assert videos == ["0.mp4", "1.mp4"]
+    answers = pool(case.ranks).run(_watched, case, frozen, tmp_path)
+    for found, (also_losses, also_validated, _) in enumerate(answers):
+        assert also_losses == pytest.approx(losses, rel=0, abs=1e-5), found
+        assert also_validated == pytest.approx(validated, rel=0, abs=1e-5), found
+    assert [written for _, _, written in answers] == [videos, []]
+    for name in videos:
+        ours, theirs = (
+            read_video(folder / "samples" / "step3" / name).frames_THWC.int() for folder in (tmp_path, alone)
+        )
+        assert (ours - theirs).abs().max() <= 8
+    unwatched = pool(case.ranks).run(_unwatched, case, frozen, tmp_path)
+    assert unwatched == [answer[0] for answer in answers]
+
+
+def _unwatched(case: Case, weights: Path, output: Path) -> list[float]:
+    return _watched(case, weights, output, watches=False)[0]

@@ -1,0 +1,105 @@
+"""The transformer's training step on a CUDA device: the same draws as on a CPU, the same loss from a cache."""
+
+from dataclasses import replace
+
+import pytest
+import tiny_autoencoders
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.data.batches import ClipBatch
+from opensora_cli.engine.configs import new_autoencoder
+from opensora_cli.engine.sampling.conditioning import ReferenceLengths, condition_mode
+from opensora_cli.engine.train.conditions import encoded_parts
+from opensora_cli.engine.train.encoding import CachedClip, Encoders, encode_for_cache, part_name
+from opensora_cli.engine.train.mmdit import MMDiTTask, fresh_clip
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+SETTINGS = MMDiTTrainSettings(video_latent_frames=1, easy_latent_frames=1)
+CONFIG = MMDiTConfig(
+    in_channels=16,
+    vec_in_dim=16,
+    context_in_dim=16,
+    hidden_size=64,
+    num_heads=2,
+    depth=1,
+    depth_single_blocks=1,
+    axes_dim=(8, 12, 12),
+)
+
+
+def encoders(device: str, dtype: torch.dtype) -> Encoders:
+    torch.manual_seed(0)
+    vae = new_autoencoder(tiny_autoencoders.VAES["hunyuan"]).eval().requires_grad_(False).to(device, dtype)
+
+    def t5(captions: list[str]) -> Tensor:
+        return torch.full((len(captions), 4, 16), float(len(captions[0])), device=device, dtype=dtype)
+
+    return Encoders(vae, t5=t5, clip=lambda captions: t5(captions)[:, 0], device=device, dtype=dtype)
+
+
+def task(frozen: Encoders, device: str) -> MMDiTTask:
+    torch.manual_seed(0)
+    module = MMDiT(CONFIG)
+    nn.init.normal_(module.final_layer.linear.weight, std=0.1)
+    return MMDiTTask(
+        module.to(device),
+        settings=SETTINGS,
+        grid=frozen.grid,
+        empty_prompt=frozen.empty_prompt(),
+        encoders=lambda: frozen,
+        device=device,
+    )
+
+
+def clips() -> ClipBatch:
+    pixels = torch.randint(0, 256, (3, 9, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return ClipBatch(
+        number=0,
+        epoch=0,
+        paths=("a", "b", "c"),
+        captions=("x", "xx", "xxx"),
+        fps=(12.0,) * 3,
+        motion_scores=(None,) * 3,
+        pixels_BTHWC=pixels,
+        cached=None,
+    )
+
+
+def test_every_device_draws_the_same() -> None:
+    losses = [
+        task(encoders(device, torch.float32), device).loss(clips(), Chance.of(0, 0))[0].item()
+        for device in ("cpu", "cuda")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_cache_gives_the_loss_of_fresh_clips_bit_for_bit() -> None:
+    frozen, batch = encoders("cuda", torch.bfloat16), clips()
+    running, lengths = task(frozen, "cuda"), ReferenceLengths(video=1, easy=1)
+    parts = {
+        part_name(part): part
+        for name in SETTINGS.mode_weights.by_mode()
+        for part in encoded_parts(condition_mode(name), causal=True, temporal_compression=2, lengths=lengths)
+    }
+    assert batch.pixels_BTHWC is not None
+    cached = tuple(
+        CachedClip(
+            encode_for_cache(
+                fresh_clip(frozen, pixels, caption=caption, fps=12.0, motion_score=None, settings=SETTINGS), parts
+            )
+        )
+        for pixels, caption in zip(batch.pixels_BTHWC, batch.captions, strict=True)
+    )
+    stored = replace(batch, pixels_BTHWC=None, cached=cached)
+    for number in range(3):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            fresh, again = (running.loss(each, Chance.of(0, number))[0] for each in (batch, stored))
+        assert torch.equal(fresh, again)

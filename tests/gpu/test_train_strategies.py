@@ -1,0 +1,82 @@
+"""Strategies of training over NCCL against one process on a card, in processes of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the processes, which run this file alone
+
+from tiny_strategies import Case, Run, tiny_transformer
+
+from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.parallel.mesh import backend_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+STEPS = 10
+_MICRO_BATCHES = 4
+CASES = [
+    Case("ddp", 2),
+    Case("zero1", 2),
+    Case("zero2", 2),
+    Case("zero3", 2),
+    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
+    Case("hybrid", 2, (("ulysses_degree", 2),)),
+    Case("hybrid", 2, (("ring_degree", 2),)),
+]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, f"file://{tmp_path / 'meeting_place'}"]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, out
+            assert out.endswith("done\n")
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_compiled_blocks_learn_the_same() -> None:
+    expected = _of_one_process(torch.device("cuda"))
+    model = tiny_transformer()
+    compile_blocks(model, warn=pytest.fail)
+    run = Run(Distribution(torch.device("cuda")), model, _MICRO_BATCHES)
+    run.step(STEPS)
+    assert run.losses == pytest.approx(expected, rel=1e-3)
+
+
+def _of_one_process(device: torch.device) -> list[float]:
+    run = Run(Distribution(device), tiny_transformer(), _MICRO_BATCHES)
+    run.step(STEPS)
+    return run.losses
+
+
+def _compare(meeting_place: str, rank: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    expected = _of_one_process(device)
+    dist.init_process_group(backend_of("cuda"), init_method=meeting_place, rank=rank, world_size=2)
+    for case in CASES:
+        run = Run(case.open(device=str(device)), tiny_transformer(), _MICRO_BATCHES)
+        run.step(STEPS)
+        assert run.losses == pytest.approx(expected, rel=1e-4), case
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _compare(sys.argv[1], int(sys.argv[2]))
+    print("done")

@@ -1,0 +1,52 @@
+"""Autoencoders in training on a CUDA device: the loss and the gradients of a CPU, and steps that lower it."""
+
+import pytest
+import torch
+from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
+
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
+
+
+@pytest.mark.parametrize("kind", NUM_FRAMES)
+def test_loss_and_gradients_are_those_of_a_cpu(kind, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    found = []
+    for device in ("cpu", "cuda"):
+        task = vae_task(kind, squared_error_weight=1.0, discriminator=DISCRIMINATOR)
+        task.module.to(device)
+        task.adversary.module.to(device)
+        task.begin_step(0, None)
+        # Noise is drawn on the host, whatever the device.
+        loss, figures = task.loss(clip_batch(0, num_frames=NUM_FRAMES[kind]), Chance.of(0, 0))
+        loss.backward()
+        opposing, _ = task.adversary.loss()
+        opposing.backward()
+        modules = (task.module, task.adversary.module)
+        gradient = torch.cat([weight.grad.flatten().cpu() for module in modules for weight in module.parameters()])
+        found.append((float(loss.detach()), float(opposing.detach()), figures, gradient))
+    (loss, opposing, figures, gradient), (cuda_loss, cuda_opposing, cuda_figures, cuda_gradient) = found
+    assert cuda_loss == pytest.approx(loss, rel=1e-4)
+    assert cuda_opposing == pytest.approx(opposing, rel=1e-4)
+    assert cuda_figures == pytest.approx(figures, rel=1e-3, abs=1e-4)
+    assert torch.allclose(cuda_gradient, gradient, rtol=1e-2, atol=1e-4 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["hunyuan", "dc_ae"])
+def test_it_learns(kind):
+    task = vae_task(kind, squared_error_weight=1.0, discriminator={**DISCRIMINATOR, "start_step": 25})
+    task.module.to("cuda")
+    task.adversary.module.to("cuda")
+    trainer = vae_trainer(task, mixed_batches(kind), steps=30, distribution=Distribution(torch.device("cuda")))
+    figures = [trainer.do_step().figures for _ in range(30)]
+    losses = [each["loss"] for each in figures[:25]]
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+    assert ["adversary_loss" in each for each in figures].count(True) == 5

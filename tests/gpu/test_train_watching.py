@@ -1,0 +1,61 @@
+"""Watching a run on a card: the parts of steps for Nsight and in traces, seconds of the card, videos."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_frozen
+import tiny_training
+import torch
+
+from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.watching.flops import peak_tflops
+from opensora_cli.media.read import probe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+def run(output: Path, frozen: Path, **changes: object) -> list[dict[str, object]]:
+    """Train, and return the lines of the log."""
+    settings = tiny_training.mmdit_settings(output, frozen).replace(
+        {"device": "cuda", "optimizer.name": "adamw", **changes}
+    )
+    train(settings)
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("frozen"))
+
+
+def test_everything_at_once(tmp_path: Path, frozen: Path) -> None:
+    lines = run(
+        tmp_path / "watched",
+        frozen,
+        **{
+            "watching.profile_steps": (2, 3),
+            "watching.exact_timers": True,
+            "watching.nvtx": True,
+            "watching.peak_tflops": 100.0,
+            "validation.every": 2,
+            "samples.every": 4,
+            "samples.prompts": ("rain",),
+            "samples.num_inference_steps": 2,
+        },
+    )
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(0 < line["mfu"] < 1 and line["peak_allocated_gib"] > 0 for line in steps)
+    assert [line["step"] for line in lines if line.get("event") == "validation"] == [0, 2, 4]
+    trace = json.loads((tmp_path / "watched" / "profile" / "steps2-3.json").read_text())
+    events = trace["traceEvents"]
+    assert sum(event.get("name") == "forward" and event.get("cat") == "user_annotation" for event in events) == 2
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert probe(tmp_path / "watched" / "samples" / "step4" / "0.mp4").num_frames == 13
+
+
+def test_peak_of_a_known_card(tmp_path: Path, frozen: Path) -> None:
+    lines = run(tmp_path / "run", frozen, **{"loop.steps": 1})
+    known = peak_tflops(torch.cuda.get_device_name()) is not None
+    assert ("mfu" in lines[0]) is known

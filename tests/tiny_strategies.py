@@ -1,0 +1,152 @@
+"""A small transformer trained by each strategy: a plain loop over a distribution, and what it holds and sends."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from unittest.mock import patch
+
+import torch
+from tiny_transformer import inputs, transformer
+from torch import Tensor
+
+from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.wire import StepSizes
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.strategy import build
+from opensora_cli.engine.train.strategy.build import open_distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.settings.optimizer import PrecisionSettings
+from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+
+MAX_NORM = 2.0
+LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy, and how many ranks share what."""
+
+    strategy: str
+    ranks: int
+    degrees: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        """Return a name for a test."""
+        shared = (f"{name.removesuffix('_degree')}{degree}" for name, degree in self.degrees)
+        return "-".join((self.strategy, str(self.ranks), *shared))
+
+    @property
+    def parallel(self) -> TrainParallelSettings:
+        """The settings of that name."""
+        return TrainParallelSettings.model_validate({"gpus": self.ranks, **dict(self.degrees)})
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an update: fewer where ranks share each of them, since all of them are computed one after the other."""
+        return 2 if self.strategy == "hybrid" else 4
+
+    def open(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Distribution:
+        """Return the distribution of this process; groups of ranks are made once for all tests."""
+        with patch.object(build, "ParallelMesh", _mesh):
+            return open_distribution(Strategy(self.strategy), self.parallel, device=torch.device(device), dtype=dtype)
+
+
+_mesh = cache(ParallelMesh)
+
+
+def precision_of(compute: str) -> Precision:
+    """Return what a run on the host computes with."""
+    return Precision(PrecisionSettings(compute=compute), torch.device("cpu"))
+
+
+def tiny_transformer(*, hidden: int = 40, heads: int = 5, mlp_ratio: float = 0.625) -> MMDiT:
+    """Return a transformer whose heads, features and rows two or four ranks cannot divide evenly."""
+    return transformer(depth=1, single=1, hidden=hidden, heads=heads, mlp_ratio=mlp_ratio)
+
+
+def micro_batch(model: MMDiT, number: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the arguments of a forward pass, latents first, and the velocity to learn."""
+    given = inputs(model, batch=BATCH, tokens=LATENT_TOKENS, text=TEXT_TOKENS, seed=number)
+    generator = torch.Generator().manual_seed(10_000 + number)
+    return given, torch.randn(given["packed_latents_BND"].shape, generator=generator)
+
+
+def step_sizes(model: MMDiT) -> StepSizes:
+    """Return what a micro-batch computes."""
+    return StepSizes(config=model.config, batch=BATCH, text_tokens=TEXT_TOKENS, latent_tokens=LATENT_TOKENS, itemsize=4)
+
+
+@dataclass
+class Run:
+    """A training run, step by step."""
+
+    distribution: Distribution
+    model: MMDiT
+    micro_batches: int
+    precision: Precision = field(default_factory=lambda: precision_of("fp32"))
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Divide the model, and make the optimizer of what is left of it."""
+        self.forward = self.distribution.shard(self.model)
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+
+    def find_gradient(self) -> None:
+        """Compute the gradient of the next update, clipped."""
+        ranks, step = self.distribution.data_ranks, len(self.losses)
+        first = step * self.micro_batches
+        own = range(first + self.distribution.data_rank, first + self.micro_batches, ranks)
+        loss_of_rank = 0.0
+        self.optimizer.zero_grad()
+        for number in own:
+            given, target = micro_batch(self.model, number)
+            given = {name: value.to(self.distribution.device) for name, value in given.items()}
+            latents = given.pop("packed_latents_BND")
+            with self.distribution.accumulating(last=number == own[-1]):
+                with self.precision.autocast():
+                    loss = (self.forward(latents, **given).float() - target.to(latents.device)).square().mean()
+                self.precision.scale(loss / len(own)).backward()
+            loss_of_rank += loss.item() / len(own)
+        self.precision.unscale(self.model)
+        self.norms.append(self.distribution.clip_grad_norm(self.model, MAX_NORM).item())
+        self.losses.append(self.distribution.mean({"loss": loss_of_rank})["loss"])
+
+    def step(self, count: int = 1) -> None:
+        """Do some updates."""
+        for _ in range(count):
+            self.find_gradient()
+            self.optimizer.step()
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes of weights, gradients and moments that this rank holds."""
+        weights = [local(weight) for weight in self.model.parameters()]
+        gradients = [local(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+        moments = [
+            local(value)
+            for state in self.optimizer.state.values()
+            for name, value in state.items()
+            if name in ("exp_avg", "exp_avg_sq")
+        ]
+        return _bytes(weights), _bytes(gradients), _bytes(moments)
+
+    def sent_bytes(self) -> int:
+        """Return what this rank sends in an update but for the mean of the losses."""
+        with patch.object(self.distribution, "mean", dict), counted_bytes() as sent:
+            self.find_gradient()
+        return sent.num_bytes
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return the weights of the whole model, by their names there."""
+        distribution = self.distribution
+        return {
+            distribution.whole_name(name): distribution.whole(name, weight).clone()
+            for name, weight in self.model.named_parameters()
+        }
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,166 @@
+"""A task of a dozen weights, which can go wrong at chosen micro-batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.drawn import DrawnBatches
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.reports import WallClock
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.loop import LoopSettings
+from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
+
+ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
+MUON = OptimizerSettings(name="muon", warmup_steps=2, decay_steps=2, muon_learning_rate=1e-2)
+
+
+class ToyModule(nn.Module):
+    """Has a matrix for Muon, other weights for AdamW, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Linear(3, 3)
+        self.out = nn.Linear(3, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.out(self.block(x))
+
+
+@dataclass(frozen=True)
+class ToyBatch:
+    """Inputs, and what they are called."""
+
+    number: int
+    x_BC: Tensor
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (f"toy{self.number}.mp4",)
+
+
+class ToyAdversary:
+    """Learns to tell the toy's answers from its inputs' sum; None before a step."""
+
+    def __init__(self, task: "ToyTask", *, start_step: int = 0) -> None:
+        torch.manual_seed(1)
+        self.module = nn.Linear(1, 1)
+        self.forward = self.module
+        self.optimizer = OptimizerSettings(learning_rate=0.1, warmup_steps=0, max_grad_norm=100.0, weight_decay=0.1)
+        self._task = task
+        self._start_step = start_step
+
+    def loss(self) -> tuple[Tensor, dict[str, float]] | None:
+        if self._task.step < self._start_step:
+            return None
+        assert self._task.answer is not None
+        return self.forward(self._task.answer).square().mean(), {"told": 1.0}
+
+
+class ToyTask:
+    """Learns the sum of its inputs, with a new phase at step 2.
+
+    Args:
+        not_finite: numbers of micro-batches whose loss is not finite.
+        steep: likewise the gradient, with a finite loss.
+    """
+
+    def __init__(self, *, not_finite: tuple[int, ...] = (), steep: tuple[int, ...] = ()) -> None:
+        self.module = ToyModule()
+        self.forward: Any = self.module
+        self.adversary: ToyAdversary | None = None
+        self.asked: list[int] = []
+        self.drawn: list[float] = []
+        self.step = -1
+        self.answer: Tensor | None = None
+        self._not_finite = not_finite
+        self._steep = steep
+
+    def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
+        self.step = step
+        if step == 2:
+            with torch.no_grad():
+                for state in (self.module.state_dict(), ema or {}):
+                    if "out.bias" in state:
+                        state["out.bias"].fill_(0.5)
+
+    def loss(self, batch: ToyBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+        self.asked.append(batch.number)
+        self.drawn.append(float(chance.rng.uniform()))
+        noise = 0.01 * torch.randn(batch.x_BC.shape, generator=chance.generator)
+        answer = self.forward(batch.x_BC + noise)
+        self.answer = answer.detach()
+        loss = (answer - batch.x_BC.sum(dim=1, keepdim=True)).square().mean()
+        if batch.number in self._not_finite:
+            loss = loss * float("nan")
+        if batch.number in self._steep:
+            loss = loss + (answer * 0).abs().sqrt().sum()
+        return loss, {"scale": float(batch.x_BC.std())}
+
+    def tokens(self, batch: ToyBatch) -> int:
+        return 10 * len(batch.x_BC)
+
+    def samples(self, batch: ToyBatch) -> int:
+        return len(batch.x_BC)
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        torch.save(dict(weights), folder / "exported.pt")
+
+
+class Listener(SilentReporter):
+    """Remembers what is said."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def draw(chance: Chance, number: int) -> ToyBatch:
+    """Return four inputs."""
+    return ToyBatch(number, torch.randn(4, 3, generator=chance.generator))
+
+
+def toy_trainer(
+    task: ToyTask,
+    *,
+    optimizer: OptimizerSettings = ADAMW,
+    distribution: Distribution | None = None,
+    reporter: SilentReporter | None = None,
+    precision: str = "fp32",
+    observers: tuple[Any, ...] = (),
+    **loop: object,
+) -> Trainer[ToyBatch]:
+    """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
+    settings = LoopSettings.model_validate({"steps": 6, "ema_decay": 0.9, **loop})
+    distribution = distribution or Distribution(torch.device("cpu"))
+    task.forward = distribution.shard(task.module)
+    if task.adversary is not None:
+        task.adversary.forward = distribution.shard(task.adversary.module)
+    batches = DrawnBatches(draw, seed=settings.seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
+    return Trainer(
+        task,
+        batches,
+        loop=settings,
+        optimizer=optimizer,
+        precision=Precision(PrecisionSettings(compute=precision), distribution.device),
+        distribution=distribution,
+        clock=WallClock(),
+        observers=observers,
+        reporter=reporter or SilentReporter(),
+    )

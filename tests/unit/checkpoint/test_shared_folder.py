@@ -1,0 +1,176 @@
+"""A checkpoint folder that several processes write: here threads, and processes that are killed."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.shared_folder import (
+    Share,
+    recorded_hashes,
+    remove_unfinished,
+    temporary_folder,
+    write_share,
+    wrong_files,
+)
+from opensora_cli.core.exceptions import CheckpointError, OutputError
+
+NAME = "epoch0-global_step1"
+
+
+def tensors(count: int = 5) -> dict[str, Tensor]:
+    made = {f"w{number}": torch.full((number + 1, 3), float(number)) for number in range(count)}
+    return {**made, "half": torch.ones(3, dtype=torch.float16), "empty": torch.zeros(0, 2), "scalar": torch.tensor(7)}
+
+
+def share_of(process: int, processes: int, *, files: Mapping[str, bytes] | None = None, count: int = 5) -> Share:
+    """Every process has every n-th tensor."""
+    own = {
+        name: tensor if number % processes == process else tensor.to("meta")
+        for number, (name, tensor) in enumerate(tensors(count).items())
+    }
+    return Share(
+        tensors={"ema.safetensors": own, "model/model-00001-of-00001.safetensors": own},
+        files=files if files is not None else {f"random/rank{process}.pt": bytes([process])},
+        indexes={"model/index.json": lambda hashes: json.dumps(sorted(hashes)).encode()},
+        running_states={"global_step": 1},
+        process=process,
+        processes=processes,
+    )
+
+
+def write_all(folder: Path, shares: list[Share]) -> list[BaseException]:
+    target, errors = folder / NAME, []
+
+    def run(share: Share) -> None:
+        try:
+            write_share(share, temporary_folder(target, token="ab"), target)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[share]) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return errors
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_all_shares_make_one_checkpoint(tmp_path: Path, processes: int) -> None:
+    assert write_all(tmp_path, [share_of(process, processes) for process in range(processes)]) == []
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    for name in ("ema.safetensors", "model/model-00001-of-00001.safetensors"):
+        entries, _ = open_safetensors(tmp_path / NAME / name)
+        found = {key: entry.read() for key, entry in entries.items()}
+        assert found.keys() == tensors().keys()
+        for key, tensor in tensors().items():
+            assert torch.equal(found[key], tensor)
+            assert found[key].dtype == tensor.dtype
+    assert [(tmp_path / NAME / f"random/rank{process}.pt").read_bytes() for process in range(processes)] == [
+        bytes([process]) for process in range(processes)
+    ]
+    hashes = recorded_hashes(tmp_path / NAME)
+    assert len(hashes) == 3 + processes
+    assert wrong_files(tmp_path / NAME) == []
+    # An index is given the hashes of all that came before it.
+    index = json.loads((tmp_path / NAME / "model/index.json").read_text())
+    assert len(index) == 2 + processes
+    assert json.loads((tmp_path / NAME / "running_states.json").read_text())["global_step"] == 1
+
+
+def test_the_same_bytes_whoever_writes_them(tmp_path: Path) -> None:
+    for processes in (1, 3):
+        shares = [share_of(process, processes, files={}) for process in range(processes)]
+        assert write_all(tmp_path / str(processes), shares) == []
+    contents = [
+        {
+            str(path.relative_to(tmp_path / each)): path.read_bytes()
+            for path in (tmp_path / each).rglob("*.*")
+            if path.is_file()
+        }
+        for each in ("1", "3")
+    ]
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 4
+
+
+def test_an_older_one_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    assert write_all(tmp_path, [share_of(0, 1, count=2)]) == []
+    assert write_all(tmp_path, [share_of(0, 1)]) == []
+    assert "w4" in open_safetensors(tmp_path / NAME / "ema.safetensors")[0]
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_fails_ends_all(tmp_path: Path, failing: int) -> None:
+    shares = [share_of(process, 2) for process in range(2)]
+    # Its folder is a file of another one's.
+    shares[failing] = share_of(failing, 2, files={"ema.safetensors/x": b""})
+    errors = write_all(tmp_path, shares)
+    assert len(errors) == 2
+    assert all(isinstance(error, OutputError) for error in errors)
+    assert not (tmp_path / NAME).exists()
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_is_found_by_every_share_of_the_work(tmp_path: Path) -> None:
+    assert write_all(tmp_path, [share_of(0, 1)]) == []
+    folder = tmp_path / NAME
+    (folder / "ema.safetensors").write_bytes(b"?")
+    (folder / "random/rank0.pt").unlink()
+    assert len(wrong_files(folder)) == 2
+    assert sorted(wrong_files(folder, share=(0, 2)) + wrong_files(folder, share=(1, 2))) == sorted(wrong_files(folder))
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"sha256": 3}', b'{"sha256": {"../x": "ab"}}'])
+def test_hashes_that_are_broken(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "running_states.json").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        recorded_hashes(tmp_path)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths}
+import killing
+from test_shared_folder import NAME, share_of
+from opensora_cli.checkpoint.shared_folder import remove_unfinished, temporary_folder, write_share, wrong_files
+folder = Path({folder!r})
+target = folder / NAME
+
+def check():
+    there = [path.name for path in folder.iterdir()]
+    # The old one or the new one, whole; what else there is has another name.
+    assert NAME in there, there
+    assert wrong_files(target) == []
+    assert all(name == NAME or name.startswith(".saving-") for name in there), there
+    remove_unfinished(folder)
+    assert [path.name for path in folder.iterdir()] == [NAME]
+
+write_share(share_of(0, 1), temporary_folder(target, token="old"), target)
+deaths = killing.kill_at_every_step(
+    lambda: None, lambda: write_share(share_of(0, 1, count=7), temporary_folder(target, token="new"), target), check
+)
+print(deaths)
+"""
+
+
+def test_killed_at_any_step_it_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    code = KILLED.format(paths=paths, folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+    assert open_checkpoint(tmp_path / NAME / "ema.safetensors").entries

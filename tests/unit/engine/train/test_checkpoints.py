@@ -1,0 +1,330 @@
+"""Checkpoints of a run, on a toy: what is in them, which are kept, and which one is gone on from."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from toy_training import MUON, Listener, ToyAdversary, ToyTask, toy_trainer
+
+from opensora_cli.checkpoint import shared_folder
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.shared_folder import wrong_files
+from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
+from opensora_cli.engine.ckpt.verify import verify
+from opensora_cli.engine.train import checkpoints as checkpoints_module
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, put_aside_newer
+from opensora_cli.engine.train.state import restore, tensors_of
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.checkpoints import CheckpointSettings
+from opensora_cli.settings.ckpt import VerifySettings
+
+ALONE = Distribution(torch.device("cpu"))
+
+
+def state(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:
+    return {(part.file, part.key): part.tensor.clone() for part in tensors_of(trainer)}
+
+
+def assert_same(one: dict[tuple[str, str], torch.Tensor], other: dict[tuple[str, str], torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def trained(*, steps: int = 1, adversary: bool = False, **loop: object) -> Trainer:
+    task = ToyTask()
+    if adversary:
+        task.adversary = ToyAdversary(task)
+    trainer = toy_trainer(task, optimizer=MUON, **loop)
+    for _ in range(steps):
+        trainer.do_step()
+    return trainer
+
+
+def saved(
+    trainer: Trainer, folder: Path, *, settings: CheckpointSettings | None = None, validation_loss: float | None = None
+) -> Path:
+    with CheckpointWriter(folder, settings or CheckpointSettings()) as writer:
+        return writer.save(trainer, validation_loss=validation_loss)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestSave:
+    def test_what_is_in_it(self, tmp_path):
+        folder = saved(trained(steps=3, adversary=True, micro_batches=2), tmp_path)
+        assert folder == tmp_path / "epoch0-global_step3"
+        assert names(tmp_path) == [folder.name]
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        assert files == [
+            "adversary.safetensors",
+            "ema.safetensors",
+            "lr_scheduler.pt",
+            "model/model-00001-of-00001.safetensors",
+            "model/model.safetensors.index.json",
+            "optimizer/adversary_moments.safetensors",
+            "optimizer/moments.safetensors",
+            "optimizer/updates.json",
+            "random_states/rank0.pt",
+            "running_states.json",
+            "sampler.pt",
+        ]
+        running = json.loads((folder / "running_states.json").read_text())
+        assert (running["epoch"], running["global_step"], running["micro_batches"]) == (0, 3, 2)
+        assert running["score_of"] == "mean training loss"
+        assert sorted(running["sha256"]) == [name for name in files if name != "running_states.json"]
+
+    def test_the_tools_for_checkpoints_read_it(self, tmp_path):
+        trainer = trained(steps=2)
+        saved(trainer, tmp_path)
+        assert verify(VerifySettings(path=str(tmp_path))).problems == ()
+        found = open_checkpoint(tmp_path, select=None)
+        assert torch.equal(found.entries["block.weight"].read(), trainer.task.module.block.weight)
+
+    def test_verify_notices_any_changed_file(self, tmp_path):
+        folder = saved(trained(), tmp_path)
+        path = folder / "optimizer" / "moments.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        problems = verify(VerifySettings(path=str(folder))).problems
+        assert any("moments.safetensors" in problem for problem in problems)
+
+    def test_weights_may_change_right_after_it(self, tmp_path, monkeypatch):
+        trainer = trained(steps=2, adversary=True)
+        go_on = threading.Event()
+        write = shared_folder.write_share
+
+        def waiting(*args: object) -> None:
+            assert go_on.wait(30)
+            write(*args)
+
+        monkeypatch.setattr(checkpoints_module, "write_share", waiting)
+        expected = state(trainer)
+        with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
+            folder = writer.save(trainer)
+            assert not folder.exists()
+            trainer.do_step()
+            go_on.set()
+        fresh = trained(steps=0, adversary=True)
+        restore(fresh, folder)
+        assert_same(state(fresh), expected)
+        assert fresh.step == 2
+
+    def test_weights_that_are_not_finite_are_never_saved(self, tmp_path):
+        trainer = trained()
+        with torch.no_grad():
+            trainer.task.module.out.bias.fill_(float("nan"))
+        with pytest.raises(OsoraError, match="weights are not finite after step 1: they are not saved"):
+            saved(trainer, tmp_path)
+        assert names(tmp_path) == []
+
+    def test_an_error_of_the_background_is_told_at_the_next_call(self, tmp_path):
+        trainer = trained()
+        (tmp_path / "file").touch()
+        writer = CheckpointWriter(tmp_path / "file" / "run", CheckpointSettings())
+        writer.save(trainer)
+        with pytest.raises(OutputError, match="cannot write"):
+            writer.save(trainer)
+        writer.wait()
+
+    def test_memory_of_the_copy_is_used_again(self, tmp_path):
+        trainer = trained()
+        with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
+            writer.save(trainer)
+            first = {name: buffer.data_ptr() for name, buffer in writer._buffers.items()}
+            trainer.do_step()
+            writer.save(trainer)
+            assert {name: writer._buffers[name].data_ptr() for name in first} == first
+
+
+class TestKept:
+    def run(self, folder: Path, settings: CheckpointSettings, losses: list[float], *, validated: bool) -> list[int]:
+        trainer = trained(steps=0)
+        with CheckpointWriter(folder, settings) as writer:
+            for step, loss in enumerate(losses, start=1):
+                trainer.step = step
+                trainer.losses[:] = [9.0 if validated else loss]
+                writer.save(trainer, validation_loss=loss if validated else None)
+        return sorted(int(name.rpartition("step")[2]) for name in names(folder) if "step" in name)
+
+    @pytest.mark.parametrize("validated", [True, False])
+    def test_newest_and_best(self, tmp_path, validated):
+        settings = CheckpointSettings(keep=2)
+        assert self.run(tmp_path, settings, [3.0, 1.0, 2.0, 2.5, 4.0], validated=validated) == [2, 4, 5]
+        running = json.loads((tmp_path / "epoch0-global_step2" / "running_states.json").read_text())
+        assert running["score"] == 1.0
+        assert running["score_of"] == ("validation loss" if validated else "mean training loss")
+
+    def test_newest_alone(self, tmp_path):
+        settings = CheckpointSettings(keep=1, keep_best=False)
+        assert self.run(tmp_path, settings, [1.0, 2.0, 3.0], validated=False) == [3]
+
+    def test_losses_of_two_kinds_are_not_compared(self, tmp_path):
+        settings = CheckpointSettings(keep=1)
+        trainer = trained(steps=0)
+        with CheckpointWriter(tmp_path, settings) as writer:
+            for step, training, validation in ((1, 0.1, None), (2, 0.5, 0.7), (3, 0.5, 0.9)):
+                trainer.step = step
+                trainer.losses[:] = [training]
+                writer.save(trainer, validation_loss=validation)
+        assert names(tmp_path) == ["epoch0-global_step2", "epoch0-global_step3"]
+
+    def test_a_save_between_two_validations_does_not_cost_the_best_one(self, tmp_path):
+        trainer = trained(steps=0)
+        with CheckpointWriter(tmp_path, CheckpointSettings(keep=1)) as writer:
+            for step, validation in ((1, 0.5), (2, 0.9), (3, None)):
+                trainer.step = step
+                trainer.losses[:] = [0.1]
+                writer.save(trainer, validation_loss=validation)
+        assert names(tmp_path) == ["epoch0-global_step1", "epoch0-global_step3"]
+
+    def test_one_that_goes_has_lost_its_name_before_its_first_file(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(shared_folder.shutil, "rmtree", lambda path, ignore_errors: None)
+        assert self.run(tmp_path, CheckpointSettings(keep=1, keep_best=False), [1.0, 2.0], validated=False)
+        assert (tmp_path / "epoch0-global_step2").is_dir()
+        assert not (tmp_path / "epoch0-global_step1").exists()
+        (going,) = tmp_path.glob(".saving-*")
+        assert wrong_files(going) == []
+        monkeypatch.undo()
+        shared_folder.remove_unfinished(tmp_path)
+        assert names(tmp_path) == ["epoch0-global_step2"]
+
+    def test_others_are_left_alone(self, tmp_path):
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "epoch0-global_step0").mkdir()
+        self.run(tmp_path, CheckpointSettings(keep=1, keep_best=False), [1.0, 2.0], validated=False)
+        # What was never finished is no checkpoint of a run.
+        assert names(tmp_path) == ["epoch0-global_step0", "epoch0-global_step2", "notes"]
+
+
+class TestRestore:
+    @pytest.mark.parametrize("adversary", [False, True])
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    def test_goes_on_as_if_nothing_had_been(self, tmp_path, adversary, precision):
+        whole = trained(steps=2, adversary=adversary, micro_batches=2, precision=precision)
+        folder = saved(whole, tmp_path)
+        expected = [whole.do_step() for _ in range(4)]
+        fresh = trained(steps=0, adversary=adversary, micro_batches=2, precision=precision)
+        running = restore(fresh, folder)
+        assert running["global_step"] == fresh.step == 2
+        found = [fresh.do_step() for _ in range(4)]
+        for one, other in zip(expected, found, strict=True):
+            assert one.figures == other.figures
+            assert one.learning_rate == other.learning_rate
+            assert one.paths == other.paths
+        assert_same(state(whole), state(fresh))
+
+    def test_global_generators_go_on(self, tmp_path):
+        trainer = trained()
+        folder = saved(trainer, tmp_path)
+        expected = torch.rand(3)
+        torch.rand(5)
+        restore(trained(steps=0), folder)
+        assert torch.equal(torch.rand(3), expected)
+
+    def test_skipped_steps_go_on_counting(self, tmp_path):
+        trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2)))
+        for _ in range(3):
+            trainer.do_step()
+        fresh = trained(steps=0)
+        restore(fresh, saved(trainer, tmp_path))
+        assert (fresh.step, fresh.skipped_in_a_row) == (3, 3)
+
+    def test_a_new_average_begins_with_the_weights(self, tmp_path):
+        trainer = trained(steps=2, ema_decay=None)
+        fresh = trained(steps=0)
+        restore(fresh, saved(trainer, tmp_path))
+        assert torch.equal(fresh.ema["out.weight"], trainer.task.module.out.weight)
+
+    def test_of_another_model(self, tmp_path):
+        folder = saved(trained(), tmp_path)
+        other = ToyTask()
+        other.module.out = torch.nn.Linear(3, 2)
+        with pytest.raises(CheckpointError, match=r"of another model: out\.weight is \[1, 3\], and must be \[2, 3\]"):
+            restore(toy_trainer(other, optimizer=MUON), folder)
+        other.module.extra = torch.nn.Linear(1, 1)
+        with pytest.raises(CheckpointError, match=r"extra\.bias, extra\.weight are not in both"):
+            restore(toy_trainer(other, optimizer=MUON), folder)
+
+
+class TestChoose:
+    def run_folder(self, tmp_path: Path) -> Path:
+        trainer = trained(steps=0)
+        with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
+            for _ in range(3):
+                trainer.do_step()
+                writer.save(trainer)
+        return tmp_path
+
+    def spoil(self, folder: Path, name: str = "ema.safetensors") -> None:
+        path = folder / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    def choose(self, run: Path, **resume: object) -> Path:
+        return choose_checkpoint(run, Resume(**resume), distribution=ALONE, reporter=Listener())
+
+    def test_the_newest(self, tmp_path):
+        assert self.choose(self.run_folder(tmp_path)).name == "epoch0-global_step3"
+
+    def test_one_by_name(self, tmp_path):
+        folder = self.run_folder(tmp_path) / "epoch0-global_step1"
+        assert self.choose(tmp_path, folder=folder) == folder
+        with pytest.raises(CheckpointError, match="gone is no folder of a checkpoint"):
+            self.choose(tmp_path, folder=tmp_path / "gone")
+
+    @pytest.mark.parametrize("name", ["ema.safetensors", "sampler.pt", "model/model.safetensors.index.json"])
+    def test_a_broken_one_is_reported(self, tmp_path, name):
+        run = self.run_folder(tmp_path)
+        self.spoil(run / "epoch0-global_step3", name)
+        with pytest.raises(CheckpointError, match=f"is broken:\n.*{name} is not what was written") as caught:
+            self.choose(run)
+        assert caught.value.hint == f"--allow-older goes on from {run / 'epoch0-global_step2'}"
+
+    def test_a_missing_file_and_a_missing_end(self, tmp_path):
+        run = self.run_folder(tmp_path)
+        (run / "epoch0-global_step3" / "sampler.pt").unlink()
+        with pytest.raises(CheckpointError, match=r"sampler\.pt"):
+            self.choose(run)
+        (run / "epoch0-global_step3" / "running_states.json").unlink()
+        with pytest.raises(CheckpointError, match=r"it lacks running_states\.json"):
+            self.choose(run)
+
+    def test_an_older_one_if_that_is_allowed(self, tmp_path):
+        run = self.run_folder(tmp_path)
+        self.spoil(run / "epoch0-global_step3")
+        listener = Listener()
+        chosen = choose_checkpoint(run, Resume(allow_older=True), distribution=ALONE, reporter=listener)
+        assert chosen.name == "epoch0-global_step2"
+        assert "epoch0-global_step3 is broken" in listener.warnings[0]
+        for step in (1, 2):
+            self.spoil(run / f"epoch0-global_step{step}")
+        with pytest.raises(CheckpointError, match="epoch0-global_step1 is broken") as caught:
+            self.choose(run, allow_older=True)
+        assert caught.value.hint is None
+
+    def test_none(self, tmp_path):
+        with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
+            self.choose(tmp_path)
+
+    def test_one_of_an_earlier_version(self, tmp_path):
+        (tmp_path / "checkpoint.pt").touch()
+        with pytest.raises(CheckpointError, match=r"checkpoint\.pt is of an earlier version") as caught:
+            self.choose(tmp_path)
+        assert "osora ckpt convert" in caught.value.hint
+        assert "--set init=" in caught.value.hint
+
+    def test_newer_ones_are_put_aside(self, tmp_path):
+        run = self.run_folder(tmp_path)
+        (run / ".saving-ab12-epoch0-global_step4").mkdir()
+        put_aside_newer(run, run / "epoch0-global_step1", reporter=Listener())
+        assert names(run) == ["aside-epoch0-global_step2", "aside-epoch0-global_step3", "epoch0-global_step1"]
+        assert self.choose(run).name == "epoch0-global_step1"
+        assert wrong_files(run / "aside-epoch0-global_step3") == []

@@ -1,0 +1,87 @@
+"""What a transformer computes, against a count of its products."""
+
+import pytest
+import torch
+from tiny_transformer import inputs, transformer
+from torch.utils.flop_counter import FlopCounterMode
+
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops, training_flops
+from opensora_cli.models.attention import AttentionFn
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.settings.lora import LoraSettings
+
+BATCH, TOKENS, TEXT = 2, 7, 4
+
+
+def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention in two products, which are counted on every device."""
+    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1) @ v
+
+
+def counted(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the operations of a forward pass, and of forward and backward."""
+    given = inputs(model, batch=BATCH, tokens=TOKENS, text=TEXT)
+    with FlopCounterMode(display=False) as forward:
+        velocity = model(given.pop("packed_latents_BND"), **given)
+    with FlopCounterMode(display=False) as backward:
+        velocity.square().mean().backward()
+    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
+
+
+def model_with(attention: AttentionFn, **sizes: int) -> torch.nn.Module:
+    model = transformer(**sizes)
+    model.set_attention(attention)
+    return model
+
+
+@pytest.mark.parametrize(("depth", "single"), [(1, 1), (2, 0), (1, 3)])
+def test_forward_is_a_third_of_it(depth: int, single: int) -> None:
+    model = model_with(products, depth=depth, single=single, hidden=40, heads=5, mlp_ratio=0.625)
+    forward, both = counted(model)
+    flops = training_flops(model.config, samples=BATCH, latent_tokens=BATCH * TOKENS, text_tokens=TEXT)
+    assert flops == 3 * forward
+    # The first layers' inputs need no gradient, and nothing looks at what the last double block makes of the text.
+    assert 0.75 * flops < both <= flops
+
+
+def test_frozen_weights_need_no_gradient() -> None:
+    pytest.importorskip("peft")
+    model = model_with(products, depth=2, single=2, hidden=40, heads=5, mlp_ratio=4)
+    config = model.config
+    add_lora(model, LoraSettings(rank=1), seed=0)
+    _, both = counted(model)
+    sizes = {"samples": BATCH, "latent_tokens": BATCH * TOKENS, "text_tokens": TEXT}
+    flops = training_flops(config, **sizes, is_frozen=True)
+    assert flops < training_flops(config, **sizes)
+    assert both == pytest.approx(flops, rel=0.15)
+
+
+def test_share_of_the_peak() -> None:
+    config = MMDiTConfig()
+    flops = training_flops(config, samples=4, latent_tokens=4000, text_tokens=512)
+    mfu = ModelFlopsUtilisation(config, text_tokens=512, peak_tflops=100.0, devices=2, is_frozen=False)
+    assert mfu(4, 4000, 10.0) == pytest.approx(flops / (10 * 200e12))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Tesla P40", None),
+    ],
+)
+def test_known_cards(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak

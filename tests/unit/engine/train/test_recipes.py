@@ -1,0 +1,182 @@
+"""The packaged recipes of the transformer's stages: they parse, and learn when they are shrunk."""
+
+from pathlib import Path
+
+import pytest
+import tiny_clips
+import tiny_world
+import torch
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.scene_clips import SceneClip
+from opensora_cli.engine.configs import new_autoencoder
+from opensora_cli.engine.data.loading import open_batches
+from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.media.write import write_media
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.strategy import Strategy
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+STAGES = ("image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression")
+STEPS = 20
+SIZE, FRAMES, FPS = 64, 9, 24.0
+I2V = {"t2v": 1, "i2v_head": 5, "i2v_loop": 1, "i2v_tail": 1}
+MODES = {"stage1_i2v": I2V, "stage2_i2v": I2V, "high_compression": {"t2v": 1, "i2v_head": 7}}
+
+TINY = {
+    "data.workers": "0",
+    "device": "cpu",
+    "model.vec_in_dim": "16",
+    "model.context_in_dim": "16",
+    "model.hidden_size": "32",
+    "model.num_heads": "2",
+    "model.depth": "1",
+    "model.depth_single_blocks": "1",
+    "model.axes_dim": "4,6,6",
+    "text.t5_max_length": "12",
+    "text.clip_max_length": "12",
+    "train_mmdit.files.t5": "t5",
+    "train_mmdit.files.clip": "clip",
+    "optimizer.learning_rate": "1e-2",
+    "loop.steps": str(STEPS),
+    "memory.checkpoint_double_blocks": "1",
+}
+HUNYUAN = {
+    "model.in_channels": "16",
+    "vae.latent_channels": "4",
+    "vae.block_out_channels": "4,8,8",
+    "vae.layers_per_block": "1",
+    "vae.norm_num_groups": "2",
+    "vae.spatial_compression_ratio": "4",
+    "vae.sample_size": str(SIZE),
+    "vae.scale_factor": "2.0",
+    "train_mmdit.files.vae": "hunyuan.safetensors",
+}
+DC_AE = {
+    "model.in_channels": "8",
+    "vae.dc_ae.latent_channels": "8",
+    "vae.dc_ae.block_types": "res,res,efficientvit",
+    "vae.dc_ae.width_list": "8,8,32",
+    "vae.dc_ae.encoder_depth_list": "1,1,1",
+    "vae.dc_ae.decoder_depth_list": "1,1,1",
+    "vae.dc_ae.temporal": "true,true,false",
+    "vae.dc_ae.scaling_factor": "4",
+    "train_mmdit.files.vae": "dc_ae.safetensors",
+}
+ALONE = {"strategy": "zero3", "parallel.gpus": "1", "parallel.ring_degree": "none"}
+TOGETHER = {"strategy": "hybrid", "parallel.gpus": "4", "parallel.ring_degree": "4"}
+PICTURES, CLIPS = "{64px: {1: [1.0, 4]}}", f"{{64px: {{1: [1.0, 4], {FRAMES}: [1.0, 2]}}}}"
+SHRUNK = {
+    "image": {**TINY, **HUNYUAN, "data.buckets": PICTURES},
+    "stage1": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
+    "stage1_i2v": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
+    "stage2": {**TINY, **HUNYUAN, **ALONE, "data.buckets": CLIPS},
+    "stage2_i2v": {**TINY, **HUNYUAN, **ALONE, "data.buckets": CLIPS, "memory.activation_buffer": "16MiB"},
+    "high_compression": {**TINY, **DC_AE, "data.buckets": "{64px: {1: [1.0, 4], 8: [1.0, 2]}}"},
+}
+
+
+def settings_of(name: str, **overrides: str) -> TrainSettings:
+    given = {key: Given(value, "the test") for key, value in overrides.items()}
+    return load_train_settings(config=Path(name), overrides=given, environment={})
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_it_parses(name: str) -> None:
+    settings = settings_of(name)
+    assert (settings.target, settings.output) == ("mmdit", f"runs/{name}")
+    assert (settings.optimizer.eps, settings.optimizer.weight_decay, settings.optimizer.max_grad_norm) == (1e-15, 0, 1)
+    assert (settings.precision.compute, settings.data.table) == ("bf16", "clips.csv")
+    assert settings.data.buckets["768px"]
+    by_mode = settings.train_mmdit.mode_weights.by_mode()
+    assert settings.model.cond_embed == (len(by_mode) > 1)
+    weights = {mode.value: weight for mode, weight in by_mode.items()}
+    assert weights == MODES.get(name, {"t2v": 1})
+
+
+def test_what_sets_stages_apart() -> None:
+    settings = {name: settings_of(name) for name in STAGES}
+    rates = {name: each.optimizer.learning_rate for name, each in settings.items()}
+    assert rates == dict(zip(STAGES, (1e-5, 5e-5, 1e-5, 5e-5, 5e-5, 3e-5), strict=True))
+    for name, each in settings.items():
+        is_long = name.startswith("stage2")
+        assert each.strategy is (Strategy.HYBRID if is_long else Strategy.ZERO2)
+        assert (each.parallel.ring_degree, each.parallel.world_size) == ((4, 8) if is_long else (None, 1))
+    assert settings["image"].data.lengths() == (1,)
+    assert settings["stage1"].data.lengths() == tuple(range(1, 130, 4))
+    assert settings["high_compression"].vae.kind == "dc_ae"
+    assert settings["stage2_i2v"].memory.activation_offload == "all"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random frozen parts of both kinds, and scenes as files: eight videos, four pictures, and their table."""
+    folder = tmp_path_factory.mktemp("stages")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name in ("stage1", "high_compression"):
+            settings = settings_of(name, **SHRUNK[name])
+            tiny_world.save_weights(folder / settings.train_mmdit.files.vae, new_autoencoder(settings.vae))
+        tiny_world.save_t5(folder / "t5")
+        tiny_world.save_clip(folder / "clip")
+    rows = []
+    for number in range(12):
+        clip, is_picture = SceneClip(seed=0, number=number), number >= 8
+        frames = torch.from_numpy(clip.render(size=SIZE, num_frames=1 if is_picture else FRAMES + 3, fps=FPS))
+        path = folder / f"{number}.{'png' if is_picture else 'mp4'}"
+        write_media([frames], path, fps=FPS, format=path.suffix[1:])
+        rows.append([path.name, clip.caption, len(frames), SIZE, SIZE, "" if is_picture else FPS])
+    tiny_clips.write_rows(folder / "clips.csv", rows)
+    return folder
+
+
+def shrunk(name: str, folder: Path, **changes: str) -> TrainSettings:
+    files = {"weights": str(folder), "data.table": str(folder / "clips.csv")}
+    return settings_of(name, **{**SHRUNK[name], **files, **changes})
+
+
+@torch.no_grad()
+def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
+    """Return the mean loss over an epoch, four draws of time, noise and mode each, and the lengths that clips had."""
+    reporter = SilentReporter()
+    task = build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=reporter)
+    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
+    losses, lengths = [], set()
+    while (batch := batches.next()).epoch == 0:
+        assert batch.pixels_BTHWC is not None
+        lengths.add(batch.pixels_BTHWC.shape[1])
+        losses += [float(task.loss(batch, Chance.of(1, draw))[0]) for draw in range(4)]
+    return sum(losses) / len(losses), lengths
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_shrunk_it_trains_and_its_loss_falls(name: str, folder: Path, tmp_path: Path) -> None:
+    settings = shrunk(name, folder, output=str(tmp_path / "run"))
+    train(settings)
+    weights = tmp_path / "run" / "transformer.safetensors"
+    # The same clips, times and noises: what differs is what was learnt.
+    before, lengths = fixed_loss(settings)
+    after, _ = fixed_loss(settings.replace({"init": str(weights)}))
+    assert lengths == set(settings.data.lengths())
+    assert len(lengths) == (1 if name == "image" else 2)
+    assert after < 0.8 * before
+
+
+@pytest.mark.slow
+def test_stage2_on_four_processes(folder: Path, tmp_path: Path) -> None:
+    one, four = (str(tmp_path / name) for name in ("one", "four"))
+    exact = {"precision.compute": "fp32"}
+    train(shrunk("stage2", folder, output=one, **exact))
+    # As in the recipe, four devices share the tokens of each clip.
+    together = shrunk("stage2", folder, output=four, **exact, **TOGETHER)
+    assert together.parallel.data_ranks(together.strategy) == 1
+    train(together)
+    before, *after = (
+        fixed_loss(shrunk("stage2", folder, init=init, **exact))[0]
+        for init in ("none", *(f"{run}/transformer.safetensors" for run in (one, four)))
+    )
+    assert after[1] == pytest.approx(after[0], rel=1e-3)
+    assert after[1] < 0.8 * before

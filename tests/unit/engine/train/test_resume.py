@@ -1,0 +1,225 @@
+"""Runs that go on: ten steps are five, and then five more, whatever ended the first five."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tiny_training
+
+from opensora_cli.checkpoint.shared_folder import wrong_files
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.run import train
+from opensora_cli.settings.train import TrainSettings
+
+STEPS = 10
+
+
+def clips(output: Path, **changes: object) -> TrainSettings:
+    """An autoencoder on scenes of three epochs, read by two workers; two micro-batches an update."""
+    return tiny_training.vae_settings(output).replace(
+        {
+            "loop.steps": STEPS,
+            "loop.micro_batches": 2,
+            "checkpoints.every": 5,
+            "data.workers": 2,
+            "data.scenes.count": 14,
+            "train_vae.picture_steps": 0,
+            "train_vae.whitening_clips": 0,
+            "train_vae.discriminator": {"weight": 0.05, "start_step": 3, "width": 8, "layers": 1},
+            **changes,
+        }
+    )
+
+
+LEARNT = ("step", "epoch", "loss", "adversary_loss", "grad_norm", "psnr", "learning_rate", "skipped")
+
+
+def log(run: Path) -> list[dict[str, object]]:
+    """What the log says of each step, but for how long it took."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert all({"step", "loss", "grad_norm", "learning_rate"} <= line.keys() for line in lines)
+    return [{name: line.get(name) for name in LEARNT} for line in lines]
+
+
+def hashes(run: Path, step: int) -> dict[str, str]:
+    """Everything that a checkpoint holds, but for the random numbers of the process, which no step draws."""
+    (folder,) = run.glob(f"epoch*-global_step{step}")
+    assert wrong_files(folder) == []
+    recorded = json.loads((folder / "running_states.json").read_text())["sha256"]
+    return {name: digest for name, digest in recorded.items() if not name.startswith("random_states")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(clips(folder)).resumed_from is None
+    return folder
+
+
+def test_ten_steps_are_five_and_five(tmp_path, whole):
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt, match=r"step 5 of 10 is saved in .*: go on with --resume"):
+        train(clips(run), reporter=tiny_training.StopAfter(5))
+    # Mid-epoch: of seven micro-batches an epoch, ten are done.
+    assert [path.name for path in run.glob("epoch*")] == ["epoch1-global_step5"]
+    assert hashes(run, 5) == hashes(whole, 5)
+    result = train(clips(run), resume=Resume())
+    assert (result.resumed_from, result.steps) == (5, STEPS)
+    # Losses, rates and gradient norms; then weights, averages, moments, and the place in the data.
+    assert log(run) == log(whole)
+    assert len({line["loss"] for line in log(run)}) == STEPS
+    assert hashes(run, STEPS) == hashes(whole, STEPS)
+    assert {"model/model-00001-of-00001.safetensors", "ema.safetensors", "adversary.safetensors"} < hashes(
+        run, STEPS
+    ).keys()
+
+
+def test_sigterm_is_as_good(tmp_path, whole):
+    run = tmp_path / "run"
+    process = _start(clips(run), tmp_path)
+    _wait_for(run, steps=2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert "go on with --resume" in process.stderr.read().decode()
+    saved = max(int(path.name.rpartition("step")[2]) for path in run.glob("epoch*"))
+    assert saved >= 2
+    train(clips(run), resume=Resume())
+    assert log(run) == log(whole)
+    assert hashes(run, STEPS) == hashes(whole, STEPS)
+
+
+def kills(run: Path, folder: Path, *, count: int, seed: int) -> None:
+    """Kill a run so many times, each time after a random while, and let it end."""
+    rng, settings = random.Random(seed), clips(run, **{"checkpoints.every": 1})
+    survived = 0
+    for _ in range(count):
+        process = _start(settings, folder, flags=_how_to_go_on(run))
+        before = _steps_logged(run)
+        deadline = time.monotonic() + 120
+        # At least to where it does steps, and then some.
+        while _steps_logged(run) <= min(before, STEPS - 2) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.15))
+        if process.poll() is not None:
+            survived += 1
+            assert process.returncode == 0, process.stderr.read().decode()
+        process.kill()
+        process.wait()
+        for checkpoint in run.glob("epoch*"):
+            assert wrong_files(checkpoint) == [], checkpoint
+    assert survived < count, "no run was killed before its end"
+    process = _start(settings, folder, flags=_how_to_go_on(run))
+    assert process.wait(120) == 0, process.stderr.read().decode()
+    assert not list(run.glob(".saving-*"))
+
+
+def test_killed_three_times(tmp_path, whole):
+    run = tmp_path / "run"
+    kills(run, tmp_path, count=3, seed=0)
+    assert log(run) == log(whole)
+    assert hashes(run, STEPS) == hashes(whole, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_four_times_in_five_runs(tmp_path, whole, seed):
+    run = tmp_path / "run"
+    kills(run, tmp_path, count=4, seed=seed + 1)
+    assert log(run) == log(whole)
+    assert hashes(run, STEPS) == hashes(whole, STEPS)
+
+
+def test_a_run_that_is_over_exports_again(tmp_path, whole):
+    run = tmp_path / "run"
+    settings = clips(run, **{"loop.steps": 2})
+    train(settings)
+    exported = (run / "vae.safetensors").read_bytes()
+    (run / "vae.safetensors").unlink()
+    assert train(settings, resume=Resume()).steps == 2
+    assert (run / "vae.safetensors").read_bytes() == exported
+    with pytest.raises(RequestError, match=r"loop\.steps=1 is over already: .*epoch0-global_step2 is of step 2"):
+        train(settings.replace({"loop.steps": 1, "optimizer.decay_steps": 1}), resume=Resume())
+
+
+def test_micro_batches_stay_as_the_run_began(tmp_path):
+    run = tmp_path / "run"
+    train(clips(run, **{"loop.steps": 2}))
+    warnings = []
+
+    class Reporter(tiny_training.SilentReporter):
+        def warn(self, text: str) -> None:
+            warnings.append(text)
+
+    train(clips(run, **{"loop.steps": 4, "loop.micro_batches": 4}), resume=Resume(), reporter=Reporter())
+    assert warnings == ["loop.micro_batches=2, as the run began, not 4"]
+    running = json.loads((next(run.glob("epoch*-global_step4")) / "running_states.json").read_text())
+    assert running["micro_batches"] == 2
+    assert json.loads((run / "settings.json").read_text())["loop"]["micro_batches"] == 2
+
+
+def test_an_older_checkpoint_is_another_course_of_the_run(tmp_path, whole):
+    run = tmp_path / "run"
+    train(clips(run, **{"loop.steps": 6, "optimizer.decay_steps": 0, "checkpoints.every": 2}))
+    older = next(run.glob("epoch*-global_step2"))
+    # With the rates of the whole run, from where they are still the same.
+    train(clips(run), resume=Resume(folder=older))
+    assert log(run) == log(whole)
+    assert sorted(path.name.partition("-")[0] for path in run.glob("aside*")) == ["aside", "aside"]
+
+
+def test_overwriting_begins_anew(tmp_path, whole):
+    run = tmp_path / "run"
+    train(clips(run, **{"loop.steps": 2, "loop.seed": 1}))
+    with pytest.raises(OutputError, match=r"holds an earlier run: epoch0-global_step2, log\.jsonl, vae\.safetensors"):
+        train(clips(run))
+    train(clips(run), overwrite=True)
+    assert log(run) == log(whole)
+    assert not list(run.glob("epoch*-global_step2"))
+
+
+def test_a_folder_of_an_earlier_version(tmp_path):
+    (tmp_path / "checkpoint.pt").touch()
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt is of an earlier version"):
+        train(clips(tmp_path), resume=Resume())
+    with pytest.raises(OutputError, match=r"holds an earlier run: checkpoint\.pt"):
+        train(clips(tmp_path))
+
+
+def _how_to_go_on(run: Path) -> list[str]:
+    if any(run.glob("epoch*")):
+        return ["--resume"]
+    # Killed before the first checkpoint, there may be a log.
+    return ["--overwrite"]
+
+
+def _start(settings: TrainSettings, folder: Path, *, flags: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings.model_dump(mode="json")))
+    command = [sys.executable, "-m", "opensora_cli", "train", "--from", str(path), "--quiet"]
+    return subprocess.Popen(
+        [*command, *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _steps_logged(run: Path) -> int:
+    path = run / "log.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def _wait_for(run: Path, *, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while _steps_logged(run) < steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

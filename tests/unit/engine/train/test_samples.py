@@ -1,0 +1,212 @@
+"""Videos of a model in training: real ones, of the right size, and training does not notice."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny_frozen
+import tiny_training
+
+from opensora_cli.engine.generate import generate
+from opensora_cli.engine.train import build
+from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.weights import packaged_demo
+from opensora_cli.media.read import probe, read_video
+from opensora_cli.media.tags import read_metadata
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+from opensora_cli.settings.train import load_train_settings
+
+PROMPTS = ("a red boat on the sea, raining", "a car")
+SAMPLES = {
+    "samples.every": 2,
+    "samples.prompts": PROMPTS,
+    "samples.num_inference_steps": 2,
+    "samples.num_frames": 5,
+    "samples.height": 48,
+    "samples.fps": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("frozen"))
+
+
+def run(output: Path, frozen: Path, *, resume: Resume | None = None, **changes: object) -> Path:
+    train(tiny_training.mmdit_settings(output, frozen).replace(changes), resume=resume)
+    return output
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes()
+        for path in (output / "transformer.safetensors", *output.glob("epoch*-global_step4/ema.safetensors"))
+    }
+
+
+def losses(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "event" not in line]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
+    return run(tmp_path_factory.mktemp("plain") / "run", frozen)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
+    """With everything that watches."""
+    pytest.importorskip("tensorboard")
+    return run(
+        tmp_path_factory.mktemp("watched") / "run",
+        frozen,
+        **SAMPLES,
+        **{
+            "validation.every": 1,
+            "validation.batches": 2,
+            "watching.tensorboard": True,
+            "watching.profile_steps": (2, 2),
+        },
+    )
+
+
+def test_videos(watched: Path) -> None:
+    files = sorted((watched / "samples").rglob("*"))
+    assert [str(path.relative_to(watched / "samples")) for path in files] == [
+        *("step2", "step2/0.mp4", "step2/1.mp4"),
+        *("step4", "step4/0.mp4", "step4/1.mp4"),
+    ]
+    videos = [path for path in files if path.suffix]
+    for path in videos:
+        facts = probe(path)
+        assert (facts.num_frames, facts.height, facts.width, facts.fps) == (5, 48, 32, 8.0)
+        assert path.read_bytes()[4:8] == b"ftyp"
+    # Each step and each prompt has a video of its own.
+    assert len({path.read_bytes() for path in videos}) == 4
+    tags = read_metadata(watched / "samples" / "step4" / "1.mp4")
+    assert (tags["prompt"], tags["seed"], tags["step"]) == (PROMPTS[1], "1", "4")
+
+
+def test_training_does_not_notice(watched: Path, plain: Path) -> None:
+    assert losses(watched) == losses(plain)
+    assert len(set(losses(plain))) == 4
+    assert weights(watched) == weights(plain)
+    assert len(weights(plain)) == 2
+
+
+def test_resumed_videos_are_the_same(tmp_path: Path, frozen: Path, watched: Path) -> None:
+    settings = tiny_training.mmdit_settings(tmp_path, frozen).replace(SAMPLES)
+    with pytest.raises(KeyboardInterrupt, match="step 3 of 4"):
+        # The two videos of step 2 are progress, too.
+        train(settings, reporter=tiny_training.StopAfter(5))
+    stale = tmp_path / "samples" / "step9"
+    stale.mkdir()
+    train(settings, resume=Resume())
+    assert not stale.exists()
+    for step in ("step2", "step4"):
+        for name in ("0.mp4", "1.mp4"):
+            path = Path("samples", step, name)
+            # The step is in the file, and nothing that differs between the two runs.
+            assert (tmp_path / path).read_bytes() == (watched / path).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory.checkpointing": True, "memory.activation_offload": "all"},
+        {"loop.ema_decay": None},
+        {"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}},
+        {"model.guidance_embed": True},
+        {"train_mmdit.cache": "cache", "validation.every": 2, "validation.batches": 2},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_runs(tmp_path: Path, frozen: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    modes = changes.pop("train_mmdit.mode_weights", None)
+    if modes:
+        none = dict.fromkeys(tiny_training.mmdit_settings(tmp_path).train_mmdit.mode_weights.model_dump(), 0.0)
+        changes = {**changes, "train_mmdit.mode_weights": {**none, **modes}}
+    short = {"loop.steps": 2, "samples.prompts": PROMPTS[:1]}
+    watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, **short})
+    changes = {key: value for key, value in changes.items() if not key.startswith("validation")}
+    assert losses(watched) == losses(run(tmp_path / "plain", frozen, **{**changes, **short}))
+    assert probe(watched / "samples" / "step2" / "0.mp4").num_frames == 5
+    assert (watched / "transformer.safetensors").read_bytes() == (
+        tmp_path / "plain" / "transformer.safetensors"
+    ).read_bytes()
+
+
+def test_of_an_adapter(tmp_path: Path, frozen: Path, plain: Path) -> None:
+    pytest.importorskip("peft")
+    changes = {"init": str(plain / "transformer.safetensors"), "lora.rank": 2, "lora.dropout": 0.5, "loop.steps": 2}
+    watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes})
+    unwatched = run(tmp_path / "plain", frozen, **changes)
+    assert probe(watched / "samples" / "step2" / "1.mp4").num_frames == 5
+    assert losses(watched) == losses(unwatched)
+    adapter = Path("lora", "adapter_model.safetensors")
+    assert (watched / adapter).read_bytes() == (unwatched / adapter).read_bytes()
+
+
+@pytest.mark.slow
+def test_with_compiled_blocks(tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    changes = {"compile": True, "loop.steps": 2, "validation.batches": 1}
+    watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, "validation.every": 1})
+    assert probe(watched / "samples" / "step2" / "0.mp4").num_frames == 5
+    assert losses(watched) == losses(run(tmp_path / "plain", frozen, **changes))
+
+
+def test_it_is_the_video_that_generate_makes(tmp_path: Path) -> None:
+    prompt = "a red boat on the sea, at sunset"
+    given = {
+        "init": "demo",
+        "weights": "demo",
+        "output": tmp_path / "run",
+        "train_mmdit.cache": "none",
+        "train_mmdit.frozen_dtype": "float32",
+        "train_mmdit.attention": "sdpa",
+        "precision.compute": "fp32",
+        "data.scenes.count": 1,
+        "data.scenes.batch_size": 1,
+        "data.workers": 0,
+        # As good as none.
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": 1e-12,
+        "optimizer.weight_decay": 0,
+        "loop.steps": 1,
+        "loop.ema_decay": "none",
+        "samples.every": 1,
+        "samples.prompts": prompt,
+        "samples.num_inference_steps": 2,
+        "device": "cpu",
+    }
+    train(load_train_settings(config=Path("demo"), overrides=_given(given), environment={}))
+    asked = {
+        "prompt": prompt,
+        "output.path": tmp_path / "generated.mp4",
+        "sampling.num_inference_steps": 2,
+        "runtime.device": "cpu",
+        "runtime.dtype": "float32",
+        "runtime.weights": packaged_demo(),
+        "sampling.seed": 0,
+    }
+    request = GenerateRequest(overrides=_given(asked))
+    generate(load_generate_settings(request, model=ModelName.DEMO))
+    ours, theirs = (
+        read_video(path).frames_THWC
+        for path in (tmp_path / "run" / "samples" / "step1" / "0.mp4", tmp_path / "generated.mp4")
+    )
+    assert ours.shape == theirs.shape == (17, 64, 64, 3)
+    assert ours.float().std() > 20
+    assert (ours.int() - theirs.int()).abs().max() <= 2
+
+
+def _given(values: dict[str, object]) -> dict[str, Given]:
+    return {key: Given(str(value), "the test") for key, value in values.items()}

@@ -1,0 +1,247 @@
+"""Training adapters, and the files that they are saved in."""
+
+import json
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from tiny_transformer import inputs, loss_of, transformer
+
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.lora import merge
+from opensora_cli.checkpoint.peft_files import open_adapter
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.train.lora import add_lora, require_peft, save_lora, target_modules
+from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.settings.lora import LoraFile, LoraSettings
+
+RANK_4 = LoraSettings(rank=4, alpha=2.0)
+
+
+def learn(model: MMDiT, *, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, inputs(model, seed=step)).backward()
+        optimizer.step()
+
+
+def saved(model: MMDiT, folder: Path, settings: LoraSettings = RANK_4) -> Path:
+    save_lora(folder, model.state_dict(), config=model.config, settings=settings, base="base.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def velocity(model: torch.nn.Module, like: MMDiT) -> torch.Tensor:
+    return model(**inputs(like, seed=5))
+
+
+class TestAddLora:
+    def test_the_layers_of_the_blocks_and_nothing_else(self):
+        model = transformer()
+        paths = [
+            f"{s.module_path}.{i}.{linear.path}"
+            for s in repeated_blocks(model.config)
+            for i in range(s.count)
+            for linear in s.linears
+        ]
+        assert len(paths) == 2 * 12 + 3 * 4
+        assert target_modules(model.config, RANK_4) == paths
+        frozen = {name: weight.clone() for name, weight in model.named_parameters()}
+        add_lora(model, RANK_4, seed=0)
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        assert trained == {f"{path}.lora_{letter}.default.weight" for path in paths for letter in "AB"}
+        for name, weight in model.named_parameters():
+            if name not in trained:
+                assert torch.equal(weight, frozen[name.replace(".base_layer.", ".")])
+
+    def test_chosen_targets(self):
+        model = transformer(depth=1, single=1)
+        settings = LoraSettings(rank=2, targets=("mlp", "linear2", "proj"))
+        expected = {
+            f"double_blocks.0.{stream}_{end}" for stream in ("img", "txt") for end in ("attn.proj", "mlp.0", "mlp.2")
+        }
+        expected.add("single_blocks.0.linear2")
+        assert set(target_modules(model.config, settings)) == expected
+        add_lora(model, settings, seed=0)
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        assert {name.partition(".lora_")[0] for name in trained} == expected
+
+    def test_it_begins_as_nothing_and_depends_on_the_seed_alone(self):
+        plain, models = transformer(), [transformer(), transformer()]
+        for model, noise in zip(models, (1, 2), strict=True):
+            torch.manual_seed(noise)
+            add_lora(model, RANK_4, seed=7)
+            assert torch.equal(velocity(model, plain), velocity(plain, plain))
+        first, second = (dict(model.named_parameters()) for model in models)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert any(weight.any() for name, weight in first.items() if "lora_A" in name)
+
+    def test_only_the_adapter_learns(self):
+        model = transformer()
+        add_lora(model, RANK_4, seed=0)
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        learn(model)
+        changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+        assert changed == {name for name in before if ".lora_" in name}
+
+    def test_beside_weights_of_16_bits_the_adapter_has_32(self):
+        model = transformer(depth=1, single=1).to(torch.bfloat16)
+        add_lora(model, RANK_4, seed=0)
+        kinds = {weight.requires_grad: weight.dtype for weight in model.parameters()}
+        assert kinds == {True: torch.float32, False: torch.bfloat16}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss_of(model, inputs(model)).backward()
+        assert any(weight.grad.any() for weight in model.parameters() if weight.requires_grad)
+
+    def test_dropout_of_its_inputs_while_learning(self):
+        plain, model = transformer(), transformer()
+        add_lora(model, LoraSettings(rank=4, dropout=0.5), seed=0)
+        learn(model)
+        given = inputs(plain, seed=5)
+        losses = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            losses.append(loss_of(model, given).item())
+        assert losses[0] == losses[1] != losses[2]
+        torch.testing.assert_close(velocity(model, plain), velocity(model, plain), atol=0, rtol=0)
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_blocks_that_are_computed_again_give_the_same_gradients(self, offload):
+        gradients = []
+        for checkpointed in (False, True):
+            model = transformer()
+            add_lora(model, LoraSettings(rank=4, dropout=0.3), seed=0)
+            torch.manual_seed(2)
+            learn(model, steps=1)
+            manager = None
+            if offload:
+                manager = ActivationManager()
+                manager.setup_buffer(10**5, torch.float32)
+            if checkpointed:
+                set_grad_checkpoint(model, others=("final_layer",), activations=manager)
+            model.zero_grad()
+            torch.manual_seed(3)
+            loss_of(model, inputs(model, seed=8)).backward()
+            gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
+        assert all(gradient.any() for gradient in gradients[0].values())
+        assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
+
+    def test_compiled_blocks_give_the_same_gradients(self):
+        gradients = []
+        for compiled in (False, True):
+            model = transformer(depth=1, single=1)
+            add_lora(model, RANK_4, seed=0)
+            learn(model, steps=1)
+            if compiled:
+                compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+            model.zero_grad()
+            loss_of(model, inputs(model, seed=8)).backward()
+            gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_without_peft(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(HardwareError, match=r"lora\.rank needs PEFT") as raised:
+            require_peft()
+        assert (raised.value.exit_code, raised.value.hint) == (4, "pip install 'osora[train]'")
+
+
+class TestSaveLora:
+    def test_merging_it_gives_the_trained_model(self, tmp_path):
+        model, plain = transformer(), transformer()
+        add_lora(model, RANK_4, seed=0)
+        learn(model)
+        adapter = open_adapter(saved(model, tmp_path / "adapter"))
+        entries = {name: HeldEntry(weight) for name, weight in plain.state_dict().items()}
+        plain.load_state_dict({name: entry.read() for name, entry in merge(entries, adapter).items()})
+        expected = velocity(model, plain)
+        assert not torch.allclose(expected, velocity(transformer(), plain), atol=1e-3)
+        torch.testing.assert_close(velocity(plain, plain), expected, atol=1e-5, rtol=1e-5)
+
+    def test_peft_reads_it(self, tmp_path):
+        model, plain = transformer(), transformer()
+        add_lora(model, RANK_4, seed=0)
+        learn(model)
+        expected = velocity(model, plain)
+        read = peft.PeftModel.from_pretrained(transformer(), str(saved(model, tmp_path / "adapter")))
+        torch.testing.assert_close(velocity(read, plain), expected)
+
+    def test_files(self, tmp_path):
+        model = transformer(depth=1, single=1)
+        settings = LoraSettings(rank=3, targets=("q_proj",))
+        add_lora(model, settings, seed=0)
+        folder = saved(model, tmp_path / "a" / "adapter", settings)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        layers = ("double_blocks.0.img_attn", "double_blocks.0.txt_attn", "single_blocks.0")
+        assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
+            f"base_model.model.{layer}.q_proj.lora_{letter}.weight": [3, 32] if letter == "A" else [32, 3]
+            for layer in layers
+            for letter in "AB"
+        }
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+            "LORA",
+            3,
+            3,
+            "base.safetensors",
+        )
+
+
+class TestLoraSettings:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"alpha": "8"}, "lora.alpha=8.0 has no effect without lora.rank: set it, as in lora.rank=16"),
+            ({"targets": "mlp"}, "lora.targets=mlp has no effect without lora.rank"),
+            ({"rank": "0"}, "greater than 0"),
+            ({"rank": "4", "targets": ""}, "at least 1 item"),
+            ({"rank": "4", "targets": "img_in"}, "'q_proj'"),
+        ],
+    )
+    def test_what_makes_no_sense(self, given, message):
+        with pytest.raises(ValidationError) as raised:
+            LoraSettings.model_validate(given)
+        assert message in str(raised.value)
+
+    def test_what_contradicts_it_elsewhere(self):
+        bad = {"trains_transformer": False, "init": None, "fp8_linears": True, "divides_tokens": True}
+        good = {"trains_transformer": True, "init": "a", "fp8_linears": False}
+        assert LoraSettings().problems(**bad) == RANK_4.problems(**good, divides_tokens=True) == []
+        dropping = LoraSettings(rank=4, dropout=0.1)
+        assert dropping.problems(**good, divides_tokens=False) == []
+        fixes = ["use none", "--set init=FILE", "use false", "use 0"]
+        assert [problem.partition(": ")[2] for problem in dropping.problems(**bad)] == fixes
+
+
+class TestLoraFile:
+    @pytest.mark.parametrize(
+        ("text", "path", "scale"),
+        [
+            ("style", "style", 1.0),
+            ("runs/style.safetensors:0.8", "runs/style.safetensors", 0.8),
+            ("style:-1", "style", -1.0),
+            ("style:+.5e1", "style", 5.0),
+            (r"C:\loras\style", r"C:\loras\style", 1.0),
+            ("a:b/style", "a:b/style", 1.0),
+            ("a:2:1", "a:2", 1.0),
+            (" style:nan ", "style:nan", 1.0),
+            (":2", ":2", 1.0),
+        ],
+    )
+    def test_texts(self, text, path, scale):
+        file = LoraFile.model_validate(LoraFile.of_text(text))
+        assert (file.path, file.scale, file.sha256) == (path, scale, None)
+
+    def test_bounds(self):
+        with pytest.raises(ValidationError, match="less than or equal to 100"):
+            LoraFile.model_validate(LoraFile.of_text("style:1e3"))

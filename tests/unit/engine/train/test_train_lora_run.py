@@ -1,0 +1,144 @@
+"""From a training of an adapter to a video made with it, on the demo."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_transformer import inputs
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.build import load_transformer
+from opensora_cli.engine.ckpt.merge_lora import merge_lora
+from opensora_cli.engine.plan import make_plan
+from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.first_weights import new_transformer
+from opensora_cli.engine.train.plan import plan_training
+from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.run import train
+from opensora_cli.engine.weights import packaged_demo
+from opensora_cli.settings.ckpt import MergeLoraSettings
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+DEMO = packaged_demo()
+STEPS = 3
+
+
+def settings_of(output: Path, **changes: str) -> TrainSettings:
+    """A few steps of an adapter beside the packaged demo; keys of `changes` have `__` for the dot."""
+    given = {
+        "output": str(output),
+        "device": "cpu",
+        "weights": "demo",
+        "init": "demo",
+        "lora.rank": "2",
+        "lora.dropout": "0.25",
+        "lora.targets": "q_proj,linear2",
+        "data.scenes.count": "4",
+        "data.scenes.num_frames": "5",
+        "data.scenes.batch_size": "1",
+        "data.workers": "0",
+        "train_mmdit.cache": "none",
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": "0.01",
+        "optimizer.warmup_steps": "0",
+        "optimizer.decay_steps": "0",
+        "loop.steps": str(STEPS),
+        "loop.log_every": "1",
+        "precision.compute": "fp32",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    for mode in ("i2v_tail", "i2v_loop", "v2v_head", "v2v_tail", "v2v_head_easy", "v2v_tail_easy"):
+        given[f"train_mmdit.mode_weights.{mode}"] = "0"
+    overrides = {key: Given(value, "test") for key, value in given.items()}
+    return load_train_settings(config=Path("demo"), overrides=overrides, environment={})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("lora_run") / "run"
+    train(settings_of(output))
+    return output
+
+
+def generating(*loras: Path, weights: Path | None = None):
+    changes = {"runtime.device": "cpu", "runtime.dtype": "float32", "loras": tuple(map(str, loras))}
+    settings = load_preset("demo", prompt="raining, sea").replace(changes)
+    return load_transformer(
+        make_plan(settings if weights is None else settings.replace({"runtime.weights": str(weights)}))
+    )
+
+
+@torch.inference_mode()
+def velocity(transformer) -> torch.Tensor:
+    return transformer(**inputs(transformer, batch=1, tokens=20))
+
+
+def test_the_adapter_makes_the_video_that_the_merged_model_makes(trained, tmp_path):
+    adapter = trained / "lora"
+    assert not (trained / "transformer.safetensors").exists()
+    base = DEMO / "transformer.safetensors"
+    merge_lora(
+        MergeLoraSettings(base=str(base), adapter=str(adapter), target=str(tmp_path / "transformer.safetensors"))
+    )
+    plain, with_adapter, merged = (
+        velocity(transformer) for transformer in (generating(), generating(adapter), generating(weights=tmp_path))
+    )
+    change = (with_adapter - plain).norm()
+    assert change > 0.001 * plain.norm()
+    # The demo's file has 16 bits, so the merged one is rounded to these.
+    assert (with_adapter - merged).norm() < 0.2 * change
+
+
+def test_its_files(trained):
+    tensors = load_file(trained / "lora" / "adapter_model.safetensors")
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    assert len(tensors) == 2 * len(layers) == 2 * (2 * 2 + 8 * 2)
+    assert {layer.rpartition(".")[2] for layer in layers} == {"q_proj", "linear2"}
+    assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    config = json.loads((trained / "lora" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "demo"
+
+
+def test_checkpoints_hold_the_adapter_alone(trained):
+    (newest,) = sorted(trained.glob("epoch*-global_step*"))[-1:]
+    held = [name for file in newest.rglob("*.safetensors") for name in load_file(file)]
+    assert held
+    assert all(".lora_A." in name or ".lora_B." in name for name in held)
+
+
+def test_resumed_is_uninterrupted(trained, tmp_path):
+    # At a constant rate, the end of a shorter run is the middle of a longer one.
+    train(settings_of(tmp_path / "run", loop__steps="2"))
+    # What others draw from torch's generator meanwhile changes nothing.
+    torch.manual_seed(1234)
+    train(settings_of(tmp_path / "run"), resume=Resume())
+    ours, theirs = (load_file(folder / "lora" / "adapter_model.safetensors") for folder in (tmp_path / "run", trained))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_is_trained_is_counted(tmp_path):
+    settings = settings_of(tmp_path)
+    transformer = new_transformer(settings, device=torch.device("cpu"))
+    trained = sum(weight.numel() for weight in transformer.parameters() if weight.requires_grad)
+    assert count_parameters(settings) == trained
+    assert 0 < trained < 0.01 * sum(weight.numel() for weight in transformer.parameters())
+
+
+def test_frozen_weights_are_in_the_precision_of_the_run(tmp_path):
+    for compute, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float32), ("fp32", torch.float32)):
+        transformer = new_transformer(settings_of(tmp_path, precision__compute=compute), device=torch.device("cpu"))
+        kinds = {weight.requires_grad: weight.dtype for weight in transformer.parameters()}
+        assert kinds == {True: torch.float32, False: dtype}
+
+
+def test_products_of_8_bits_need_a_gpu(tmp_path):
+    given = {"output": str(tmp_path), "device": "cpu", "precision.fp8_linears": "true"}
+    overrides = {key: Given(value, "test") for key, value in given.items()}
+    settings = load_train_settings(config=Path("demo"), overrides=overrides, environment={})
+    with pytest.raises(HardwareError, match=r"precision\.fp8_linears=true needs an NVIDIA GPU"):
+        plan_training(settings)

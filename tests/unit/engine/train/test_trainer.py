@@ -1,0 +1,291 @@
+"""The trainer, on a toy: what a step does, what it leaves alone, and what does not matter."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask, draw, toy_trainer
+
+from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.engine.train.drawn import DrawnBatches
+from opensora_cli.engine.train.ema import averaged_copy, update_ema
+from opensora_cli.engine.train.reports import PARTS
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.named_parameters()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+class TestUpdateEma:
+    def test_formula(self):
+        ema, module = ToyModule(), ToyModule()
+        with torch.no_grad():
+            module.block.weight.mul_(3.0)
+        expected = 0.75 * ema.block.weight + 0.25 * module.block.weight
+        update_ema(ema, module, decay=0.75)
+        assert torch.allclose(ema.block.weight, expected)
+        assert torch.equal(ema.out.weight, module.out.weight)
+
+    def test_of_tensors_by_name(self):
+        module = ToyModule()
+        ema = averaged_copy(module)
+        assert "calls" not in ema
+        with torch.no_grad():
+            module.out.weight.add_(1.0)
+        before = ema["out.weight"].clone()
+        update_ema(ema, module, decay=0.5)
+        assert torch.allclose(ema["out.weight"], before + 0.5)
+
+    def test_a_weight_in_two_places_counts_once(self):
+        def tied(value: float) -> nn.ModuleList:
+            layers = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+            layers[1].weight = layers[0].weight
+            nn.init.constant_(layers[0].weight, value)
+            return layers
+
+        ema = tied(1.0)
+        update_ema(ema, tied(2.0), decay=0.75)
+        assert torch.equal(ema[1].weight, torch.full((2, 2), 1.25))
+
+    def test_buffers_and_lower_precision(self):
+        def normed(value: float) -> nn.Module:
+            module = nn.BatchNorm1d(1)
+            nn.init.constant_(module.running_mean, value)
+            return module
+
+        ema = normed(0.0)
+        update_ema(ema, normed(1.0).to(torch.bfloat16), decay=0.5)
+        assert ema.running_mean.item() == 0.5
+        assert ema.running_mean.dtype == torch.float32
+
+    def test_frozen_weights_are_left_out(self):
+        module = ToyModule()
+        module.block.requires_grad_(False)
+        assert averaged_copy(module, trained_only=True).keys() == {"out.weight", "out.bias"}
+
+
+class TestStep:
+    def test_learns(self):
+        trainer = toy_trainer(ToyTask(), optimizer=ADAMW.replace({"learning_rate": 0.03}), steps=60)
+        losses = [trainer.do_step().figures["loss"] for _ in range(60)]
+        assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+    def test_report(self):
+        task = ToyTask()
+        report = toy_trainer(task, micro_batches=3).do_step()
+        assert (report.step, report.epoch, report.skipped) == (1, 0, False)
+        assert list(report.figures) == ["loss", "grad_norm", "scale"]
+        assert (report.samples, report.tokens) == (12, 120)
+        assert report.paths == ("toy0.mp4", "toy1.mp4", "toy2.mp4")
+        assert set(report.seconds) <= {*PARTS, "total"}
+        assert {"data", "forward", "backward", "optimizer", "total"} <= report.seconds.keys()
+
+    def test_gradient_is_the_mean_over_micro_batches(self):
+        task, module = ToyTask(), ToyModule()
+        trainer = toy_trainer(task, micro_batches=4)
+        norm = trainer.do_step().figures["grad_norm"]
+        noiseless = [draw(Chance.of_data(0, number), number).x_BC for number in range(4)]
+        noisy = [
+            x_BC + 0.01 * torch.randn(x_BC.shape, generator=_drawn_once(Chance.of(0, number)).generator)
+            for number, x_BC in enumerate(noiseless)
+        ]
+        answers = module(torch.cat(noisy))
+        (answers - torch.cat(noiseless).sum(dim=1, keepdim=True)).square().mean().backward()
+        expected = math.sqrt(sum(float(p.grad.square().sum()) for p in module.parameters() if p.grad is not None))
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+    def test_chance_is_of_seed_and_number_alone(self):
+        one, other, third = ToyTask(), ToyTask(), ToyTask()
+        for task, loop in ((one, {"micro_batches": 2}), (other, {}), (third, {"seed": 1})):
+            trainer = toy_trainer(task, **loop)
+            for _ in range(2 if "micro_batches" in loop else 4):
+                trainer.do_step()
+        assert one.asked == other.asked == [0, 1, 2, 3]
+        assert one.drawn == other.drawn
+        assert one.drawn != third.drawn
+        assert len(set(one.drawn)) == 4
+
+    def test_what_is_drawn_for_data_and_for_loss_differs(self):
+        assert Chance.of(0, 1).rng.uniform() != Chance.of_data(0, 1).rng.uniform()
+
+    def test_layers_draw_by_the_micro_batch_alone(self):
+        drawn = []
+        for disturbed in (False, True):
+            task = ToyTask()
+            task.module.register_forward_hook(lambda *_: drawn.append(float(torch.rand(()))))
+            trainer = toy_trainer(task)
+            for _ in range(2):
+                if disturbed:
+                    torch.rand(7)
+                trainer.do_step()
+        assert drawn[:2] == drawn[2:]
+        assert drawn[0] != drawn[1]
+
+    def test_average_starts_with_few_steps(self):
+        task = ToyTask()
+        trainer = toy_trainer(task, ema_decay=0.999)
+        first = task.module.out.weight.detach().clone()
+        trainer.do_step()
+        assert trainer.ema is not None
+        assert torch.allclose(trainer.ema["out.weight"], 0.1 * first + 0.9 * task.module.out.weight)
+        assert not torch.equal(first, task.module.out.weight)
+
+    def test_without_average(self):
+        task = ToyTask()
+        trainer = toy_trainer(task, ema_decay=None)
+        trainer.do_step()
+        assert trainer.ema is None
+        before = weights(task.module)
+        with trainer.averaged():
+            assert_same(weights(task.module), before)
+
+    def test_the_average_takes_the_weights_place_for_a_while(self):
+        task = ToyTask()
+        trainer = toy_trainer(task)
+        trainer.do_step()
+        assert trainer.ema is not None
+        before, average = weights(task.module), {name: value.clone() for name, value in trainer.ema.items()}
+        with trainer.averaged():
+            assert_same(weights(task.module), {name: average[name] for name in before})
+        assert_same(weights(task.module), before)
+        assert_same(trainer.ema, average)
+
+    def test_rates_follow_the_schedule(self):
+        trainer = toy_trainer(ToyTask(), steps=6, optimizer=ADAMW)
+        rates = [trainer.do_step().learning_rate for _ in range(6)]
+        assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3, 5e-4])
+
+    def test_ranks_that_cannot_share(self):
+        class Three(Distribution):
+            def __init__(self) -> None:
+                super().__init__(torch.device("cpu"))
+                self.data_ranks = 3
+
+        with pytest.raises(ValueError, match="3 ranks cannot share 4 micro-batches"):
+            toy_trainer(ToyTask(), distribution=Three(), micro_batches=4)
+
+
+def _drawn_once(chance: Chance) -> Chance:
+    chance.rng.uniform()
+    return chance
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize("wrong", [{"not_finite": (3,)}, {"steep": (3,)}], ids=["loss", "gradient"])
+    def test_a_step_is_skipped_and_changes_nothing(self, wrong: dict[str, tuple[int, ...]]):
+        reporter, task = Listener(), ToyTask(**wrong)
+        trainer = toy_trainer(task, micro_batches=2, reporter=reporter, optimizer=MUON)
+        trainer.do_step()
+        before, average = weights(task.module), {name: value.clone() for name, value in (trainer.ema or {}).items()}
+        report = trainer.do_step()
+        assert report.skipped
+        assert report.figures == {}
+        assert_same(weights(task.module), before)
+        assert_same(trainer.ema or {}, average)
+        # The loss tells which of the two it was; a gradient does not.
+        samples = "toy3.mp4" if "not_finite" in wrong else "toy2.mp4, toy3.mp4"
+        assert reporter.warnings == [f"step 2: loss or gradient is not finite, the step is skipped: {samples}"]
+        assert not trainer.do_step().skipped
+        assert trainer.skipped_in_a_row == 0
+        assert trainer.step == 3
+        assert len(trainer.losses) == 2
+
+    def test_several_in_a_row_end_the_run(self):
+        trainer = toy_trainer(ToyTask(not_finite=tuple(range(1, 9))), steps=9)
+        trainer.do_step()
+        for _ in range(4):
+            assert trainer.do_step().skipped
+        with pytest.raises(OsoraError, match="not finite 5 steps in a row, up to step 6") as caught:
+            trainer.do_step()
+        assert "learning_rate" in str(caught.value.hint)
+        assert trainer.are_weights_finite()
+
+    def test_four_and_a_good_one_do_not(self):
+        trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2, 3, 5, 6, 7, 8)), steps=10)
+        assert [trainer.do_step().skipped for _ in range(10)] == [True] * 4 + [False] + [True] * 4 + [False]
+
+    def test_a_scale_of_the_loss_that_was_too_large_is_no_failure(self):
+        trainer = toy_trainer(ToyTask(steep=tuple(range(30))), precision="fp16", steps=30)
+        skipped = [trainer.do_step().skipped for _ in range(16)]
+        assert all(skipped)
+        assert trainer.skipped_in_a_row == 0
+        # The scale has come down to 1.
+        assert [trainer.do_step().skipped for _ in range(4)] == [True] * 4
+        with pytest.raises(OsoraError, match="5 steps in a row"):
+            trainer.do_step()
+
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    def test_weights_are_looked_at(self, value):
+        task = ToyTask()
+        trainer = toy_trainer(task)
+        assert trainer.are_weights_finite()
+        with torch.no_grad():
+            task.module.out.weight[0, 1] = value
+        assert not trainer.are_weights_finite()
+
+    def test_averages_are_looked_at(self):
+        trainer = toy_trainer(ToyTask())
+        assert trainer.ema is not None
+        trainer.ema["block.bias"][2] = math.nan
+        assert not trainer.are_weights_finite()
+
+
+class TestAdversary:
+    def test_learns_with_its_own_optimizer(self):
+        task = ToyTask()
+        task.adversary = ToyAdversary(task)
+        before, own = weights(task.adversary.module), weights(task.module)
+        trainer = toy_trainer(task, micro_batches=2)
+        report = trainer.do_step()
+        assert list(report.figures)[:4] == ["loss", "adversary_loss", "grad_norm", "adversary_grad_norm"]
+        assert report.figures["told"] == 1.0
+        moved = weights(task.adversary.module)
+        # AdamW's first update is the rate, whatever the gradient is, and weight decay.
+        for name in moved:
+            assert (moved[name] - before[name]).abs().item() == pytest.approx(0.1, rel=0.1)
+        assert (weights(task.module)["out.bias"] - own["out.bias"]).abs().item() == pytest.approx(1e-3 / 3, rel=0.01)
+
+    def test_before_its_start_it_is_left_alone(self):
+        task = ToyTask()
+        task.adversary = ToyAdversary(task, start_step=2)
+        before = weights(task.adversary.module)
+        trainer = toy_trainer(task)
+        for _ in range(2):
+            assert "adversary_loss" not in trainer.do_step().figures
+        assert_same(weights(task.adversary.module), before)
+        assert "adversary_loss" in trainer.do_step().figures
+        assert not torch.equal(weights(task.adversary.module)["weight"], before["weight"])
+
+
+class TestDrawnBatches:
+    def test_ranks_share_the_numbers(self):
+        alone = DrawnBatches(draw, seed=0)
+        shared = [DrawnBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
+        expected = [alone.next() for _ in range(6)]
+        found = [source.next() for _ in range(3) for source in shared]
+        assert [batch.number for batch in found] == list(range(6))
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one.x_BC, other.x_BC)
+
+    def test_goes_on_with_another_number_of_ranks(self):
+        shared = [DrawnBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
+        for source in shared:
+            source.next()
+        states = [source.state_dict() for source in shared]
+        assert states[0] == states[1]
+        alone = DrawnBatches(draw, seed=0)
+        alone.load_state_dict(states[0])
+        assert alone.next().number == 2
+
+    def test_a_state_of_other_data(self):
+        with pytest.raises(CheckpointError, match="another dataset"):
+            DrawnBatches(draw, seed=0).load_state_dict({"epoch": 0, "position": 3})

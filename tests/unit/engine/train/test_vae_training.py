@@ -1,0 +1,125 @@
+"""Autoencoders of every kind, trained for some steps on clips and pictures, alone and against a discriminator."""
+
+import pytest
+import torch
+from tiny_autoencoders import NUM_FRAMES, OPTIMIZER, UNCLIPPED, mixed_batches, vae_task, vae_trainer
+
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.moments import update_counts
+from opensora_cli.engine.train.state import restore
+from opensora_cli.settings.checkpoints import CheckpointSettings
+
+DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2, "learning_rate": 1e-3}
+
+
+def copy_of(module):
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+def equal(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", NUM_FRAMES)
+def test_loss_falls_on_clips_and_pictures(kind):
+    task = vae_task(kind, squared_error_weight=1.0)
+    trainer = vae_trainer(task, mixed_batches(kind), steps=30)
+    reports = [trainer.do_step() for _ in range(30)]
+    losses, decibels = ([report.figures[name] for report in reports] for name in ("loss", "psnr"))
+    assert not any(report.skipped for report in reports)
+    # Every third batch is of pictures.
+    frames = [report.tokens // report.samples for report in reports]
+    assert len(set(frames)) == 2
+    assert sum(losses[-6:]) < 0.7 * sum(losses[:6])
+    assert sum(decibels[-6:]) > sum(decibels[:6])
+
+
+@pytest.mark.parametrize("kind", ["hunyuan", "dc_ae"])
+def test_the_discriminator_starts_at_its_step(kind):
+    decaying = OPTIMIZER.replace({"weight_decay": 0.1})
+    task = vae_task(kind, optimizer=decaying, discriminator={**DISCRIMINATOR, "start_step": 3})
+    trainer = vae_trainer(task, mixed_batches(kind), steps=6, optimizer=decaying)
+    learner, first = trainer.learners["adversary"], copy_of(task.adversary.module)
+    for step in range(6):
+        before = copy_of(task.adversary.module)
+        figures = trainer.do_step().figures
+        started = step >= 3
+        assert equal(copy_of(task.adversary.module), before) is not started
+        assert ("adversary_loss" in figures) is started
+        assert ("adversarial_weight" in figures) is started
+        assert set(update_counts(learner.module, learner.optimizers).values()) == ({step - 2} if started else set())
+        if step == 2:
+            assert equal(before, first)
+
+
+def test_the_faster_of_both_wins():
+    """With the autoencoder all but standing still, the discriminator learns to tell; and the other way round."""
+    gaps = []
+    for rate, opposing_rate in ((1e-6, 2e-3), (2e-3, 1e-6)):
+        slow = OPTIMIZER.replace({"learning_rate": rate})
+        discriminator = {**DISCRIMINATOR, "learning_rate": opposing_rate, "weight": 1.0}
+        task = vae_task("dc_ae", optimizer=slow, discriminator=discriminator)
+        trainer = vae_trainer(task, mixed_batches("dc_ae"), steps=30, optimizer=slow)
+        figures = [trainer.do_step().figures for _ in range(30)]
+        gaps.append([each["real_logit"] - each["made_logit"] for each in figures])
+    told, deceived = gaps
+    assert sum(told[-6:]) / 6 > 1.0 + abs(sum(told[:6]) / 6)
+    assert sum(deceived[-6:]) < min(0.0, sum(deceived[:6]))
+
+
+def test_accumulated_gradients_are_those_of_the_mean():
+    """The balance is of each micro-batch alone: two of them in one update give the mean of their gradients."""
+    gradients = []
+    for micro_batches in (1, 2):
+        task = vae_task("hunyuan", optimizer=UNCLIPPED, discriminator=DISCRIMINATOR)
+        batches = mixed_batches("hunyuan")
+        trainer = vae_trainer(task, batches, steps=2, micro_batches=micro_batches, optimizer=UNCLIPPED)
+        found = []
+        for learner in trainer.learners.values():
+            learner.update = lambda: None
+        for _ in range(2 // micro_batches):
+            trainer.do_step()
+            found.append(
+                {
+                    f"{name}.{parameter}": weight.grad.clone()
+                    for name, learner in trainer.learners.items()
+                    for parameter, weight in learner.module.named_parameters()
+                }
+            )
+        gradients.append(found)
+    (first, second), (both,) = gradients
+    largest = max(float(gradient.abs().max()) for gradient in both.values())
+    assert both.keys() == first.keys()
+    assert any(name.startswith("adversary.") for name in both)
+    for name, gradient in both.items():
+        mean = 0.5 * (first[name] + second[name])
+        assert torch.allclose(gradient, mean, rtol=1e-4, atol=1e-6 * largest), name
+
+
+@pytest.mark.parametrize("saved_at", [1, 3])
+@pytest.mark.parametrize("kind", ["hunyuan", "dc_ae"])
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, kind, saved_at):
+    """Before and after the discriminator starts, at step 2; for the causal one, also where clips take over."""
+    objective = {
+        "discriminator": {**DISCRIMINATOR, "start_step": 2},
+        "single_frame_share": 0.5,
+        **({"picture_steps": 3, "kl_weight": 1e-3} if kind == "hunyuan" else {}),
+    }
+
+    def run(first, last, *, resume):
+        trainer = vae_trainer(vae_task(kind, **objective), mixed_batches(kind), steps=5)
+        if resume:
+            restore(trainer, resume)
+            assert trainer.step == first
+        return trainer, [trainer.do_step().figures for _ in range(first, last)]
+
+    whole, figures = run(0, 5, resume=None)
+    interrupted, before = run(0, saved_at, resume=None)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    folder = writer.save(interrupted)
+    writer.wait()
+    resumed, after = run(saved_at, 5, resume=folder)
+    assert before + after == figures
+    assert equal(copy_of(whole.task.module), copy_of(resumed.task.module))
+    assert equal(copy_of(whole.task.adversary.module), copy_of(resumed.task.adversary.module))
+    assert equal(whole.ema, resumed.ema)

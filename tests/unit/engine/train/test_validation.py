@@ -1,0 +1,211 @@
+"""Validation on a toy: what is measured, and that training does not notice; and which clips are held out."""
+
+import json
+
+import pytest
+import tiny_clips
+import tiny_frozen
+import tiny_training
+import torch
+from toy_training import Listener, ToyTask, draw, toy_trainer
+
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.validation import HeldOutLoss, evaluating, open_validation
+from opensora_cli.settings.watching import ValidationSettings
+
+
+def held_out(index):
+    return draw(Chance.of_data(99, index), 1000 + index)
+
+
+def validation(*, count=3, every=2, seed=0, last_step=100):
+    settings = ValidationSettings(every=every, seed=seed)
+    return HeldOutLoss(held_out, count=count, settings=settings, last_step=last_step)
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.task.module.named_parameters()}
+
+
+def test_when():
+    found = [step for step in range(12) if validation(every=5, last_step=11).is_due(step)]
+    assert found == [0, 5, 10, 11]
+
+
+def test_mean_over_clips_with_the_averaged_weights():
+    trainer = toy_trainer(ToyTask())
+    for _ in range(3):
+        trainer.do_step()
+    own = weights(trainer)
+    found = validation().run(3, trainer)
+    losses, scales = [], []
+    with trainer.averaged(), torch.no_grad():
+        averaged = weights(trainer)
+        for index in range(3):
+            loss, figures = trainer.task.loss(held_out(index), Chance.of(0, 0))
+            losses.append(loss.item())
+            scales.append(figures["scale"])
+    assert found == pytest.approx({"loss": sum(losses) / 3, "scale": sum(scales) / 3})
+    assert not torch.equal(averaged["out.weight"], own["out.weight"])
+    after = weights(trainer)
+    assert all(torch.equal(after[name], value) for name, value in own.items())
+
+
+def test_what_training_draws_does_not_matter():
+    trainer = toy_trainer(ToyTask())
+    first = validation().run(0, trainer)
+    torch.manual_seed(123)
+    torch.randn(7)
+    assert validation().run(0, trainer) == first
+    assert validation(seed=1).run(0, trainer) != first
+    assert validation(count=2).run(0, trainer) != first
+
+
+def test_training_does_not_notice():
+    def trained(*, validates):
+        trainer = toy_trainer(ToyTask(), micro_batches=2)
+        dropout = torch.nn.Dropout(0.5)
+        plain = trainer.task.forward
+        # What training itself draws from torch's global generator.
+        trainer.task.forward = lambda x: plain(dropout(x))
+        losses = []
+        for _ in range(4):
+            losses.append(trainer.do_step().figures["loss"])
+            if validates:
+                validation().run(trainer.step, trainer)
+        return losses, weights(trainer), trainer.ema, torch.get_rng_state()
+
+    losses, found, ema, state = trained(validates=True)
+    expected_losses, expected, expected_ema, expected_state = trained(validates=False)
+    assert losses == expected_losses
+    assert len(set(losses)) == 4
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(ema[name], value) for name, value in expected_ema.items())
+    assert torch.equal(state, expected_state)
+
+
+def test_modes_are_as_before():
+    trainer = toy_trainer(ToyTask())
+    trainer.task.module.block.eval()
+    before = [module.training for module in trainer.task.module.modules()]
+    with evaluating(trainer):
+        assert not any(module.training for module in trainer.task.module.modules())
+        assert not torch.is_grad_enabled()
+    assert [module.training for module in trainer.task.module.modules()] == before == [True, False, True]
+
+
+class TestOpening:
+    def open(self, settings):
+        return open_validation(settings, distribution=Distribution(torch.device("cpu")), reporter=SilentReporter())
+
+    def test_none_unless_asked_for(self, tmp_path):
+        assert self.open(tiny_training.vae_settings(tmp_path)) is None
+
+    def test_scenes_that_are_not_trained_on(self, tmp_path):
+        settings = tiny_training.vae_settings(tmp_path).replace({"validation.every": 1, "validation.batches": 3})
+        opened = self.open(settings)
+        assert opened is not None
+        batches = [opened._read(index) for index in range(opened._count)]
+        again = [self.open(settings)._read(index) for index in range(3)]
+        paths = [path for batch in batches for path in batch.paths]
+        assert len(set(paths)) == len(paths) == 6
+        assert all(torch.equal(one.pixels_BTHWC, other.pixels_BTHWC) for one, other in zip(batches, again, strict=True))
+        assert paths == [path for batch in again for path in batch.paths]
+        training = settings.data.scenes
+        assert batches[0].pixels_BTHWC.shape == (training.batch_size, training.num_frames, 32, 32, 3)
+        assert settings.validation.data(settings.data).scenes.held_out
+
+    def test_clips_and_pictures_by_their_shares(self, tmp_path):
+        settings = tiny_training.vae_settings(tmp_path).replace(
+            {
+                "validation.every": 1,
+                "validation.batches": 4,
+                "data.scenes.picture_share": 0.25,
+                "data.scenes.picture_batch_size": 3,
+                "data.scenes.count": 1000,
+            }
+        )
+        data = settings.validation.data(settings.data)
+        assert data.scenes.count == 48
+        assert self.open(settings)._count == 4
+
+    def test_captions(self, tmp_path):
+        settings = tiny_training.text_settings(tmp_path).replace({"validation.every": 1})
+        opened = self.open(settings)
+        captions = [opened._read(index).captions for index in range(opened._count)]
+        assert len(captions) == 8
+        assert len({*captions}) > 1
+
+    def test_a_table_that_is_too_small(self, tmp_path):
+        table = tmp_path / "held_out.csv"
+        table.write_text("path,text,num_frames,height,width,aspect_ratio,resolution,fps\n")
+        settings = tiny_training.vae_settings(tmp_path).replace(
+            {
+                "validation.every": 1,
+                "validation.table": str(table),
+                "data.table": "clips.csv",
+                "data.buckets": {"256px": {5: [1.0, 2]}},
+                "train_vae.picture_steps": 0,
+                "train_vae.whitening_clips": 0,
+            }
+        )
+        with pytest.raises(FileProblem, match="fills no micro-batch"):
+            self.open(settings)
+
+
+@pytest.mark.parametrize("target", ["vae", "text"])
+def test_in_a_run(tmp_path, target):
+    def run(name, **changes):
+        settings = getattr(tiny_training, f"{target}_settings")(tmp_path / name).replace(changes)
+        listener = Listener()
+        train(settings, reporter=listener)
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        events = [line for line in lines if "event" in line]
+        return listener, events, [line["loss"] for line in lines if "event" not in line]
+
+    listener, events, losses = run("validated", **{"validation.every": 3, "validation.batches": 2})
+    assert [(line["event"], line["step"]) for line in events] == [("validation", step) for step in (0, 3, 4)]
+    assert len({line["loss"] for line in events}) == 3
+    assert sum(note.startswith("validation at step") for note in listener.notes) == 3
+    _, none, plain = run("plain")
+    assert none == []
+    assert losses == plain
+    best = json.loads(next((tmp_path / "validated").glob("epoch*-global_step4/running_states.json")).read_text())
+    assert (best["score_of"], best["score"]) == ("validation loss", events[-1]["loss"])
+
+
+def test_on_a_table_fresh_and_from_a_cache(tmp_path):
+    frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
+    tables = {}
+    for name, clips in (("training", 4), ("held_out", 6)):
+        (tmp_path / name).mkdir()
+        tables[name] = tiny_clips.clip_table(tmp_path / name, clips=clips, pictures=4)
+    (tmp_path / "held_out" / "clip_2.mp4").unlink()
+
+    def run(cache):
+        output = tmp_path / f"run{cache is not None}"
+        settings = tiny_training.mmdit_settings(output, frozen).replace(
+            {
+                "data.table": str(tables["training"]),
+                "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}},
+                "validation.table": str(tables["held_out"]),
+                "validation.every": 2,
+                "loop.steps": 2,
+                "train_mmdit.cache": cache,
+            }
+        )
+        listener = Listener()
+        train(settings, reporter=listener)
+        lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if line.get("event") == "validation"], listener.warnings
+
+    losses, warnings = run(None)
+    assert len(set(losses)) == 2
+    told = [warning for warning in warnings if "takes its place in validation" in warning]
+    assert len(told) == 1
+    assert "clip_2.mp4" in told[0]
+    assert run(str(tmp_path / "cache"))[0] == losses

@@ -1,0 +1,352 @@
+"""What is recorded of a run: lines of the log, TensorBoard's events, seconds of parts, profiles."""
+
+import json
+import math
+from contextlib import contextmanager
+
+import pytest
+import tiny_training
+import torch
+from toy_training import Listener, ToyTask, toy_trainer
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.train.plan import plan_training
+from opensora_cli.engine.train.reports import PARTS, StepReport, WallClock
+from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.watching.json_log import JsonLog, cut_back
+from opensora_cli.engine.train.watching.lines import StepLines
+from opensora_cli.engine.train.watching.profiling import StepProfiler
+from opensora_cli.engine.train.watching.tensorboard import TensorBoardLog
+from opensora_cli.engine.train.watching.timers import MarkingClock
+from opensora_cli.engine.train.watching.watching import forget_all, forget_later, open_watching
+
+CPU = torch.device("cpu")
+KEYS = [
+    *("step", "epoch", "loss", "grad_norm", "scale", "learning_rate", "seconds_per_step", "samples_per_s"),
+    *("tokens_per_s", "data_wait", "peak_resident_gib", "eta_s", "seconds", "skipped"),
+]
+
+
+class Ticking:
+    """A clock that goes on by one second whenever it is asked."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+class Shown(Listener):
+    """Remembers figures, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = []
+
+    def figures(self, values):
+        self.tables.append(dict(values))
+
+
+def report(step, *, loss=1.0, skipped=False, **seconds):
+    return StepReport(
+        step=step,
+        epoch=0,
+        figures={} if skipped else {"loss": loss},
+        learning_rate=0.1,
+        samples=4,
+        tokens=40,
+        seconds={"total": 2.0, **seconds},
+        skipped=skipped,
+        paths=("a.mp4", "b.mp4"),
+    )
+
+
+def step_lines(*sinks, every=2, mfu=None, reporter=None):
+    return StepLines(
+        sinks, every=every, steps=10, memory=lambda: {"peak_resident_gib": 0.5}, mfu=mfu, reporter=reporter or Shown()
+    )
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestLines:
+    def test_keys_of_a_real_run(self, tmp_path):
+        lines = step_lines(JsonLog(tmp_path / "log.jsonl"))
+        trainer = toy_trainer(ToyTask(), observers=(lines,))
+        reports = [trainer.do_step() for _ in range(4)]
+        written = read(tmp_path / "log.jsonl")
+        assert [list(line) for line in written] == [KEYS, KEYS]
+        assert [line["step"] for line in written] == [2, 4]
+        losses = [report.figures["loss"] for report in reports]
+        assert [line["loss"] for line in written] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], abs=1e-6)
+
+    def test_means_speed_and_time_left(self, tmp_path):
+        asked = []
+
+        def mfu(samples, tokens, seconds):
+            asked.append((samples, tokens, seconds))
+            return 0.25
+
+        lines = step_lines(JsonLog(tmp_path / "log.jsonl"), mfu=mfu)
+        lines.on_step(report(1, loss=1.0, data=0.25, forward=1.0))
+        lines.on_step(report(2, loss=3.0, data=0.5, checkpoint=1.0))
+        [line] = read(tmp_path / "log.jsonl")
+        assert asked[-1] == (8, 80, 3.0)
+        assert line["loss"] == 2.0
+        # Four seconds for two steps, of which one went into a checkpoint.
+        assert (line["seconds_per_step"], line["samples_per_s"], line["tokens_per_s"]) == (2.0, 2.667, 26.7)
+        assert (line["data_wait"], line["eta_s"], line["mfu"]) == (0.25, 16.0, 0.25)
+        assert line["seconds"] == {"data": 0.375, "forward": 0.5, "checkpoint": 0.5, "other": 0.625}
+
+    def test_skipped_steps_are_told_and_in_no_mean(self, tmp_path):
+        lines = step_lines(JsonLog(tmp_path / "log.jsonl"))
+        lines.on_step(report(1, skipped=True))
+        lines.on_step(report(2, loss=3.0))
+        lines.on_validation(2, {"loss": 0.5, "psnr": 30.0})
+        skipped, line, validation = read(tmp_path / "log.jsonl")
+        assert skipped == {"step": 1, "event": "skipped", "samples": ["a.mp4", "b.mp4"]}
+        assert (line["loss"], line["skipped"]) == (3.0, 1)
+        assert validation == {"step": 2, "event": "validation", "loss": 0.5, "psnr": 30.0}
+
+    def test_a_figure_that_begins_between_two_lines(self, tmp_path):
+        lines = step_lines(JsonLog(tmp_path / "log.jsonl"))
+        lines.on_step(report(1))
+        late = report(2)
+        lines.on_step(
+            StepReport(
+                **{name: getattr(late, name) for name in late.__slots__ if name != "figures"},
+                figures={"loss": 1.0, "adversary_loss": 4.0},
+            )
+        )
+        [line] = read(tmp_path / "log.jsonl")
+        assert line["adversary_loss"] == 4.0
+
+    def test_shown_after_each_step_and_said_now_and_then(self):
+        shown = Shown()
+        lines = step_lines(reporter=shown, mfu=lambda *_: 0.4)
+        for step in (1, 2, 3):
+            lines.on_step(report(step, data=0.5))
+        assert len(shown.tables) == 3
+        assert shown.tables[1] == {
+            "step": "2",
+            "loss": "1",
+            "rate": "0.1",
+            "s/step": "2",
+            "samples/s": "2",
+            "tokens/s": "20",
+            "MFU": "40.0 %",
+            "data wait": "25.0 %",
+            "memory": "0.5 GiB",
+            "left": "16.0 s",
+        }
+        assert len(shown.notes) == 1
+        assert shown.notes[0].startswith("step 2  loss 1  rate 0.1")
+
+    def test_cut_back(self, tmp_path):
+        path = tmp_path / "log.jsonl"
+        lines = step_lines(JsonLog(path), every=1)
+        for step in (1, 2, 3):
+            lines.on_step(report(step))
+        with path.open("a") as log:
+            log.write('{"step": 4, "lo')
+        cut_back(path, step=2)
+        assert [line["step"] for line in read(path)] == [1, 2]
+        cut_back(tmp_path / "not_there.jsonl", step=2)
+
+
+def events(folder):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
+        str(folder)
+    )
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+class TestTensorBoard:
+    def run(self, folder, first, last, *, loss):
+        log = TensorBoardLog(folder)
+        log.begin(first)
+        lines = step_lines(log, every=1)
+        for step in range(first + 1, last + 1):
+            lines.on_step(report(step, loss=loss, data=0.5, skipped=step == 2))
+            if step % 2 == 0:
+                lines.on_validation(step, {"loss": loss / 2})
+        lines.close()
+
+    def test_resumed_runs_have_each_step_once(self, tmp_path):
+        pytest.importorskip("tensorboard")
+        self.run(tmp_path, 0, 6, loss=1.0)
+        self.run(tmp_path, 3, 5, loss=4.0)
+        found = events(tmp_path)
+        assert found["train/loss"] == [(1, 1.0), (3, 1.0), (4, 4.0), (5, 4.0)]
+        assert found["validation/loss"] == [(2, 0.5), (4, 2.0)]
+        assert found["seconds/data"] == [(step, 0.5) for step in range(1, 6)]
+        assert found["train/learning_rate"] == [(step, pytest.approx(0.1)) for step in range(1, 6)]
+        assert "train/step" not in found
+
+    def test_missing_library(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+        with pytest.raises(HardwareError, match="needs TensorBoard") as raised:
+            TensorBoardLog(tmp_path)
+        assert raised.value.hint == "pip install 'osora[train]'"
+
+
+class TestTimers:
+    def test_parts_add_up_to_the_step(self, tmp_path):
+        lines = step_lines(JsonLog(tmp_path / "log.jsonl"), every=3)
+        trainer = toy_trainer(ToyTask(), observers=(lines,), micro_batches=2)
+        trainer._clock = WallClock(now=Ticking())
+        for _ in range(3):
+            trainer.do_step()
+        [line] = read(tmp_path / "log.jsonl")
+        assert set(line["seconds"]) == {"data", "forward", "backward", "exchange", "optimizer", "other"}
+        assert set(line["seconds"]) <= {*PARTS, "other"}
+        assert math.isclose(sum(line["seconds"].values()), line["seconds_per_step"], abs_tol=1e-5)
+        # Each block takes one tick; there are two micro-batches.
+        assert (line["seconds"]["data"], line["seconds"]["exchange"], line["seconds"]["optimizer"]) == (2, 2, 1)
+
+    def test_marks_and_waiting(self):
+        told = []
+
+        @contextmanager
+        def mark(name):
+            told.append(f"{name} begins")
+            yield
+            told.append(f"{name} ends")
+
+        clock = MarkingClock(WallClock(now=Ticking()), marks=[mark], wait=lambda: told.append("waited"))
+        with clock.part("data"):
+            told.append("done")
+        assert told == ["data begins", "done", "waited", "data ends"]
+        assert clock.take() == {"data": 1.0, "total": 3.0}
+
+
+class TestProfiler:
+    def run(self, folder, steps, *, first, last):
+        profiler = StepProfiler(steps, folder, device=CPU, reporter=Shown())
+        trainer = toy_trainer(ToyTask(), observers=(profiler,))
+        trainer._clock = MarkingClock(WallClock(), marks=[torch.profiler.record_function])
+        trainer.step = first
+        profiler.begin(first)
+        for _ in range(first, last):
+            trainer.do_step()
+        profiler.close()
+        return sorted(folder.glob("*"))
+
+    @pytest.mark.parametrize(("steps", "first", "last"), [((1, 1), 0, 2), ((2, 3), 0, 4), ((2, 9), 1, 3)])
+    def test_trace_has_the_parts_of_its_steps(self, tmp_path, steps, first, last):
+        [path] = self.run(tmp_path, steps, first=first, last=last)
+        assert path.name == f"steps{steps[0]}-{steps[1]}.json"
+        named = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+        recorded = min(steps[1], last) - steps[0] + 1
+        assert named.count("optimizer") == named.count("data") == recorded
+        assert any(name.startswith("aten::") for name in named)
+
+    def test_resumed_in_between(self, tmp_path):
+        assert self.run(tmp_path, (2, 4), first=3, last=5) == []
+
+
+class TestOpening:
+    def open(self, tmp_path, **changes):
+        settings = tiny_training.vae_settings(tmp_path).replace(
+            {f"watching.{name}": value for name, value in changes.items()}
+        )
+        return open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
+
+    def test_nothing_is_installed_that_is_not_asked_for(self, tmp_path):
+        watching = self.open(tmp_path)
+        assert isinstance(watching.clock, WallClock)
+        assert [type(observer) for observer in watching.observers] == [StepLines]
+        assert [*tmp_path.iterdir()] == []
+
+    def test_only_the_main_rank_writes(self, tmp_path):
+        other = Distribution(CPU)
+        other.rank = 1
+        settings = tiny_training.vae_settings(tmp_path).replace(
+            {"watching.profile_steps": (1, 1), "watching.tensorboard": False}
+        )
+        watching = open_watching(settings, distribution=other, output=tmp_path, reporter=Shown())
+        assert list(watching.observers) == []
+        assert isinstance(watching.clock, MarkingClock)
+
+    @pytest.mark.parametrize(
+        ("target", "changes", "known"),
+        [
+            ("mmdit", {"watching.peak_tflops": 1.0}, True),
+            ("mmdit", {}, False),
+            ("vae", {"watching.peak_tflops": 1.0}, False),
+        ],
+    )
+    def test_utilisation_where_the_peak_is_known(self, tmp_path, target, changes, known):
+        settings = getattr(tiny_training, f"{target}_settings")(tmp_path).replace(changes)
+        opened = open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
+        assert (opened.observers[0]._mfu is not None) is known
+
+    def test_no_marks_without_cuda(self, tmp_path):
+        settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.nvtx": True})
+        with pytest.raises(HardwareError, match="this runs on a CPU"):
+            open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
+
+    def test_what_is_forgotten(self, tmp_path):
+        for step in (2, 4, 10):
+            (tmp_path / "samples" / f"step{step}").mkdir(parents=True)
+        (tmp_path / "log.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
+        for name in ("tensorboard", "profile"):
+            (tmp_path / name).mkdir()
+        forget_later(tmp_path, step=3)
+        assert (tmp_path / "log.jsonl").read_text() == '{"step": 2}\n'
+        assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step2"]
+        forget_all(tmp_path)
+        assert [*tmp_path.iterdir()] == []
+        forget_later(tmp_path, step=0)
+
+
+def test_a_resumed_run_has_each_line_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    settings = (
+        tiny_training.vae_settings(tmp_path)
+        .replace({"loop.steps": 6, "checkpoints.every": 2, "validation.every": 3, "validation.batches": 1})
+        .replace({"watching.tensorboard": True})
+    )
+    with pytest.raises(KeyboardInterrupt, match="step 5 of 6"):
+        train(settings, reporter=tiny_training.StopAfter(5))
+    before = read(tmp_path / "log.jsonl")
+    [folder] = tmp_path.glob("epoch*-global_step4")
+    train(settings, resume=Resume(folder=folder))
+    lines = read(tmp_path / "log.jsonl")
+    told = [(line.get("event", "train"), line["step"]) for line in lines]
+    assert told == [
+        ("validation", 0),
+        *(("train", step) for step in (1, 2, 3)),
+        ("validation", 3),
+        *(("train", step) for step in (4, 5, 6)),
+        ("validation", 6),
+    ]
+    # Step 5 was done twice, with the same result.
+    assert [line["loss"] for line in lines][:7] == [line["loss"] for line in before]
+    found = events(tmp_path / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in found["validation/loss"]] == [0, 3, 6]
+    # Begun anew, nothing is left of it.
+    train(settings.replace({"loop.steps": 1, "validation.every": None}), overwrite=True)
+    assert [line["step"] for line in read(tmp_path / "log.jsonl")] == [1]
+    assert [step for step, _ in events(tmp_path / "tensorboard")["train/loss"]] == [1]
+
+
+def test_the_plan_says_what_is_measured_and_shown(tmp_path):
+    settings = tiny_training.mmdit_settings(tmp_path)
+    plain = plan_training(settings).lines()
+    changes = {"validation.every": 3, "samples.every": 2, "samples.prompts": ("rain",)}
+    lines = plan_training(settings.replace(changes)).lines()
+    assert [line for line in lines if line not in plain] == [
+        "validation  every 3 steps, on up to 8 batches of clips that are not trained on",
+        "samples     every 2 steps: rain",
+    ]

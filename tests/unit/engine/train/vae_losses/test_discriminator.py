@@ -1,0 +1,74 @@
+"""What the discriminator answers, and what it minimises."""
+
+import pytest
+import torch
+from torch import nn
+
+from opensora_cli.engine.train.vae_losses.discriminator import PatchDiscriminator3d, hinge_loss
+
+
+@pytest.fixture
+def discriminator():
+    torch.manual_seed(0)
+    return PatchDiscriminator3d(width=8, layers=3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "patches"),
+    [((17, 32, 32), (3, 4, 4)), ((1, 32, 48), (1, 4, 6)), ((5, 20, 12), (1, 3, 2)), ((1, 1, 1), (1, 1, 1))],
+)
+def test_every_size_has_an_answer(discriminator, shape, patches):
+    assert discriminator(torch.randn(2, 3, *shape)).shape == (2, 1, *patches)
+
+
+def test_a_sample_does_not_see_the_others(discriminator):
+    clips = torch.randn(3, 3, 5, 16, 16, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([discriminator(clip[None]) for clip in clips])
+    assert torch.allclose(discriminator(clips), alone, atol=1e-6)
+    assert alone.flatten(1).std(dim=0).max() > 1e-4
+
+
+def test_a_patch_sees_its_surroundings_only(discriminator):
+    # Norms see the whole clip; without them, a far corner cannot matter.
+    for layer in discriminator.modules():
+        if isinstance(layer, nn.GroupNorm):
+            layer.forward = lambda hidden: hidden
+    clip = torch.randn(1, 3, 33, 96, 96, generator=torch.Generator().manual_seed(1))
+    changed = clip.clone()
+    changed[:, :, -1, -1, -1] += 100.0
+    moved = (discriminator(clip) != discriminator(changed))[0, 0]
+    assert moved[-1, -1, -1]
+    assert not moved[0].any()
+    assert not moved[:, 0].any()
+
+
+def test_widths():
+    widths = [conv.out_channels for conv in PatchDiscriminator3d(width=16, layers=5).layers if hasattr(conv, "stride")]
+    assert widths == [16, 32, 64, 128, 128, 128, 1]
+
+
+class TestHinge:
+    @pytest.mark.parametrize(
+        ("real", "made", "expected"),
+        [(0.0, 0.0, 1.0), (1.0, -1.0, 0.0), (3.0, -7.0, 0.0), (-1.0, 1.0, 2.0), (0.5, 0.25, 0.5 * (0.5 + 1.25))],
+    )
+    def test_values(self, real, made, expected):
+        assert float(hinge_loss(torch.full((2, 1, 3), real), torch.full((4,), made))) == pytest.approx(expected)
+
+    def test_it_is_the_mean_over_patches(self):
+        assert float(hinge_loss(torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 1.0]))) == pytest.approx(0.75)
+
+    def test_it_learns_to_tell_two_kinds_of_clips(self, discriminator):
+        generator = torch.Generator().manual_seed(2)
+        real = torch.rand(4, 3, 1, 16, 16, generator=generator)
+        made = nn.functional.avg_pool3d(real, (1, 5, 5), stride=1, padding=(0, 2, 2))
+        optimizer = torch.optim.AdamW(discriminator.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(30):
+            loss = hinge_loss(discriminator(real), discriminator(made))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[0] == pytest.approx(1.0, abs=0.2)
+        assert losses[-1] < 0.2

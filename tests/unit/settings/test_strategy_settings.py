@@ -1,0 +1,181 @@
+"""Settings of training on several devices: what each strategy means, and what does not go together."""
+
+import pytest
+from pydantic import ValidationError
+
+from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
+
+
+def _problems(strategy: str, parallel: dict[str, int], **given: object) -> list[str]:
+    plain = {
+        "trains_transformer": True,
+        "num_heads": 4,
+        "micro_batches": None,
+        "compiles": False,
+        "uses_muon": False,
+        "uses_lora": False,
+        "uses_fp8_linears": False,
+        "attention": "sdpa",
+    }
+    return strategy_problems(Strategy(strategy), TrainParallelSettings.model_validate(parallel), **{**plain, **given})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "axes"),
+    [
+        ("ddp", {}, (1, 1, 1, 1, 1)),
+        ("zero3", {}, (1, 1, 1, 1, 1)),
+        ("ddp", {"gpus": "8"}, (8, 1, 1, 1, 1)),
+        ("ddp", {"gpus": 8, "dp_replicate_degree": 8}, (8, 1, 1, 1, 1)),
+        ("zero2", {"gpus": 8}, (1, 8, 1, 1, 1)),
+        ("zero2", {"gpus": 8, "nnodes": 2, "rdzv_endpoint": "a:1", "dp_shard_degree": 8}, (2, 8, 1, 1, 1)),
+        ("zero3", {"gpus": 8, "dp_replicate_degree": 2}, (2, 4, 1, 1, 1)),
+        ("zero1", {"gpus": 8, "dp_replicate_degree": 2, "dp_shard_degree": 4}, (2, 4, 1, 1, 1)),
+        ("hybrid", {"gpus": 8, "tensor_parallel_degree": 4}, (1, 2, 1, 1, 4)),
+        ("hybrid", {"gpus": 8, "ulysses_degree": 2, "ring_degree": 2, "dp_shard_degree": 1}, (2, 1, 2, 2, 1)),
+        ("hybrid", {"gpus": 8, "ulysses_degree": 2, "tensor_parallel_degree": 2}, (1, 2, 1, 2, 2)),
+    ],
+)
+def test_axes_of_the_mesh(strategy: str, given: dict[str, int], axes: tuple[int, ...]) -> None:
+    parallel = TrainParallelSettings.model_validate(given)
+    names = ("replicate", "shard", "ring", "ulysses", "tensor")
+    assert parallel.axes(Strategy(strategy)) == dict(zip(names, axes, strict=True))
+    assert parallel.data_ranks(Strategy(strategy)) == axes[0] * axes[1]
+    assert _problems(strategy, given) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"gpus": 8, "dp_replicate_degree": 2, "dp_shard_degree": 2},
+            "parallel.dp_replicate_degree=2 x parallel.dp_shard_degree=2 make use of 4 of 8 devices: "
+            "leave parallel.dp_replicate_degree or parallel.dp_shard_degree out",
+        ),
+        ({"gpus": 8, "dp_shard_degree": 3}, "parallel.dp_shard_degree=3 must divide the 8 devices"),
+        ({"gpus": 8, "sp_size": 2}, "Extra inputs are not permitted"),
+        ({"gpus": 4, "ulysses_degree": 8}, "parallel.ulysses_degree=8 must divide the 4 devices"),
+    ],
+)
+def test_degrees_that_contradict_each_other(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        TrainParallelSettings.model_validate(given)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parallel", "given", "problem"),
+    [
+        (
+            "zero2",
+            {"gpus": 4, "ulysses_degree": 2},
+            {},
+            "parallel.ulysses_degree=2 has no effect with strategy=zero2: use hybrid",
+        ),
+        (
+            "hybrid",
+            {"gpus": 4},
+            {},
+            "strategy=hybrid needs parallel.tensor_parallel_degree, ulysses_degree or ring_degree over 1: "
+            "set one, or use zero3",
+        ),
+        (
+            "ddp",
+            {"gpus": 4, "dp_shard_degree": 2},
+            {},
+            "parallel.dp_shard_degree=2 has no effect with strategy=ddp: use zero1 to zero3",
+        ),
+        (
+            "ddp",
+            {"gpus": 4, "dp_replicate_degree": 2},
+            {},
+            "parallel.dp_replicate_degree=2 must be the number of devices with strategy=ddp: leave it out, or use 4",
+        ),
+        (
+            "hybrid",
+            {"gpus": 8, "tensor_parallel_degree": 8},
+            {},
+            "parallel.tensor_parallel_degree=8 must be at most model.num_heads=4",
+        ),
+        (
+            "hybrid",
+            {"gpus": 8, "tensor_parallel_degree": 2, "ulysses_degree": 4},
+            {},
+            "parallel.ulysses_degree=4 must be at most the heads of a rank: use 2, or parallel.ring_degree",
+        ),
+        (
+            "hybrid",
+            {"gpus": 4, "ring_degree": 2},
+            {"attention": "bf16_products"},
+            "train_mmdit.attention=bf16_products has no effect with parallel.ring_degree=2, which computes attention "
+            "in parts: use sdpa, or parallel.ulysses_degree",
+        ),
+        (
+            "zero1",
+            {"gpus": 2},
+            {"trains_transformer": False},
+            "strategy=zero1 divides the blocks of the transformer: with other targets use ddp",
+        ),
+        (
+            "ddp",
+            {"gpus": 2},
+            {"trains_transformer": False, "compiles": True},
+            "compile=true is for the blocks of the transformer: with other targets use false",
+        ),
+        (
+            "hybrid",
+            {"gpus": 2, "ring_degree": 2},
+            {"compiles": True},
+            "compile=true does not go with strategy=hybrid, whose blocks talk to others: use zero3, or false",
+        ),
+        (
+            "zero3",
+            {"gpus": 2},
+            {"uses_muon": True},
+            "optimizer.name=muon needs whole matrices, not those of strategy=zero3: use adamw, or ddp",
+        ),
+        (
+            "hybrid",
+            {"gpus": 2, "tensor_parallel_degree": 2},
+            {"uses_lora": True},
+            "lora does not go with parallel.tensor_parallel_degree=2: use parallel.ulysses_degree or ring_degree "
+            "instead",
+        ),
+        (
+            "hybrid",
+            {"gpus": 2, "tensor_parallel_degree": 2},
+            {"uses_fp8_linears": True},
+            "precision.fp8_linears=true does not go with parallel.tensor_parallel_degree=2: use one of them",
+        ),
+        (
+            "zero3",
+            {"gpus": 4},
+            {"micro_batches": 6},
+            "loop.micro_batches=6 must be a multiple of the 4 data-parallel ranks: use 8",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_told_with_a_way_out(
+    strategy: str, parallel: dict[str, int], given: dict[str, object], problem: str
+) -> None:
+    assert _problems(strategy, parallel, **given) == [problem]
+
+
+def test_fewer_ranks_than_micro_batches() -> None:
+    assert _problems("hybrid", {"gpus": 4, "ulysses_degree": 2}, micro_batches=6) == []
+    assert _problems("ddp", {}, micro_batches=5) == []
+
+
+def test_what_goes_with_ddp() -> None:
+    given = {"uses_muon": True, "uses_lora": True, "uses_fp8_linears": True, "compiles": True}
+    assert _problems("ddp", {"gpus": 2}, **given, attention="bf16_products") == []
+
+
+def test_what_a_strategy_comes_to_is_told() -> None:
+    four = TrainParallelSettings(gpus=4, dp_replicate_degree=2)
+    told = four.describe(Strategy.ZERO1)
+    assert told.startswith("4, zero1 (replicate 2 x shard 2): FSDP2 without resharding after forward, as zero2;")
+    assert "as zero1" in four.describe(Strategy.ZERO2)
+    assert "with resharding" in four.describe(Strategy.ZERO3)
+    assert "ulysses 2" in TrainParallelSettings(gpus=4, ulysses_degree=2).describe(Strategy.HYBRID)
+    assert TrainParallelSettings().describe(Strategy.DDP) == "1"

@@ -1,0 +1,86 @@
+"""Settings of watching, validation and samples: what is refused, and what follows from the data."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from tiny_training import mmdit_settings, text_settings, vae_settings
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+OUTPUT = Path("run")
+TABLE = {"data.table": "clips.csv", "data.buckets": {"256px": {13: [1.0, 2]}}}
+SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"watching.nvtx": True}, "watching.nvtx=true marks what a card does, and device=cpu"),
+        ({"watching.exact_timers": True}, "watching.exact_timers=true waits for a card, and device=cpu"),
+        ({"watching.profile_steps": (3, 2)}, "watching.profile_steps=3,2 must be two steps of the run"),
+        ({"watching.profile_steps": (3, 5)}, "use 1,1 to 4,4"),
+        ({"watching.profile_steps": "3"}, "watching.profile_steps"),
+        ({**TABLE, "validation.every": 2}, "name validation.table"),
+        ({"validation.every": 2, "validation.table": "others.csv"}, "goes with data.table: leave it out"),
+        ({**TABLE, "validation.every": 2, "validation.table": "clips.csv"}, "must be another table than data.table"),
+        ({"samples.every": 2}, "give samples.prompts"),
+        ({**TABLE, **SHOWN, "samples.num_frames": 13}, "give samples.num_frames, samples.height and samples.width"),
+        ({**SHOWN, "samples.num_frames": 15}, "samples.num_frames=15 does not suit vae.kind: use 13"),
+        ({**SHOWN, "samples.height": 36}, "samples.height=36 must be a multiple of 8, the side of a token: use 40"),
+    ],
+)
+def test_refused(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        mmdit_settings(OUTPUT).replace(changes)
+
+
+def test_without_every_nothing_is_asked_of_the_rest() -> None:
+    settings = mmdit_settings(OUTPUT).replace({"samples.height": 36, "validation.table": "others.csv"})
+    assert settings.samples.every is None
+    assert settings.validation.every is None
+
+
+def test_shape_and_rate_follow_from_the_data() -> None:
+    scenes = mmdit_settings(OUTPUT).replace({**SHOWN, "samples.width": 64})
+    assert scenes.samples.shape(scenes.data) == (13, 32, 64)
+    assert scenes.samples.rate(scenes.data) == scenes.data.scenes.fps == 12
+    size = {"samples.num_frames": 5, "samples.height": 16, "samples.width": 24}
+    table = mmdit_settings(OUTPUT).replace({**TABLE, **SHOWN, **size})
+    assert table.samples.shape(table.data) == (5, 16, 24)
+    assert table.samples.rate(table.data) == table.data.fps_max
+    assert table.replace({"samples.fps": 8}).samples.rate(table.data) == 8
+
+
+def test_held_out_clips_have_the_shapes_of_the_others() -> None:
+    table = mmdit_settings(OUTPUT).replace({**TABLE, "validation.every": 1, "validation.table": "others.csv"})
+    data = table.validation.data(table.data)
+    assert (data.table, data.workers, data.buckets) == ("others.csv", 0, table.data.buckets)
+    scenes = vae_settings(OUTPUT)
+    held_out = scenes.validation.data(scenes.data)
+    assert held_out.scenes.held_out
+    assert held_out.scenes.count == 8
+    assert held_out.scenes.size == scenes.data.scenes.size
+
+
+def test_from_the_command_line() -> None:
+    def load(recipe: str, **overrides: str) -> TrainSettings:
+        given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
+        return load_train_settings(config=Path(recipe), overrides=given, environment={})
+
+    settings = load("demo", watching__profile_steps="10,12", samples__every="100", samples__prompts="[rain, snow]")
+    assert settings.watching.profile_steps == (10, 12)
+    assert settings.samples.prompts == ("rain", "snow")
+    for text, prompts in (("raining, sea", ("raining, sea",)), ('["raining, sea", snow]', ("raining, sea", "snow"))):
+        assert load("demo", samples__prompts=text).samples.prompts == prompts
+    with pytest.raises(RequestError, match=r"samples\.prompts=.* must be a list"):
+        load("demo", samples__prompts='["rain')
+    assert load("demo", samples__every="100").samples.shape(settings.data) == (17, 64, 64)
+    with pytest.raises(RequestError, match=r"samples.every=100 .* has no effect with target=vae"):
+        load("demo_vae", samples__every="100")
+
+
+def test_captions_need_no_table() -> None:
+    assert text_settings(OUTPUT).replace({"validation.every": 1}).validation.every == 1
