@@ -1,0 +1,420 @@
+"""Measures what the training loop costs: its own work, waiting for data, and checkpoints.
+
+    python benchmarks/train.py --json train.json
+
+Three parts, in one process, on the demo's transformer, and on a GPU where there is one:
+
+- `throughput`: steps of the trainer against those of the plain loop below, on the same encoded clips, with the same
+  optimizer, precision, clipping and average. They take turns in blocks, and medians over the blocks are compared. Both
+  train text to video alone. Seconds of the processor are told beside, for they mind other programs less.
+- `data`: the share of a step in which the trainer waits for clips that worker processes cut out of MP4 files. How long
+  a step is depends on this machine: such clips are encoded in it, too. How long reading takes by itself stands beside.
+- `checkpoints`: how long training stands still for a checkpoint in the background, as a share of a synchronous one.
+"""
+
+import argparse
+import copy
+import csv
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from checkpoint_stall import measure as measure_checkpoints
+from torch import Tensor, nn
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.scene_clips import SceneClip
+from opensora_cli.engine.data.loading import open_batches
+from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids
+from opensora_cli.engine.sampling.schedule import flow_shift_for
+from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.encoding import CachedClip, EmptyPrompt, encode_for_cache
+from opensora_cli.engine.train.frozen import load_encoders
+from opensora_cli.engine.train.mmdit import fresh_clip
+from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.reports import WallClock
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.task import BatchSource
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.media.write import write_media
+from opensora_cli.settings.enums import ConditionMode
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+SCHEMA = "osora.bench.train/1"
+MOST_SLOWER, MOST_WAIT, MOST_STANDSTILL = 0.03, 0.05, 0.1
+_BATCHES = 4
+_CLIPS, _CLIP_SIZE, _CLIP_FRAMES, _CLIP_FPS = 32, 128, 49, 24.0
+
+
+def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] | None = None) -> TrainSettings:
+    """Return the demo's recipe with the packaged frozen parts, AdamW at a constant rate, and text to video alone."""
+    given = {
+        "weights": "demo",
+        "data.workers": "0",
+        "precision.compute": compute,
+        "optimizer.name": "adamw",
+        "optimizer.warmup_steps": "0",
+        "optimizer.decay_steps": "0",
+        "train_mmdit.cache": "none",
+        **{f"train_mmdit.mode_weights.{mode}": str(int(mode is ConditionMode.T2V)) for mode in ConditionMode},
+        **(changes or {"data.scenes.batch_size": str(batch_size)}),
+    }
+    overrides = {key: Given(value, "the benchmark") for key, value in given.items()}
+    return load_train_settings(config=Path("demo"), overrides=overrides, environment={})
+
+
+class FixedBatches:
+    """The same few micro-batches again and again, under new numbers.
+
+    Args:
+        batches: what is handed out.
+    """
+
+    epoch = 0
+
+    def __init__(self, batches: Sequence[ClipBatch]) -> None:
+        self._batches = batches
+        self._number = 0
+
+    def next(self) -> ClipBatch:
+        """Return the next one."""
+        batch = replace(self._batches[self._number % len(self._batches)], number=self._number)
+        self._number += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: no run goes on from here."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list[ClipBatch], EmptyPrompt]:
+    """Return a few micro-batches of scenes as a cache would hand them out, and the empty prompt."""
+    encoders, reporter = load_encoders(settings, device=device), SilentReporter()
+    source = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
+    batches = []
+    for _ in range(_BATCHES):
+        batch = source.next()
+        assert batch.pixels_BTHWC is not None
+        clips = [
+            fresh_clip(encoders, pixels, caption=caption, fps=fps, motion_score=None, settings=settings.train_mmdit)
+            for pixels, caption, fps in zip(batch.pixels_BTHWC, batch.captions, batch.fps, strict=True)
+        ]
+        cached = tuple(CachedClip(encode_for_cache(clip, {})) for clip in clips)
+        batches.append(replace(batch, pixels_BTHWC=None, cached=cached))
+    return batches, encoders.empty_prompt()
+
+
+def make_trainer(settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device) -> Trainer[ClipBatch]:
+    """Return the trainer, as `osora train` builds it."""
+    distribution, reporter = Distribution(device), SilentReporter()
+    return Trainer(
+        build_task(settings, distribution=distribution, reporter=reporter),
+        batches,
+        loop=settings.loop,
+        optimizer=settings.optimizer,
+        precision=Precision(settings.precision, device),
+        distribution=distribution,
+        clock=WallClock(),
+        reporter=reporter,
+    )
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """A micro-batch as a plain loop has it: stacked, on the host."""
+
+    latents_BCTHW: Tensor
+    prompt_embeds_BLC: Tensor
+    pooled_prompt_embeds_BV: Tensor
+
+    @classmethod
+    def of(cls, batch: ClipBatch) -> "_Tensors":
+        clips: tuple[CachedClip, ...] = batch.cached or ()
+        return cls(
+            torch.stack([clip.latents() for clip in clips]),
+            torch.stack([clip.prompt_embeds() for clip in clips]),
+            torch.stack([clip.pooled_prompt_embeds() for clip in clips]),
+        )
+
+
+class PlainLoop:
+    """What one would write for one device: everything is in `step`, and nothing is checked or logged.
+
+    Args:
+        model: trained in place.
+        batches: handed out again and again.
+        empty: what takes the place of dropped captions.
+        settings: the same as the trainer's.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[ClipBatch],
+        *,
+        empty: EmptyPrompt,
+        settings: TrainSettings,
+        device: torch.device,
+    ) -> None:
+        chosen = settings.optimizer
+        self._model = model
+        self._weights: list[Tensor] = list(model.parameters())
+        self.averages = [weight.detach().clone() for weight in self._weights]
+        self._optimizer = torch.optim.AdamW(
+            self._weights,
+            lr=chosen.learning_rate,
+            betas=(chosen.beta1, chosen.beta2),
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+            fused=True,
+        )
+        self._batches = [_Tensors.of(batch) for batch in batches]
+        self._empty_LC = empty.prompt_embeds_LC.to(device).float()
+        self._empty_V = empty.pooled_prompt_embeds_V.to(device).float()
+        self._settings = settings
+        self._dtype = Precision(settings.precision, device).dtype
+        self._device = device
+        self._steps = 0
+        torch.manual_seed(0)
+
+    def step(self) -> float:
+        """Do one step and return its loss."""
+        batch, device, patch = self._batches[self._steps % len(self._batches)], self._device, 4
+        latents = batch.latents_BCTHW.to(device).float()
+        count, _, frames, height, width = latents.shape
+        prompt = batch.prompt_embeds_BLC.to(device).float()
+        prompt = torch.where(self._drop(count)[:, None, None], self._empty_LC, prompt)
+        pooled = torch.where(
+            self._drop(count)[:, None], self._empty_V, batch.pooled_prompt_embeds_BV.to(device).float()
+        )
+        data, noise = pack_latents(latents, patch), pack_latents(torch.randn_like(latents), patch)
+        shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)
+        share = torch.sigmoid(torch.randn(count, device=device))
+        times = shift * share / (1 + (shift - 1) * share)
+        noisy = torch.lerp(data, noise, times[:, None, None])
+        nothing_given = pack_conditioning(torch.zeros_like(latents[:, :1]), torch.zeros_like(latents), patch)
+        with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            velocity = self._model(
+                noisy,
+                position_ids_BN3=position_ids(count, frames, height // patch, width // patch, device=device),
+                timesteps_B=times,
+                prompt_embeds_BLC=prompt,
+                pooled_prompt_embeds_BV=pooled,
+                conditioning_BNK=nothing_given,
+            )
+            loss = nn.functional.mse_loss(velocity.float(), noise - data)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._weights, self._settings.optimizer.max_grad_norm)
+        self._optimizer.step()
+        decay = self._settings.loop.ema_decay
+        assert decay is not None
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, self._weights, 1 - decay)
+        self._steps += 1
+        return loss.item()
+
+    def _drop(self, count: int) -> Tensor:
+        return torch.rand(count, device=self._device) < self._settings.train_mmdit.t5_dropout
+
+
+def measure_throughput(
+    device: torch.device, *, compute: str, batch_size: int, block: int, rounds: int
+) -> dict[str, Any]:
+    """Return the medians of seconds for one step of both, on the clock and of the processor, and what they are of."""
+    settings = demo_settings(batch_size=batch_size, compute=compute)
+    batches, empty = encoded_batches(settings, device)
+    trainer = make_trainer(settings, FixedBatches(batches), device)
+    plain = PlainLoop(copy.deepcopy(trainer.task.module), batches, empty=empty, settings=settings, device=device)
+    steps: dict[str, Callable[[], object]] = {"trainer": trainer.do_step, "plain": plain.step}
+    walls: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        _seconds(step, 2, device)
+    for index in range(rounds):
+        # Each goes first in every second round.
+        for name in list(steps)[:: 1 if index % 2 == 0 else -1]:
+            wall, cpu = _seconds(steps[name], block, device)
+            walls[name].append(wall)
+            processor[name].append(cpu)
+    return {
+        "compute": compute,
+        "trainer_s": median(walls["trainer"]),
+        "plain_s": median(walls["plain"]),
+        "slower": median(walls["trainer"]) / median(walls["plain"]) - 1,
+        "slower_processor": median(processor["trainer"]) / median(processor["plain"]) - 1,
+        "blocks_s": walls,
+        "blocks_processor_s": processor,
+    }
+
+
+def _seconds(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a step, on the clock and of the processor, as a mean over some."""
+    _finish(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        step()
+    _finish(device)
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def write_clips(folder: Path) -> Path:
+    """Write scenes as MP4 files, and return their table."""
+    table = folder / "clips.csv"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["path", "text", "num_frames", "height", "width", "fps"])
+        for number in range(_CLIPS):
+            scene = SceneClip(seed=0, number=number)
+            frames = scene.render(size=_CLIP_SIZE, num_frames=_CLIP_FRAMES, fps=_CLIP_FPS)
+            path = folder / f"{number}.mp4"
+            write_media([torch.from_numpy(frames)], path, fps=_CLIP_FPS, format="mp4")
+            rows.writerow([path.name, scene.caption, _CLIP_FRAMES, _CLIP_SIZE, _CLIP_SIZE, _CLIP_FPS])
+    return table
+
+
+def measure_data(
+    folder: Path, device: torch.device, *, batch_size: int, steps: int, workers: int
+) -> dict[str, float | int]:
+    """Return the share of waiting, the medians of a step, and of reading a micro-batch in one process."""
+    files = {
+        "data.table": str(write_clips(folder)),
+        "data.buckets": f"{{64px: {{17: [1.0, {batch_size}]}}}}",
+        "data.fps_max": "12",
+    }
+    settings = demo_settings(batch_size=batch_size, compute="bf16" if device.type == "cuda" else "fp32", changes=files)
+    alone = open_batches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    reading = median(_seconds(alone.next, 1, torch.device("cpu"))[0] for _ in range(4))
+    settings = settings.replace({"data.workers": workers})
+    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    try:
+        trainer = make_trainer(settings, batches, device)
+        for _ in range(2):
+            trainer.do_step()
+        seconds = [trainer.do_step().seconds for _ in range(steps)]
+    finally:
+        batches.close()
+    return {
+        "workers": workers,
+        "steps": steps,
+        "step_s": median(each["total"] for each in seconds),
+        "reading_alone_s": reading,
+        "wait": sum(each["data"] for each in seconds) / sum(each["total"] for each in seconds),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return all figures."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    load = os.getloadavg()[0]
+    throughput = [
+        measure_throughput(
+            device, compute=compute, batch_size=options.batch_size, block=options.block, rounds=options.rounds
+        )
+        for compute in (("fp32", "bf16") if device.type == "cuda" else ("fp32",))
+    ]
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        data = measure_data(
+            Path(folder), device, batch_size=options.batch_size, steps=options.data_steps, workers=options.workers
+        )
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        checkpoints = measure_checkpoints(Path(folder), mib=options.mib, rounds=options.saves, device=device)
+    return {
+        "schema": SCHEMA,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_before": load,
+        "batch_size": options.batch_size,
+        "throughput": throughput,
+        "data": data,
+        "checkpoints": checkpoints,
+    }
+
+
+def table(figures: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Return the lines of the table, and whether everything is as it should be."""
+    rows = [
+        (
+            f"trainer against a plain loop, {each['compute']}",
+            f"{each['trainer_s']:.4f} s and {each['plain_s']:.4f} s a step; processor {each['slower_processor']:+.1%}",
+            each["slower"],
+            MOST_SLOWER,
+        )
+        for each in figures["throughput"]
+    ]
+    data, saved = figures["data"], figures["checkpoints"]
+    rows.append(
+        (
+            f"waiting for data, {data['workers']} workers",
+            f"a step takes {data['step_s']:.3f} s, reading alone {data['reading_alone_s']:.3f} s",
+            data["wait"],
+            MOST_WAIT,
+        )
+    )
+    rows.append(
+        (
+            "standstill for a checkpoint",
+            f"{saved['stands_still_s']:.3f} s, a synchronous one of {saved['bytes'] / 1e6:.0f} MB "
+            f"{saved['synchronous_s']:.2f} s",
+            saved["share"],
+            MOST_STANDSTILL,
+        )
+    )
+    head = f"{'':41} {'found':>7} {'at most':>8}"
+    lines = [f"{name:41} {value:>7.1%} {most:>8.0%}   {told}" for name, told, value, most in rows]
+    return [head, *lines], all(value <= most for _, _, value, most in rows)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description="what the training loop costs")
+    parser.add_argument("--batch-size", type=int, default=8, help="clips of a step")
+    parser.add_argument("--block", type=int, default=5, help="steps of the trainer, and then of the plain loop")
+    parser.add_argument("--rounds", type=int, default=12, help="blocks of each")
+    parser.add_argument("--data-steps", type=int, default=30, help="steps on MP4 files")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read them")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state that is saved")
+    parser.add_argument("--saves", type=int, default=5, help="checkpoints")
+    parser.add_argument("--folder", type=Path, help="where files go; default: the system's folder for temporary files")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and exit with 1 if something takes more than it should."""
+    options = parse(arguments)
+    figures = measure(options)
+    lines, is_fine = table(figures)
+    print("\n".join(lines))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0 if is_fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
