@@ -39,6 +39,7 @@ _SAME = {
     "ema_decay": "loop.ema_decay",
     "log_every": "loop.log_every",
     "seed": "loop.seed",
+    "sigma_min": "train_mmdit.sigma_min",
     "outputs": "output",
     "ckpt_every": "checkpoints.every",
     "keep_n_latest": "checkpoints.keep",
@@ -91,10 +92,14 @@ _REASONS = {
     "ae.model_name": "sizes are those of vae.dc_ae",
     "ae_spatial_compression": "follows from vae.kind",
     "async_io": "checkpoints are always written in the background",
+    "cached_text": "set train_mmdit.cache, which osora data cache fills",
+    "cached_video": "set train_mmdit.cache, which osora data cache fills",
     "clip.cache_dir": "text encoders are folders below `weights`",
     "epochs": "a run ends after loop.steps updates",
     "is_causal_vae": "follows from vae.kind",
+    "load": "use --resume, or --resume-from FOLDER",
     "load_master_weights": "weights are always kept in fp32",
+    "lora_config": "set lora.rank, lora.alpha and lora.targets",
     "model.fused_qkv": "the layout of a file is found out",
     "model.strict_load": "loading is always strict",
     "model.use_liger_rope": "the layout of a file is found out",
@@ -263,6 +268,8 @@ def _training(values: _Values) -> Iterator[tuple[str, object]]:
     yield from zip(("optimizer.beta1", "optimizer.beta2"), values.take("optim.betas", (0.9, 0.999)), strict=True)
     if not values.has("warmup_steps") and not values.has("lr_scheduler.warmup_steps"):
         yield "optimizer.warmup_steps", 0
+    if values.take("use_cosine_scheduler", False):
+        yield "optimizer.schedule", "cosine"
     if values.has("plugin"):
         yield from _strategy(values)
 

@@ -28,6 +28,9 @@ lr = 2e-5
 optim = dict(cls="HybridAdam", lr=lr, eps=1e-15, weight_decay=0.0, adamw_mode=True)
 warmup_steps = 3
 grad_clip = 0.5
+use_cosine_scheduler = True
+sigma_min = 1e-4
+load = "outputs/epoch0"
 accumulation_steps = 1
 ema_decay = None
 num_workers = 5
@@ -91,6 +94,7 @@ def test_everything_that_has_a_place_is_carried_over(folder: Path) -> None:
     optimizer = settings.optimizer
     assert (optimizer.learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2) == (2e-5, 1e-15, 0.9, 0.999)
     assert (optimizer.warmup_steps, optimizer.max_grad_norm, optimizer.weight_decay) == (3, 0.5, 0)
+    assert (optimizer.schedule, settings.train_mmdit.sigma_min) == ("cosine", 1e-4)
     assert settings.precision.compute == "fp16"
     assert settings.strategy == "zero2"
     memory = settings.memory
@@ -101,6 +105,7 @@ def test_everything_that_has_a_place_is_carried_over(folder: Path) -> None:
     named = [line.split("not carried over: ")[1].split("=")[0] for line in lines]
     assert named == [
         *("dataset.vmaf", "model.strict_load", "model.fused_qkv", "is_causal_vae", "t5.shardformer"),
+        "load",
         *("plugin_config.reduce_bucket_size_in_m", "pin_memory_cache_pre_alloc_numels", "epochs"),
     ]
 
