@@ -45,7 +45,7 @@ def _trained(run: Run) -> tuple[list[float], dict[str, Tensor]]:
 @cache
 def _expected(dtype: torch.dtype, dropout: float) -> tuple[list[float], dict[str, Tensor]]:
     losses, adapter = _trained(Run(Distribution(torch.device("cpu")), _with_adapter(dtype, dropout), MICRO_BATCHES))
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
     assert len(adapter) == 2 * (12 + 4)
     return losses, adapter
 

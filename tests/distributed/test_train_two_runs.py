@@ -8,7 +8,7 @@ import sys
 import pytest
 import tiny_training
 
-from opensora_cli.core.folder_lock import locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
@@ -24,7 +24,7 @@ def test_all_ranks_end(tmp_path):
             check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        assert [each.name for each in run.iterdir()] == [LOCK_FILE]
     assert done.returncode == 3, done.stderr
     assert f"{run} is in use by another run: process {os.getpid()} on " in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
-    assert [each.name for each in run.iterdir()] == [".lock"]

@@ -24,9 +24,9 @@ with locked_folder(Path(sys.argv[1])):
     # As a process that reads clips: it outlives the one that is killed.
     child = os.fork()
     if not child:
+        print(os.getpid(), flush=True)
         time.sleep(60)
         os._exit(0)
-    print(child, flush=True)
     sys.stdin.read()
 os.kill(child, 9)
 """
