@@ -4,7 +4,15 @@
 it finds before collecting, and this one is found by a plain `pytest` as well as by `pytest tests/golden`.
 """
 
+import signal
+
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell has what it starts in the background ignore Ctrl-C, which programs under test would inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
