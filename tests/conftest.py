@@ -4,12 +4,15 @@
 it finds before collecting, and this one is found by a plain `pytest` as well as by `pytest tests/golden`.
 """
 
+import os
 import signal
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Before torch is imported: many processes that each take all cores wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A shell has what it starts in the background ignore Ctrl-C, which programs under test would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

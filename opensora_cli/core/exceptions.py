@@ -47,6 +47,16 @@ class HardwareError(OsoraError):
     exit_code = 4
 
 
+class TrainingError(OsoraError):
+    """Training came to nothing: losses or weights are not finite.
+
+    It ends with the code of a bad request, since the same settings would end so again, on any machine: a lower rate,
+    another precision or other data do not.
+    """
+
+    exit_code = RequestError.exit_code
+
+
 class BatchError(OsoraError):
     """Some rows of a batch failed; the others are done."""
 

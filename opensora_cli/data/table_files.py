@@ -1,7 +1,9 @@
 """Tables of samples as files: CSV or parquet, by the ending of their name."""
 
+import codecs
 import csv
 import importlib
+import io
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,9 @@ from opensora_cli.core.listing import plain
 
 CSV = ".csv"
 PARQUET = ".parquet"
+
+_LOOKED_AT = 4096
+"""Bytes at the beginning of a table in which text of two bytes a character shows."""
 
 
 def check_table_name(path: Path) -> str:
@@ -125,15 +130,38 @@ def _read_csv(path: Path, wanted: Sequence[str], optional: Sequence[str]) -> dic
     columns: dict[str, list[Any]] = {name: [] for name in places}
     for row in rows:
         for name, place in places.items():
-            columns[name].append(row[place] if place < len(row) else None)
+            cell = row[place] if place < len(row) else None
+            if cell is not None and not cell.isascii() and _is_of_other_text(path, name, cell):
+                raise _no_utf8(path)
+            columns[name].append(cell)
     return columns
+
+
+def _is_of_other_text(path: Path, column: str, cell: str) -> bool:
+    """Whether a cell shows that the table is not in UTF-8. Names of files may have any bytes, if that is their name."""
+    try:
+        cell.encode()
+    except UnicodeEncodeError:
+        as_latin = cell.encode("utf-8", "surrogateescape").decode("latin-1")
+        return column != "path" or (not (path.parent / cell).exists() and (path.parent / as_latin).exists())
+    return False
+
+
+def _no_utf8(path: Path) -> FileProblem:
+    return FileProblem(f"{path} is not text in UTF-8", hint="save it as CSV (UTF-8)")
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
     """Yield the rows that are not blank; a byte order mark, which spreadsheets write, is dropped."""
     # Captions may be longer than the module's limit; Windows cannot take the largest of Python's numbers.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with (
+        path.open("rb") as bytes_,
+        io.TextIOWrapper(bytes_, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
+        head = bytes_.peek(_LOOKED_AT)
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+            raise _no_utf8(path)
         yield from (row for row in csv.reader(file) if row)
 
 
@@ -158,6 +186,10 @@ def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
+    except FileNotFoundError as error:
+        raise FileProblem(
+            f"{path} cannot be read: {error.strerror}", hint="osora data scan FOLDER makes one"
+        ) from error
     except OSError as error:
         raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
     # pyarrow's errors for broken files are subclasses of ValueError.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.entries import rounded
 from opensora_cli.checkpoint.peft_files import Adapter, LowRank, adapter_files, open_adapter
 from opensora_cli.checkpoint.shards import sha256_of
-from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import first_few, plain
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.configs import transformer_on_meta
 from opensora_cli.models.low_rank import LowRankLinear
@@ -105,7 +105,7 @@ def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, .
     Raises:
         CheckpointError: a file is missing or broken, is not for this transformer, or is another one than in the run
             that is repeated.
-        RequestError: it is an adapter of another kind.
+        RequestError: it is an adapter of another kind, or a name has a scale that is no number.
     """
     if not files:
         return ()
@@ -117,6 +117,7 @@ def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, .
 
 def _open(file: LoraFile, layers: Mapping[str, nn.Linear]) -> Lora:
     path = Path(file.path)
+    _require_place(path)
     adapter = open_adapter(path)
     _require_fit(adapter, layers)
     sha256 = _hash_files(adapter_files(path))
@@ -128,6 +129,18 @@ def _open(file: LoraFile, layers: Mapping[str, nn.Linear]) -> Lora:
         )
     updates = {name.removesuffix(".weight"): update for name, update in adapter.updates.items()}
     return Lora(path=path, scale=file.scale, sha256=sha256, updates=updates)
+
+
+def _require_place(path: Path) -> None:
+    """Refuse what looks like a scale that is no number, and the folder of a run in place of its adapter's."""
+    file, colon, scale = path.name.rpartition(":")
+    if colon and file and not path.exists():
+        raise RequestError(
+            f"--lora {plain(str(path))}: {plain(repr(scale))} is not a scale, and there is no such file",
+            hint="what follows the last colon must be a number, as in :0.8",
+        )
+    if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
+        raise CheckpointError(f"{path} is the folder of a run", hint=f"its adapter is below it: --lora {path / 'lora'}")
 
 
 def _hash_files(files: Sequence[Path]) -> str:

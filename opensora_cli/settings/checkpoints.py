@@ -8,8 +8,8 @@ from opensora_cli.settings.base import Section
 class CheckpointSettings(Section):
     """When to save, and what to keep. An interruption and the end of a run are saved in any case."""
 
-    every: PositiveInt = Field(default=200, description="updates between two checkpoints")
-    keep: PositiveInt = Field(default=3, description="newest checkpoints that are kept")
+    every: PositiveInt = Field(default=200, le=10**9, description="updates between two checkpoints")
+    keep: PositiveInt = Field(default=3, le=10**9, description="newest checkpoints that are kept")
     keep_best: bool = Field(
         default=True,
         description="keep the best one, too: that with the lowest validation loss or, without validation, the lowest "

@@ -1,28 +1,40 @@
 """The clips that training learns from: a table of files, or the procedural world."""
 
-from typing import Annotated, NamedTuple, Self
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, Self
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import Fit
+from opensora_cli.settings.explain import explain
 from opensora_cli.settings.files import parse_yaml_text
 
+Probability = Annotated[float, Field(ge=0, le=1)]
 BatchSize = Annotated[int, Field(ge=1, le=4096)]
 
 
 class BucketSettings(NamedTuple):
     """How often a sample that fits this bucket goes there, and how many of them make a micro-batch."""
 
-    probability: Annotated[float, Field(ge=0, le=1)]
+    probability: Probability
     batch_size: BatchSize
 
 
 _Length = Annotated[int, Field(ge=1, le=1025)]
-_Resolution = Annotated[str, Field(pattern=r"^[1-9]\d{1,3}(px|p)$")]
-BucketTable = dict[_Resolution, dict[_Length, BucketSettings]]
+_RESOLUTION = r"^[1-9]\d{1,3}(px|p)$"
+BucketTable = dict[Annotated[str, Field(pattern=_RESOLUTION)], dict[_Length, BucketSettings]]
 """Resolution -> frames -> (probability, batch size)."""
 
 RELEASED_BUCKETS: BucketTable = {
@@ -73,12 +85,17 @@ class DataSettings(Section):
     @classmethod
     def _read_buckets(cls, value: object) -> object:
         try:
-            return parse_yaml_text(value) if isinstance(value, str) else value
+            table = parse_yaml_text(value) if isinstance(value, str) else value
         except yaml.YAMLError:
+            table = None
+        if not isinstance(table, Mapping):
             raise ValueError(
                 f"data.buckets={value} must be resolutions, frames, probabilities and batch sizes, "
                 "as in {256px: {1: [1.0, 8], 33: [1.0, 2]}}"
-            ) from None
+            )
+        if problems := list(_bucket_problems(table)):
+            raise ValueError("\n".join(problems))
+        return table
 
     @field_validator("buckets")
     @classmethod
@@ -139,3 +156,28 @@ class DataSettings(Section):
             return []
         above = (size // multiple + 1) * multiple
         return [f"data.scenes.size={size} must be a multiple of {multiple}, the side of a token: use {above}"]
+
+
+def _bucket_problems(table: Mapping[Any, object]) -> Iterator[str]:
+    """Yield what is wrong inside `data.buckets`, one line for each."""
+    for resolution, lengths in table.items():
+        place = f"data.buckets.{resolution}"
+        if not re.match(_RESOLUTION, str(resolution)):
+            yield f"data.buckets: {resolution} must be a resolution, as in 256px or 720p"
+        elif not isinstance(lengths, Mapping):
+            yield f"{place}={lengths} must be numbers of frames, each with its bucket, as in {{33: [1.0, 2]}}"
+        else:
+            for length, bucket in lengths.items():
+                yield from _number_problems(_Length, length, told=f"{place}: frames")
+                if not isinstance(bucket, list | tuple) or len(bucket) != 2:
+                    yield f"{place}.{length}={bucket} must be [probability, batch size], as in [1.0, 2]"
+                    continue
+                yield from _number_problems(Probability, bucket[0], told=f"{place}.{length}: probability")
+                yield from _number_problems(BatchSize, bucket[1], told=f"{place}.{length}: batch size")
+
+
+def _number_problems(kind: Any, value: object, *, told: str) -> Iterator[str]:
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        yield from (f"{told} {line.removeprefix('=')}" for line in explain(error))

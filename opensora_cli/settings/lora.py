@@ -31,9 +31,13 @@ class LoraSettings(Section):
     """Training of an adapter beside the transformer's frozen weights, which `init` names."""
 
     rank: PositiveInt | None = Field(
-        default=None, description="rows of each small matrix, as in 16; none: no adapter, all weights are trained"
+        default=None,
+        le=2**16,
+        description="rows of each small matrix, as in 16; none: no adapter, all weights are trained",
     )
-    alpha: float | None = Field(default=None, gt=0, description="the adapter is added alpha / rank times; none: once")
+    alpha: float | None = Field(
+        default=None, gt=0, le=10**6, description="the adapter is added alpha / rank times; none: once"
+    )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="share of an adapter's inputs that a step leaves out")
     targets: tuple[LoraTarget, ...] = Field(
         default=tuple(LoraTarget), min_length=1, description="linear layers of the blocks that get an adapter"
@@ -45,13 +49,20 @@ class LoraSettings(Section):
         return self.rank is not None
 
     def problems(
-        self, *, trains_transformer: bool, init: str | None, fp8_linears: bool, divides_tokens: bool
+        self,
+        *,
+        trains_transformer: bool,
+        init: str | None,
+        hidden_size: int,
+        fp8_linears: bool,
+        divides_tokens: bool,
     ) -> list[str]:
         """Return what contradicts an adapter elsewhere in the settings of a training.
 
         Args:
             trains_transformer: whether the target is the transformer.
             init: the file of the first weights.
+            hidden_size: width of the transformer.
             fp8_linears: whether linear layers multiply in 8 bits.
             divides_tokens: whether several ranks share the tokens of a clip.
         """
@@ -63,6 +74,10 @@ class LoraSettings(Section):
             problems.append(f"{told} is made for target=mmdit alone: use none")
         if init is None:
             problems.append(f"{told} needs the weights that it is trained beside: --set init=FILE")
+        if trains_transformer and self.rank is not None and self.rank > hidden_size:
+            problems.append(
+                f"{told} must be at most model.hidden_size={hidden_size}: more rows add nothing to a matrix"
+            )
         if fp8_linears:
             problems.append(f"{told} does not go with precision.fp8_linears=true: use false")
         if self.dropout and divides_tokens:

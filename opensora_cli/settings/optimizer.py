@@ -31,23 +31,31 @@ class OptimizerSettings(Section):
         default=OptimizerName.ADAMW,
         description="muon orthogonalises the updates of matrices inside blocks, adamw does the rest; adamw does all",
     )
-    learning_rate: float = Field(default=1e-3, gt=0, description="of adamw, between warm-up and decay")
+    learning_rate: float = Field(default=1e-3, gt=0, le=1, description="of adamw, between warm-up and decay")
     muon_learning_rate: float = Field(
-        default=0.02, gt=0, description="of muon, between warm-up and decay; it rises and falls with adamw's"
+        default=0.02, gt=0, le=10, description="of muon, between warm-up and decay; it rises and falls with adamw's"
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of adamw's mean gradient")
     beta2: float = Field(default=0.98, ge=0, lt=1, description="decay of adamw's mean squared gradient")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of adamw's mean squared gradient")
-    weight_decay: float = Field(default=0.0, ge=0, description="share of a weight that a step at rate 1 takes away")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="larger gradients are scaled down to this norm")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="added to the root of adamw's mean squared gradient")
+    weight_decay: float = Field(
+        default=0.0, ge=0, le=1000, description="share of a weight that a step at rate 1 takes away"
+    )
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, le=1e12, description="larger gradients are scaled down to this norm"
+    )
     schedule: ScheduleName = Field(
         default=ScheduleName.LINEAR,
         description="how the rate falls: linear over the last decay_steps, cosine from the end of the warm-up on",
     )
-    warmup_steps: NonNegativeInt = Field(default=100, description="first steps, over which the rate rises")
-    decay_steps: NonNegativeInt = Field(default=0, description="with linear: last steps, over which the rate falls")
-    initial_learning_rate: float = Field(default=0.0, ge=0, description="where the warm-up of learning_rate begins")
-    final_learning_rate: float = Field(default=0.0, ge=0, description="where the fall of learning_rate ends")
+    warmup_steps: NonNegativeInt = Field(default=100, le=10**9, description="first steps, over which the rate rises")
+    decay_steps: NonNegativeInt = Field(
+        default=0, le=10**9, description="with linear: last steps, over which the rate falls"
+    )
+    initial_learning_rate: float = Field(
+        default=0.0, ge=0, le=1, description="where the warm-up of learning_rate begins"
+    )
+    final_learning_rate: float = Field(default=0.0, ge=0, le=1, description="where the fall of learning_rate ends")
     offload_states: bool = Field(
         default=False,
         description="keep adamw's two moments in host memory and update there: 8 bytes a weight less on the device, "
@@ -103,10 +111,13 @@ class PrecisionSettings(Section):
         description="multiply the matrices of the blocks in 8 bits, which needs a GPU of compute capability 8.9",
     )
     initial_loss_scale: float = Field(
-        default=65536.0, ge=1, description="with fp16: factor of the loss at first; it halves when a gradient overflows"
+        default=65536.0,
+        ge=1,
+        le=2**64,
+        description="with fp16: factor of the loss at first; it halves when a gradient overflows",
     )
     loss_scale_window: PositiveInt = Field(
-        default=2000, description="with fp16: updates without overflow after which the factor doubles"
+        default=2000, le=10**9, description="with fp16: updates without overflow after which the factor doubles"
     )
 
     def problems(self, *, trains_transformer: bool) -> list[str]:

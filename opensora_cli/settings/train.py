@@ -93,6 +93,7 @@ class TrainSettings(Section):
             *self.lora.problems(
                 trains_transformer=self.target is TrainTarget.MMDIT,
                 init=self.init,
+                hidden_size=self.model.hidden_size,
                 fp8_linears=self.precision.fp8_linears,
                 divides_tokens=self.strategy is Strategy.HYBRID,
             ),

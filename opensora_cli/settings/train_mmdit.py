@@ -23,14 +23,14 @@ class TrainAttention(StrEnum):
 class ModeWeights(Section):
     """How often each condition mode is trained, compared with the others."""
 
-    t2v: float = Field(default=10.0, ge=0, description="nothing is given")
-    i2v_head: float = Field(default=2.0, ge=0, description="the first frame is given")
-    i2v_tail: float = Field(default=1.0, ge=0, description="the last frame is given")
-    i2v_loop: float = Field(default=1.0, ge=0, description="both are given")
-    v2v_head: float = Field(default=1.0, ge=0, description="the first frames are given")
-    v2v_tail: float = Field(default=1.0, ge=0, description="the last frames are given")
-    v2v_head_easy: float = Field(default=0.5, ge=0, description="more of the first frames are given")
-    v2v_tail_easy: float = Field(default=0.5, ge=0, description="more of the last frames are given")
+    t2v: float = Field(default=10.0, ge=0, le=10**6, description="nothing is given")
+    i2v_head: float = Field(default=2.0, ge=0, le=10**6, description="the first frame is given")
+    i2v_tail: float = Field(default=1.0, ge=0, le=10**6, description="the last frame is given")
+    i2v_loop: float = Field(default=1.0, ge=0, le=10**6, description="both are given")
+    v2v_head: float = Field(default=1.0, ge=0, le=10**6, description="the first frames are given")
+    v2v_tail: float = Field(default=1.0, ge=0, le=10**6, description="the last frames are given")
+    v2v_head_easy: float = Field(default=0.5, ge=0, le=10**6, description="more of the first frames are given")
+    v2v_tail_easy: float = Field(default=0.5, ge=0, le=10**6, description="more of the last frames are given")
 
     def by_mode(self) -> dict[ConditionMode, float]:
         """Return the weights of the modes that are trained at all."""
@@ -57,9 +57,11 @@ class MMDiTTrainSettings(Section):
 
     mode_weights: ModeWeights = ModeWeights()
     video_latent_frames: PositiveInt = Field(
-        default=8, description="latent frames given in the v2v modes, without the one more of a causal autoencoder"
+        default=8,
+        le=1025,
+        description="latent frames given in the v2v modes, without the one more of a causal autoencoder",
     )
-    easy_latent_frames: PositiveInt = Field(default=16, description="likewise in the easy v2v modes")
+    easy_latent_frames: PositiveInt = Field(default=16, le=1025, description="likewise in the easy v2v modes")
     t5_dropout: float = Field(
         default=0.3162, ge=0, le=1, description="how often T5 reads the empty prompt instead of the caption"
     )
@@ -69,6 +71,7 @@ class MMDiTTrainSettings(Section):
     embedded_guidance: float = Field(
         default=4.0,
         ge=0,
+        le=100,
         description="guidance scale that a guidance-distilled model is told; others have no use for it",
     )
     masked_loss: bool = Field(

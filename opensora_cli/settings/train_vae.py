@@ -11,32 +11,42 @@ class DiscriminatorSettings(Section):
     """The discriminator: it learns to tell decoded clips from real ones, and the autoencoder to deceive it."""
 
     weight: float = Field(
-        default=0.0, ge=0, description="of the adversarial term, beside what balances the gradients; 0: none"
+        default=0.0, ge=0, le=10**6, description="of the adversarial term, beside what balances the gradients; 0: none"
     )
-    start_step: NonNegativeInt = Field(default=0, description="first steps, without it")
-    learning_rate: float = Field(default=1e-4, gt=0, description="of its adamw, on the plateau")
-    width: int = Field(default=64, ge=8, multiple_of=8, description="channels of its first layer; a multiple of 8")
+    start_step: NonNegativeInt = Field(default=0, le=10**9, description="first steps, without it")
+    learning_rate: float = Field(default=1e-4, gt=0, le=1, description="of its adamw, on the plateau")
+    width: int = Field(
+        default=64, ge=8, le=8192, multiple_of=8, description="channels of its first layer; a multiple of 8"
+    )
     layers: int = Field(default=3, ge=1, le=8, description="its layers that halve time, height and width")
 
 
 class VAETrainSettings(Section):
     """The autoencoder's objective: mean absolute error, and terms with a weight each."""
 
-    picture_steps: NonNegativeInt = Field(default=0, description="first steps, on single frames instead of clips")
-    picture_batch_size: PositiveInt = Field(default=32, description="pictures of such a step")
+    picture_steps: NonNegativeInt = Field(
+        default=0, le=10**9, description="first steps, on single frames instead of clips"
+    )
+    picture_batch_size: PositiveInt = Field(default=32, le=4096, description="pictures of such a step")
     single_frame_share: float = Field(
         default=0.0, ge=0, le=1, description="how often a batch of clips is cut down to pictures, one frame of each"
     )
-    squared_error_weight: float = Field(default=0.0, ge=0, description="of the squared error; the absolute one has 1")
-    kl_weight: float = Field(default=0.0, ge=0, description="of the mean divergence of one latent value, in nats")
-    perceptual_weight: float = Field(default=0.0, ge=0, description="of the perceptual distance LPIPS")
+    squared_error_weight: float = Field(
+        default=0.0, ge=0, le=10**6, description="of the squared error; the absolute one has 1"
+    )
+    kl_weight: float = Field(
+        default=0.0, ge=0, le=10**6, description="of the mean divergence of one latent value, in nats"
+    )
+    perceptual_weight: float = Field(default=0.0, ge=0, le=10**6, description="of the perceptual distance LPIPS")
     perceptual_files: tuple[str, ...] = Field(
         default=(),
         description="weights of LPIPS: vgg16-397923af.pth of torchvision and vgg.pth of LPIPS 0.1; none: without it",
     )
     discriminator: DiscriminatorSettings = DiscriminatorSettings()
     whitening_clips: NonNegativeInt = Field(
-        default=0, description="procedural clips by which the exported latents get mean 0 and variance 1; 0: as learnt"
+        default=0,
+        le=10**9,
+        description="procedural clips by which the exported latents get mean 0 and variance 1; 0: as learnt",
     )
     export_half: bool = Field(default=False, description="export in float16 instead of float32")
 

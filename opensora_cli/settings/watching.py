@@ -29,6 +29,7 @@ class WatchingSettings(Section):
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
+        le=10**9,
         description="what one card can compute, 1e12 operations a second, to know how much of it is made use of "
         "(MFU); none: the data sheet's, where the card is known",
     )
@@ -57,7 +58,9 @@ class ValidationSettings(Section):
     """The loss on clips that training never sees, with the same noise every time."""
 
     every: PositiveInt | None = Field(
-        default=None, description="updates between two validations, and one before the first; none: no validation"
+        default=None,
+        le=10**9,
+        description="updates between two validations, and one before the first; none: no validation",
     )
     table: str | None = Field(
         default=None, min_length=1, description="table of held-out clips; procedural scenes have their own"
@@ -97,7 +100,9 @@ class SampleSettings(Section):
     """Videos of the model in training."""
 
     every: PositiveInt | None = Field(
-        default=None, description="updates after which videos are made, for the folder samples; none: no videos"
+        default=None,
+        le=10**9,
+        description="updates after which videos are made, for the folder samples; none: no videos",
     )
     prompts: tuple[str, ...] = Field(
         default=(), max_length=64, description='a video is made of each: one prompt, or ["raining, sea", snow]'
@@ -121,7 +126,7 @@ class SampleSettings(Section):
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("["):
-            return (value,)
+            return (value,) if value.strip() else ()
         try:
             return parse_yaml_text(value)
         except yaml.YAMLError:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from toy_training import ADAMW, Listener, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
+from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
 from opensora_cli.engine.train.state import restore
@@ -97,7 +98,7 @@ def _ending() -> str:
     try:
         for _ in range(STEPS):
             trainer.do_step()
-    except OsoraError as error:
+    except TrainingError as error:
         return error.message
     return "did not end"
 
@@ -186,6 +187,46 @@ def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
     assert pool(2).run(_choose, str(tmp_path), False) == ["epoch0-global_step3"] * 2
 
 
+def _failing(folder: str, failures: int) -> tuple[list[str], str]:
+    """Save so often that the last save is told of all failures, which are the first rank's alone."""
+    listener, trainer = Listener(), _trainer(ToyTask())
+    left = [failures if trainer.distribution.is_main else 0]
+    real = checkpoints.remove_old
+
+    def fail(output: Path, settings: CheckpointSettings) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OutputError("it is stuck")
+        real(output, settings)
+
+    checkpoints.remove_old = fail
+    writer = CheckpointWriter(Path(folder), CheckpointSettings(), reporter=listener)
+    try:
+        for _ in range(3):
+            trainer.do_step()
+            writer.save(trainer)
+        writer.wait()
+    except OutputError as error:
+        return listener.warnings, error.message
+    finally:
+        checkpoints.remove_old = real
+    trainer.distribution.barrier()
+    return listener.warnings, "done"
+
+
+def test_a_failed_save_of_one_rank_is_made_up_for_by_all(pool, tmp_path):
+    first, second = pool(2).run(_failing, str(tmp_path), 1)
+    assert first == (["it is stuck: the next save tries again"], "done")
+    assert second == ([], "done")
+    assert wrong_files(tmp_path / "epoch0-global_step3") == []
+
+
+def test_two_failures_in_a_row_of_one_rank_end_all(pool, tmp_path):
+    first, second = pool(2).run(_failing, str(tmp_path), 2)
+    assert first[1] == "it is stuck"
+    assert second[1] == f"another rank could not write a checkpoint in {tmp_path}"
+
+
 def _settings(output: Path, **changes: object) -> TrainSettings:
     return tiny_training.text_settings(output).replace(
         {"loop.steps": 8, "loop.micro_batches": 2, "checkpoints.every": 100, "precision.compute": "fp32", **changes}
@@ -234,3 +275,26 @@ def test_ctrl_c_of_two_ranks_saves_and_one_goes_on(tmp_path):
     assert [line["step"] for line in _log(run)] == list(range(1, step + 3))
     # The first steps have the same rates, and so the same losses as one process alone.
     assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)
+
+
+def test_one_goes_on_as_two_with_larger_updates(tmp_path):
+    environment, run = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run"
+    changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}
+    alone = _command(_settings(run, **changes), tmp_path, "--quiet")
+    subprocess.run(alone, check=True, capture_output=True, env=environment)
+
+    def go_on(*flags: str) -> "subprocess.CompletedProcess[str]":
+        command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, "--resume", *flags)
+        return subprocess.run(
+            [*command, "--gpus", "2", "--device", "cpu"], capture_output=True, check=False, text=True, env=environment
+        )
+
+    refused = go_on()
+    assert refused.returncode == 2, refused.stderr
+    assert "larger updates from now on: --set loop.micro_batches=2" in refused.stderr
+    done = go_on("--set", "loop.micro_batches=2")
+    assert done.returncode == 0, done.stderr
+    assert "an update has 2 micro-batches from now on, instead of 1" in done.stderr
+    (folder,) = run.glob("epoch0-global_step4")
+    assert wrong_files(folder) == []
+    assert torch.load(folder / "sampler.pt") == {"handed_out": 2 * 1 + 2 * 2}

@@ -16,10 +16,18 @@ from torch import Tensor
 from opensora_cli.checkpoint.entries import Entry, HeldEntry
 from opensora_cli.checkpoint.folders import MODEL_FOLDER, RUNNING_STATES_FILE, checkpoint_folder_name, epoch_folders
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
-from opensora_cli.checkpoint.shared_folder import Share, remove_checkpoint, temporary_folder, write_share
-from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.checkpoint.shared_folder import (
+    Share,
+    remove_checkpoint,
+    remove_unfinished,
+    temporary_folder,
+    write_share,
+)
+from opensora_cli.core.exceptions import OutputError, TrainingError
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ranks import agreed
 from opensora_cli.engine.train.state import files_of, tensors_of
+from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.checkpoints import CheckpointSettings
 
@@ -31,7 +39,8 @@ class CheckpointWriter:
     """Saves a run in the background, all ranks together.
 
     `save` copies everything and returns; weights may change right after it. The next `save` and `wait` wait for the
-    writing to end, and raise what went wrong there. All ranks must call them at the same time.
+    writing to end. All ranks must call them at the same time. A `save` whose writing went wrong is made up for by the
+    next one, so that a disk that is full for a while does not end a run: two in a row do, and `wait` lets none pass.
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/`, small
     states, and last `running_states.json`. All tensors are whole, so a run may go on with another number of ranks.
@@ -39,14 +48,19 @@ class CheckpointWriter:
     Args:
         output: the run's folder.
         settings: which checkpoints are kept.
+        reporter: hears of a save that went wrong, and is made up for; None: nobody does.
     """
 
-    def __init__(self, output: Path, settings: CheckpointSettings) -> None:
+    def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
         self._output = output
         self._settings = settings
+        self._reporter = reporter or SilentReporter()
         self._thread: Thread | None = None
         self._is_alone = True
         self._error: BaseException | None = None
+        self._is_told = False
+        self._had_failed = False
+        """Whether the writing before the last one went wrong, on any rank."""
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def __enter__(self) -> "CheckpointWriter":
@@ -73,16 +87,17 @@ class CheckpointWriter:
             The checkpoint's folder, which exists once the writing is over.
 
         Raises:
-            OutputError: the save before could not be written.
-            OsoraError: the weights are not finite: nothing is saved.
+            OutputError: neither of the two saves before could be written; the same on all ranks.
+            TrainingError: the weights are not finite: nothing is saved.
         """
-        self.wait()
-        if not trainer.are_weights_finite():
-            raise OsoraError(
-                f"weights are not finite after step {trainer.step}: they are not saved",
-                hint="--resume from the last checkpoint with a lower rate: --set optimizer.learning_rate=X",
-            )
         distribution = trainer.distribution
+        self._join()
+        self._let_one_failure_pass(distribution)
+        if not trainer.are_weights_finite():
+            raise TrainingError(
+                f"weights are not finite after step {trainer.step}: they are not saved",
+                hint="use a lower rate: --set optimizer.learning_rate=X",
+            )
         self._is_alone = distribution.ranks == 1
         target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
         token = secrets.token_hex(4)
@@ -98,18 +113,44 @@ class CheckpointWriter:
         self._start(write)
         return target
 
+    def look(self) -> None:
+        """Warn if the writing has gone wrong by now; waits for nothing, and any rank may call it."""
+        error = self._error
+        if isinstance(error, OutputError) and not self._is_told:
+            self._is_told = True
+            outlook = "the next save ends the run" if self._had_failed else "the next save tries again"
+            self._reporter.warn(f"{error.message}: {outlook}")
+
     def wait(self) -> None:
         """Wait for the writing to end.
 
         Raises:
             OutputError: it went wrong; told once.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _let_one_failure_pass(self, distribution: Distribution) -> None:
+        self.look()
+        error, self._error = self._error, None
+        self._is_told = False
+        if error is not None and not isinstance(error, OutputError):
+            raise error
+        # What the first rank fails at in the end, the others do not notice.
+        has_failed = distribution.any(error is not None)
+        if has_failed and self._had_failed:
+            raise error or OutputError(f"another rank could not write a checkpoint in {self._output}")
+        self._had_failed = has_failed
+        if has_failed and distribution.is_main:
+            # The room is needed; nobody writes there before he has heard from this rank where to.
+            remove_unfinished(self._output)
 
     def _start(self, write: Callable[[], None]) -> None:
         def run() -> None:

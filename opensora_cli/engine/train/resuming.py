@@ -64,11 +64,12 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
             return folder
         older = all_epoch_folders(output)
         older = older[older.index(folder) + 1 :] if folder in older else []
-        message = "\n".join([f"{folder} is broken:", *problems])
         if number == len(folders) - 1:
-            hint = f"--allow-older goes on from {older[0]}" if older and not resume.allow_older else None
-            raise CheckpointError(message, hint=hint)
-        reporter.warn(message)
+            hint = None if resume.folder is not None else "begin anew with --overwrite in place of --resume"
+            if older and not resume.allow_older:
+                hint = f"--allow-older goes on from {older[0]}"
+            raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
+        reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
     raise AssertionError("there is at least one folder")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from opensora_cli.checkpoint.folders import RUNNING_STATES_FILE, SETTINGS_FILE, TRAINING_FILE, all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished
-from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.folder_lock import locked_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -103,7 +103,7 @@ def train(
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` says what to do with it, or
             another run is at work in it, or it cannot be written.
         HardwareError: there is no such device, or no memory for offloaded activations.
-        OsoraError: the loss was not finite several steps in a row.
+        TrainingError: the loss was not finite several steps in a row, or weights are not.
         RankFailure: a rank failed.
         KeyboardInterrupt: its argument says how to go on.
     """
@@ -135,7 +135,7 @@ class _Run:
         self._reporter = reporter
         self._settings = plan.settings
         self._output = plan.output
-        self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints)
+        self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
         self._saved: Path | None = None
         self._saved_step: int | None = None
         self._watching = open_watching(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
@@ -145,6 +145,15 @@ class _Run:
 
     def go(self) -> TrainResult:
         """Do all of it."""
+        try:
+            return self._go()
+        except TrainingError as error:
+            # Only now is it known whether the last checkpoint was written to its end.
+            has_checkpoint = self._output.is_dir() and bool(all_epoch_folders(self._output))
+            way = "--resume from the last checkpoint" if has_checkpoint else "begin anew with --overwrite"
+            raise TrainingError(error.message, hint=f"{way}, and {error.hint}") from error
+
+    def _go(self) -> TrainResult:
         with ExitStack() as stack:
             self._enter_output(stack)
             folder = self._find_checkpoint()
@@ -162,9 +171,11 @@ class _Run:
             self._tell(first_step)
             self._watching.begin(first_step)
             self._do_steps(trainer)
-            self._save(trainer)
-            self._writer.wait()
+            problem = self._save_last(trainer)
             self._export(trainer)
+            if problem is not None:
+                self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
+                raise problem
         assert self._saved is not None
         return TrainResult(
             target=self._settings.target,
@@ -197,17 +208,28 @@ class _Run:
             self._output, self._plan.resume, distribution=self._distribution, reporter=self._reporter
         )
         recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("micro_batches")
-        asked = self._settings.loop.micro_batches or self._distribution.data_ranks
-        if isinstance(recorded, int) and recorded != asked:
-            if recorded % self._distribution.data_ranks:
-                raise RequestError(
-                    f"{folder} is of a run with loop.micro_batches={recorded}, which "
-                    f"{self._distribution.data_ranks} data-parallel ranks cannot share",
-                    hint=f"use a number of ranks that divides {recorded}",
-                )
-            self._reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {asked}")
-            self._settings = self._settings.replace({"loop.micro_batches": recorded})
+        if isinstance(recorded, int):
+            self._settle_micro_batches(folder, recorded)
         return folder
+
+    def _settle_micro_batches(self, folder: Path, recorded: int) -> None:
+        """Take those that are asked for or, where none are, as many as the run had."""
+        asked, ranks = self._settings.loop.micro_batches, self._distribution.data_ranks
+        if asked is not None:
+            if asked != recorded:
+                self._reporter.warn(f"an update has {asked} micro-batches from now on, instead of {recorded}")
+            return
+        if recorded % ranks:
+            least = -(-recorded // ranks) * ranks
+            raise RequestError(
+                f"{folder} is of a run with loop.micro_batches={recorded}, which {ranks} data-parallel ranks cannot "
+                "share",
+                hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
+                f"--set loop.micro_batches={least}",
+            )
+        if recorded != ranks:
+            self._reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {ranks}")
+            self._settings = self._settings.replace({"loop.micro_batches": recorded})
 
     def _build(self, stack: ExitStack) -> Trainer[Any]:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
@@ -236,7 +258,10 @@ class _Run:
         restore(trainer, folder)
         steps = self._settings.loop.steps
         if trainer.step > steps:
-            raise RequestError(f"loop.steps={steps} is over already: {folder} is of step {trainer.step}")
+            raise RequestError(
+                f"loop.steps={steps} is over already: {folder} is of step {trainer.step}",
+                hint=f"use a number over {trainer.step}: --set loop.steps=N",
+            )
 
     def _prepare_output(self, folder: Path | None, first_step: int) -> None:
         """Leave nothing in the run's folder that is of another course of it."""
@@ -266,6 +291,14 @@ class _Run:
         def tell() -> None:
             self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")
 
+        def stop_if_asked() -> None:
+            if self._distribution.any(is_interrupted()):
+                self._save(trainer)
+                self._writer.wait()
+                raise KeyboardInterrupt(
+                    f"step {trainer.step} of {steps} is saved in {self._output}: go on with --resume"
+                )
+
         with (
             noticed(tell) as is_interrupted,
             self._reporter.stage("train", total=steps, unit="steps") as progress,
@@ -277,29 +310,33 @@ class _Run:
             while trainer.step < steps:
                 trainer.do_step()
                 progress.advance()
-                self._validate(trainer)
-                self._sample(trainer)
-                if trainer.step % every == 0:
+                self._writer.look()
+                stop_if_asked()
+                for work in (self._validate, self._sample):
+                    if work(trainer):
+                        stop_if_asked()
+                # The last one may fail and all is exported yet.
+                if trainer.step % every == 0 and trainer.step < steps:
                     self._save(trainer)
-                if self._distribution.any(is_interrupted()):
-                    self._save(trainer)
-                    self._writer.wait()
-                    raise KeyboardInterrupt(
-                        f"step {trainer.step} of {steps} is saved in {self._output}: go on with --resume"
-                    )
 
-    def _validate(self, trainer: Trainer[Any]) -> None:
-        if self._validation is not None and self._validation.is_due(trainer.step):
+    def _validate(self, trainer: Trainer[Any]) -> bool:
+        """Validate if it is time; return whether it was."""
+        is_due = self._validation is not None and self._validation.is_due(trainer.step)
+        if self._validation is not None and is_due:
             with self._watching.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
             # What is measured before the first step is of no weights that are saved.
             self._validation_loss = figures["loss"] if trainer.step else None
             trainer.tell_validation(figures)
+        return is_due
 
-    def _sample(self, trainer: Trainer[Any]) -> None:
-        if self._samples is not None and self._samples.is_due(trainer.step):
+    def _sample(self, trainer: Trainer[Any]) -> bool:
+        """Make sample videos if it is time; return whether it was."""
+        is_due = self._samples is not None and self._samples.is_due(trainer.step)
+        if self._samples is not None and is_due:
             with self._watching.clock.part("samples"):
                 self._samples.run(trainer.step, trainer)
+        return is_due
 
     def _save(self, trainer: Trainer[Any]) -> None:
         """Save, unless this step is saved already."""
@@ -309,6 +346,15 @@ class _Run:
                 self._saved = self._writer.save(trainer, validation_loss=self._validation_loss)
             self._saved_step = trainer.step
             self._validation_loss = None
+
+    def _save_last(self, trainer: Trainer[Any]) -> OutputError | None:
+        """Save and wait for it; return what went wrong, since the weights can still be exported."""
+        try:
+            self._save(trainer)
+            self._writer.wait()
+        except OutputError as error:
+            return error
+        return None
 
     def _export(self, trainer: Trainer[Any]) -> None:
         beat("export")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.listing import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.ema import averaged_copy, floating_state, put_in_place, update_ema, warmed_up
@@ -126,7 +126,7 @@ class Trainer(Generic[BatchT]):
         """Do one step, tell the observers, and return what happened.
 
         Raises:
-            OsoraError: loss or gradient was not finite several steps in a row.
+            TrainingError: loss or gradient was not finite several steps in a row.
         """
         self.task.begin_step(self.step, self.ema)
         sums = self._find_gradients()
@@ -253,7 +253,7 @@ class Trainer(Generic[BatchT]):
         samples = f": {first_few(report.paths)}" if report.paths else ""
         self._reporter.warn(f"step {self.step}: loss or gradient is not finite, the step is skipped{samples}")
         if self.skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
-            raise OsoraError(
+            raise TrainingError(
                 f"loss or gradient was not finite {_MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.step}",
-                hint="--resume from the last checkpoint with a lower rate: --set optimizer.learning_rate=X",
+                hint="use a lower rate: --set optimizer.learning_rate=X",
             )

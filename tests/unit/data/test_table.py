@@ -100,6 +100,33 @@ def test_a_table_that_is_missing(tmp_path: Path, kind: str) -> None:
         read_table(tmp_path / f"none{kind}")
 
 
+@KINDS
+def test_the_way_to_a_missing_table(tmp_path: Path, kind: str) -> None:
+    if kind == ".parquet":
+        pytest.importorskip("pyarrow")
+    with pytest.raises(FileProblem) as raised:
+        read_table(tmp_path / f"none{kind}")
+    assert raised.value.hint == "osora data scan FOLDER makes one"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "latin-1"])
+def test_other_text_than_utf_8(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes("path,text,num_frames,height,width\na.mp4,un été,5,64,64\n".encode(encoding))
+    with pytest.raises(FileProblem, match="is not text in UTF-8") as raised:
+        read_table(path)
+    assert raised.value.hint == "save it as CSV (UTF-8)"
+
+
+def test_names_in_latin_1_of_files_that_have_them_in_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes("path,text,num_frames,height,width\nété.mp4,x,5,64,64\n".encode("latin-1"))
+    assert read_table(path).paths[0] == "\udce9t\udce9.mp4"
+    (tmp_path / "été.mp4").touch()
+    with pytest.raises(FileProblem, match="is not text in UTF-8"):
+        read_table(path)
+
+
 def test_the_fingerprint_is_of_what_orders_training(tmp_path: Path) -> None:
     base = ["a.mp4", "text", 5, 64, 64, 24]
     prints = []

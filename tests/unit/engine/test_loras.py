@@ -220,6 +220,26 @@ class TestOpenLoras:
         shutil.copy(style / "adapter_config.json", tmp_path)
         assert len(plan_of(str(alone)).loras[0].updates) == len(plan_of(str(style)).loras[0].updates) == 56
 
+    @pytest.mark.parametrize("scale", ["abc", "nan", ""])
+    def test_a_scale_that_is_no_number(self, style, scale):
+        with pytest.raises(RequestError, match="is not a scale") as raised:
+            plan_of(f"{style}:{scale}")
+        assert (raised.value.exit_code, raised.value.hint) == (
+            2,
+            "what follows the last colon must be a number, as in :0.8",
+        )
+
+    def test_a_path_may_have_a_colon(self, tmp_path, style):
+        shutil.copytree(style, tmp_path / "style:new")
+        first, second = plan_of(str(tmp_path / "style:new"), f"{tmp_path / 'style:new'}:0.5").loras
+        assert (len(first.updates), first.scale, second.scale) == (56, 1.0, 0.5)
+
+    def test_the_folder_of_a_run(self, tmp_path, style):
+        shutil.copytree(style, tmp_path / "run" / "lora")
+        with pytest.raises(CheckpointError, match="is the folder of a run") as raised:
+            plan_of(str(tmp_path / "run"))
+        assert raised.value.hint == f"its adapter is below it: --lora {tmp_path / 'run' / 'lora'}"
+
     def test_latents_that_are_only_decoded_need_none(self, tmp_path):
         settings = settings_of(str(tmp_path / "gone"), **{"from_latents": "some.latents.safetensors"})
         assert make_plan(settings).loras == ()

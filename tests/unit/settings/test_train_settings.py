@@ -109,6 +109,31 @@ class TestFrom:
             self.load(path)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "loop.seed",
+        "loop.steps",
+        "loop.micro_batches",
+        "lora.rank",
+        "optimizer.learning_rate",
+        "optimizer.muon_learning_rate",
+        "optimizer.warmup_steps",
+        "checkpoints.every",
+        "validation.every",
+    ],
+)
+def test_numbers_have_an_end(key: str) -> None:
+    with pytest.raises(RequestError, match=rf"{key}=9{{20}} must be at most \d+ \(from --set\)"):
+        load("demo", **{key: "9" * 20})
+
+
+def test_an_adapter_is_no_larger_than_what_it_is_beside() -> None:
+    assert load("demo_lora", lora__rank="256").lora.rank == 256
+    with pytest.raises(RequestError, match=r"lora\.rank=257 must be at most model\.hidden_size=256"):
+        load("demo_lora", lora__rank="257")
+
+
 def test_weights_are_one_folder_or_several() -> None:
     assert load("demo", weights="a").weights == ("a",)
     assert load("demo", weights="a, b").weights == ("a", "b")

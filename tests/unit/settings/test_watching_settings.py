@@ -75,6 +75,8 @@ def test_from_the_command_line() -> None:
     assert settings.samples.prompts == ("rain", "snow")
     for text, prompts in (("raining, sea", ("raining, sea",)), ('["raining, sea", snow]', ("raining, sea", "snow"))):
         assert load("demo", samples__prompts=text).samples.prompts == prompts
+    with pytest.raises(RequestError, match=r"samples\.every=1 needs something to show"):
+        load("demo", samples__every="1", samples__prompts=" ")
     with pytest.raises(RequestError, match=r"samples\.prompts=.* must be a list"):
         load("demo", samples__prompts='["rain')
     assert load("demo", samples__every="100").samples.shape(settings.data) == (17, 64, 64)

@@ -42,10 +42,14 @@ def cut_back(path: Path, *, step: int) -> None:
     """Take out of a log what comes after a step.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be read or written.
     """
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise OutputError(f"cannot read {path}: {reason}", hint="move it out of the run's folder") from error
         kept = "".join(line for line in lines if _step_of(line) <= step)
         write_bytes_atomic(path, kept.encode())
 

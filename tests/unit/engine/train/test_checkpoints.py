@@ -11,7 +11,7 @@ from toy_training import MUON, Listener, ToyAdversary, ToyTask, toy_trainer
 from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
 from opensora_cli.engine.ckpt.verify import verify
 from opensora_cli.engine.train import checkpoints as checkpoints_module
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
@@ -121,18 +121,64 @@ class TestSave:
         trainer = trained()
         with torch.no_grad():
             trainer.task.module.out.bias.fill_(float("nan"))
-        with pytest.raises(OsoraError, match="weights are not finite after step 1: they are not saved"):
+        with pytest.raises(TrainingError, match="weights are not finite after step 1: they are not saved") as caught:
             saved(trainer, tmp_path)
+        assert caught.value.exit_code == RequestError.exit_code
         assert names(tmp_path) == []
 
-    def test_an_error_of_the_background_is_told_at_the_next_call(self, tmp_path):
-        trainer = trained()
-        (tmp_path / "file").touch()
-        writer = CheckpointWriter(tmp_path / "file" / "run", CheckpointSettings())
+    def test_a_save_that_failed_is_made_up_for(self, tmp_path):
+        trainer, listener = trained(), Listener()
+        run = tmp_path / "run"
+        run.touch()
+        with CheckpointWriter(run, CheckpointSettings(), reporter=listener) as writer:
+            for step in (1, 2):
+                trainer.step = step
+                writer.save(trainer)
+                writer._thread.join()
+                writer.look()
+                writer.look()
+                assert len(listener.warnings) == 1
+                if step == 1:
+                    run.unlink()
+            trainer.step = 3
+            writer.save(trainer)
+        assert names(run) == ["epoch0-global_step2", "epoch0-global_step3"]
+        assert listener.warnings[0].startswith(f"cannot write {run / 'epoch0-global_step1'}: ")
+        assert listener.warnings[0].endswith(": the next save tries again")
+
+    def test_a_failure_is_warned_of_at_the_next_save_at_the_latest(self, tmp_path):
+        trainer, listener = trained(), Listener()
+        (tmp_path / "run").touch()
+        writer = CheckpointWriter(tmp_path / "run", CheckpointSettings(), reporter=listener)
+        writer.save(trainer)
+        assert writer.save(trainer) == tmp_path / "run" / "epoch0-global_step1"
+        assert len(listener.warnings) == 1
+        with pytest.raises(OutputError, match="cannot write"):
+            writer.wait()
+
+    def test_two_failures_in_a_row_are_an_error(self, tmp_path):
+        trainer, listener = trained(), Listener()
+        (tmp_path / "run").touch()
+        writer = CheckpointWriter(tmp_path / "run", CheckpointSettings(), reporter=listener)
+        writer.save(trainer)
         writer.save(trainer)
         with pytest.raises(OutputError, match="cannot write"):
             writer.save(trainer)
         writer.wait()
+        assert [text.rpartition(": ")[2] for text in listener.warnings] == [
+            "the next save tries again",
+            "the next save ends the run",
+        ]
+
+    def test_a_bug_in_the_background_is_no_failure_to_let_pass(self, tmp_path, monkeypatch):
+        def broken(*args: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(checkpoints_module, "write_share", broken)
+        writer = CheckpointWriter(tmp_path, CheckpointSettings())
+        writer.save(trained())
+        with pytest.raises(ValueError, match="a bug"):
+            writer.save(trained())
 
     def test_memory_of_the_copy_is_used_again(self, tmp_path):
         trainer = trained()
@@ -303,12 +349,13 @@ class TestChoose:
         listener = Listener()
         chosen = choose_checkpoint(run, Resume(allow_older=True), distribution=ALONE, reporter=listener)
         assert chosen.name == "epoch0-global_step2"
-        assert "epoch0-global_step3 is broken" in listener.warnings[0]
+        assert "epoch0-global_step3 is broken: " in listener.warnings[0]
+        assert "\n" not in listener.warnings[0]
         for step in (1, 2):
             self.spoil(run / f"epoch0-global_step{step}")
         with pytest.raises(CheckpointError, match="epoch0-global_step1 is broken") as caught:
             self.choose(run, allow_older=True)
-        assert caught.value.hint is None
+        assert caught.value.hint == "begin anew with --overwrite in place of --resume"
 
     def test_none(self, tmp_path):
         with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import tiny_training
+import torch
+from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
@@ -146,24 +148,40 @@ def test_a_run_that_is_over_exports_again(tmp_path, whole):
     (run / "vae.safetensors").unlink()
     assert train(settings, resume=Resume()).steps == 2
     assert (run / "vae.safetensors").read_bytes() == exported
-    with pytest.raises(RequestError, match=r"loop\.steps=1 is over already: .*epoch0-global_step2 is of step 2"):
+    with pytest.raises(
+        RequestError, match=r"loop\.steps=1 is over already: .*epoch0-global_step2 is of step 2"
+    ) as caught:
         train(settings.replace({"loop.steps": 1, "optimizer.decay_steps": 1}), resume=Resume())
+    assert caught.value.hint == "use a number over 2: --set loop.steps=N"
 
 
-def test_micro_batches_stay_as_the_run_began(tmp_path):
+@pytest.mark.parametrize(
+    ("asked", "taken", "warning"),
+    [
+        (None, 2, "loop.micro_batches=2, as the run began, not 1"),
+        (4, 4, "an update has 4 micro-batches from now on, instead of 2"),
+    ],
+)
+def test_micro_batches_stay_as_the_run_began_unless_others_are_asked_for(tmp_path, asked, taken, warning):
     run = tmp_path / "run"
     train(clips(run, **{"loop.steps": 2}))
-    warnings = []
+    listener = Listener()
+    train(clips(run, **{"loop.steps": 4, "loop.micro_batches": asked}), resume=Resume(), reporter=listener)
+    assert listener.warnings == [warning]
+    (folder,) = run.glob("epoch*-global_step4")
+    assert json.loads((folder / "running_states.json").read_text())["micro_batches"] == taken
+    assert json.loads((run / "settings.json").read_text())["loop"]["micro_batches"] == taken
+    # No micro-batch is left out at the change, and none comes twice.
+    assert torch.load(folder / "sampler.pt")["number"] == 2 * 2 + 2 * taken
 
-    class Reporter(tiny_training.SilentReporter):
-        def warn(self, text: str) -> None:
-            warnings.append(text)
 
-    train(clips(run, **{"loop.steps": 4, "loop.micro_batches": 4}), resume=Resume(), reporter=Reporter())
-    assert warnings == ["loop.micro_batches=2, as the run began, not 4"]
-    running = json.loads((next(run.glob("epoch*-global_step4")) / "running_states.json").read_text())
-    assert running["micro_batches"] == 2
-    assert json.loads((run / "settings.json").read_text())["loop"]["micro_batches"] == 2
+def test_a_log_that_cannot_be_read(tmp_path):
+    run = tmp_path / "run"
+    train(clips(run, **{"loop.steps": 1, "optimizer.decay_steps": 1}))
+    (run / "log.jsonl").unlink()
+    (run / "log.jsonl").mkdir()
+    with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: Is a directory"):
+        train(clips(run, **{"loop.steps": 2}), resume=Resume())
 
 
 def test_an_older_checkpoint_is_another_course_of_the_run(tmp_path, whole):

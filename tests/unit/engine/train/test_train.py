@@ -1,26 +1,29 @@
 """`train`: all three targets in small, one after the other, and the files that they hand on."""
 
 import json
+import signal
 from contextlib import contextmanager
 
 import pytest
 import tiny_training
 import torch
 from safetensors.torch import load_file, save_file
+from toy_training import Listener
 
 from opensora_cli.checkpoint.formats import Selection
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.configs import transformer_on_meta, vae_on_meta
-from opensora_cli.engine.train import run
+from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 
 FLOAT32 = {"device": "cpu", "dtype": torch.float32}
@@ -204,6 +207,73 @@ class TestOutput:
         kept = json.loads((vae_folder / "settings.json").read_text())
         settings = tiny_training.vae_settings(vae_folder)
         assert type(settings).model_validate(kept) == settings
+
+
+class TestEnd:
+    """How a run ends that does not go well."""
+
+    def settings(self, folder, **changes):
+        return tiny_training.text_settings(folder).replace({"checkpoints.every": 2, **changes})
+
+    def test_weights_are_exported_although_no_save_succeeds(self, tmp_path, text_folder, monkeypatch):
+        def full(*args):
+            raise OutputError("the disk is full")
+
+        monkeypatch.setattr(checkpoints, "write_share", full)
+        listener = Listener()
+        with pytest.raises(OutputError, match="the disk is full"):
+            train(self.settings(tmp_path), reporter=listener)
+        assert listener.warnings == ["the disk is full: the next save tries again"]
+        assert listener.notes[-1] == f"the weights of step 4 are exported to {tmp_path} all the same"
+        assert exported(tmp_path) == exported(text_folder)
+
+    def test_two_failures_in_a_row_end_it(self, tmp_path, monkeypatch):
+        def full(*args):
+            raise OutputError("the disk is full")
+
+        monkeypatch.setattr(checkpoints, "write_share", full)
+        with pytest.raises(OutputError, match="the disk is full"):
+            train(self.settings(tmp_path, **{"checkpoints.every": 1}))
+        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+        assert not (tmp_path / "t5").exists()
+
+    @pytest.mark.parametrize(
+        ("finite", "way"),
+        [([False], "begin anew with --overwrite"), ([True, False], "--resume from the last checkpoint")],
+    )
+    def test_what_is_not_finite_says_how_to_go_on(self, tmp_path, monkeypatch, finite, way):
+        answers = iter(finite)
+        monkeypatch.setattr(Trainer, "are_weights_finite", lambda self: next(answers))
+        with pytest.raises(TrainingError, match=f"not finite after step {2 * len(finite)}") as caught:
+            train(self.settings(tmp_path))
+        assert caught.value.hint == f"{way}, and use a lower rate: --set optimizer.learning_rate=X"
+        assert len(list(tmp_path.glob("epoch*"))) == len(finite) - 1
+
+    @pytest.mark.parametrize("during_validation", [False, True])
+    def test_ctrl_c_waits_for_no_more_than_what_is_going_on(self, tmp_path, monkeypatch, during_validation):
+        class Long:
+            def __init__(self, *, interrupts=False):
+                self.begun = []
+                self._interrupts = interrupts
+
+            def is_due(self, step):
+                return step == 2
+
+            def run(self, step, trainer):
+                self.begun.append(step)
+                if self._interrupts:
+                    signal.raise_signal(signal.SIGINT)
+                return {"loss": 1.0}
+
+        validation, samples = Long(interrupts=during_validation), Long()
+        monkeypatch.setattr(run, "open_validation", lambda *args, **kwargs: validation)
+        monkeypatch.setattr(run, "open_samples", lambda *args, **kwargs: samples)
+        reporter = SilentReporter() if during_validation else tiny_training.StopAfter(2)
+        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
+            train(self.settings(tmp_path), reporter=reporter)
+        assert validation.begun == ([2] if during_validation else [])
+        assert samples.begun == []
+        assert [path.name for path in tmp_path.glob("epoch*")] == ["epoch0-global_step2"]
 
 
 class TestPlan:

@@ -214,11 +214,13 @@ class TestLoraSettings:
         assert message in str(raised.value)
 
     def test_what_contradicts_it_elsewhere(self):
-        bad = {"trains_transformer": False, "init": None, "fp8_linears": True, "divides_tokens": True}
-        good = {"trains_transformer": True, "init": "a", "fp8_linears": False}
+        bad = {"trains_transformer": False, "init": None, "hidden_size": 2, "fp8_linears": True, "divides_tokens": True}
+        good = {"trains_transformer": True, "init": "a", "hidden_size": 4, "fp8_linears": False}
         assert LoraSettings().problems(**bad) == RANK_4.problems(**good, divides_tokens=True) == []
         dropping = LoraSettings(rank=4, dropout=0.1)
         assert dropping.problems(**good, divides_tokens=False) == []
+        [problem] = RANK_4.problems(**good | {"hidden_size": 3}, divides_tokens=False)
+        assert problem.startswith("lora.rank=4 must be at most model.hidden_size=3")
         fixes = ["use none", "--set init=FILE", "use false", "use 0"]
         assert [problem.partition(": ")[2] for problem in dropping.problems(**bad)] == fixes
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask, draw, toy_trainer
 
-from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.exceptions import CheckpointError, TrainingError
 from opensora_cli.engine.train.drawn import DrawnBatches
 from opensora_cli.engine.train.ema import averaged_copy, update_ema
 from opensora_cli.engine.train.reports import PARTS
@@ -204,7 +204,7 @@ class TestNotFinite:
         trainer.do_step()
         for _ in range(4):
             assert trainer.do_step().skipped
-        with pytest.raises(OsoraError, match="not finite 5 steps in a row, up to step 6") as caught:
+        with pytest.raises(TrainingError, match="not finite 5 steps in a row, up to step 6") as caught:
             trainer.do_step()
         assert "learning_rate" in str(caught.value.hint)
         assert trainer.are_weights_finite()
@@ -220,7 +220,7 @@ class TestNotFinite:
         assert trainer.skipped_in_a_row == 0
         # The scale has come down to 1.
         assert [trainer.do_step().skipped for _ in range(4)] == [True] * 4
-        with pytest.raises(OsoraError, match="5 steps in a row"):
+        with pytest.raises(TrainingError, match="5 steps in a row"):
             trainer.do_step()
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
