@@ -50,6 +50,7 @@ def test_two_processes_make_what_one_makes() -> None:
     assert np.abs(one - two).max() <= 1
 
 
+@pytest.mark.slow
 def test_the_environment_does_not_overrule_the_command_line() -> None:
     """Neither what is machine's own, for ranks as for one process."""
     environment = {**os.environ, "OSORA_WEIGHTS": "/nowhere", "OSORA_MEMORY__OFFLOAD": "none"}
@@ -96,7 +97,8 @@ def test_a_stopped_rank_ends_all() -> None:
     assert f"error: rank 1 on {socket.gethostname()}, in the stage denoise: stopped (SIGSTOP)" in err
 
 
-@pytest.mark.parametrize("stage", ["text", pytest.param("denoise", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["text", "denoise"])
 def test_a_rank_that_hangs_before_the_first_step_ends_all(stage: str) -> None:
     """As soon as the limit, here 3 s, is over, and not when the collective of the others gives up after 600 s."""
     err = ended_early(1, stage, "time.sleep(300)", within_s=20.0)

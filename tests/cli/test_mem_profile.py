@@ -104,6 +104,7 @@ def test_errors(args: list[str], code: int, message: str, capsys: pytest.Capture
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_generation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--adaptive-batch", "--memory-limit", "40MiB", "--json"]) == 0
     batch = json.loads(capsys.readouterr().out)["batch"]

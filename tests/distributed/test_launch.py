@@ -262,6 +262,7 @@ class TestSilent:
         assert f"log: {tmp_path}/logs/rank{rank}.log" in failure.hint
         assert "launch_rank.py" in log(tmp_path, rank)
 
+    @pytest.mark.slow
     def test_waiting_for_one_that_works(self, tmp_path, capfd):
         run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute", "--silence", "1")
         assert capfd.readouterr().out == "result of rank 0 of 2 on 1\n"

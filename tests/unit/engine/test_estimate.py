@@ -208,8 +208,8 @@ def decoded_without_memory(
     ("num_frames", "frames", "store", "device_type", "tiling"),
     [
         (7, 1, "device", "cpu", Tiling()),
-        (7, 1, "host", "cuda", Tiling()),
-        (9, 2, "host", "cuda", Tiling(spatial=True)),
+        pytest.param(7, 1, "host", "cuda", Tiling(), marks=pytest.mark.slow),
+        pytest.param(9, 2, "host", "cuda", Tiling(spatial=True), marks=pytest.mark.slow),
         (22, 4, "device", "cpu", Tiling()),
         (25, 4, "device", "cuda", Tiling()),
         (27, 4, "host", "cuda", Tiling()),
