@@ -113,7 +113,7 @@ class PrecisionSettings(Section):
     initial_loss_scale: float = Field(
         default=65536.0,
         ge=1,
-        le=2**64,
+        le=2.0**126,
         description="with fp16: factor of the loss at first; it halves when a gradient overflows",
     )
     loss_scale_window: PositiveInt = Field(
