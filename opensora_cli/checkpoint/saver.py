@@ -3,10 +3,9 @@
 import atexit
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.entries import HeldEntry
 from opensora_cli.checkpoint.folders import (
     EMA_FILE,
@@ -64,9 +64,8 @@ class CheckpointIO:
     """
 
     def __init__(self) -> None:
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._job = BackgroundJob()
+        self._copies = HostCopies()
 
     def __enter__(self) -> "CheckpointIO":
         return self
@@ -132,7 +131,8 @@ class CheckpointIO:
             _write_folder(folder, kept, running)
 
         if async_io:
-            self._start(write)
+            atexit.register(self._report_at_exit)
+            self._job.start(write)
         else:
             write()
         return folder
@@ -143,12 +143,10 @@ class CheckpointIO:
         Raises:
             OutputError: it went wrong; told once.
         """
-        if self._thread is not None:
-            # An interruption of this leaves the thread to be waited for: its memory is not free before it has ended.
-            self._thread.join()
-            self._thread = None
-            atexit.unregister(self._report_at_exit)
-        error, self._error = self._error, None
+        # Its memory is not free before it has ended.
+        self._job.join()
+        atexit.unregister(self._report_at_exit)
+        error = self._job.take_error()
         if error is not None:
             raise error
 
@@ -192,42 +190,18 @@ class CheckpointIO:
                 _load_state(target, folder / name)
         return running
 
-    def _start(self, write: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:
-                self._error = error
-
-        # Not a daemon: Python waits for it before it exits.
-        self._thread = Thread(target=run, name="osora-checkpoint")
-        atexit.register(self._report_at_exit)
-        self._thread.start()
-
     def _report_at_exit(self) -> None:
-        if self._error is not None:
-            print(f"error: the last checkpoint is lost: {self._error}", file=sys.stderr)
+        if self._job.error is not None:
+            print(f"error: the last checkpoint is lost: {self._job.error}", file=sys.stderr)
 
     def _snapshot(self, values: dict[str, Any]) -> dict[str, Any]:
         """Copy everything; tensors to the host, into the memory of the last snapshot where they fit."""
         found, structure = pytree.tree_flatten_with_path(values)
         plain = iter(_copy_plain([(pytree.keystr(path), leaf) for path, leaf in found if not _is_tensor(leaf)]))
-        buffers: dict[str, Tensor] = {}
-        copied = [
-            self._copy(pytree.keystr(path), leaf, buffers) if _is_tensor(leaf) else next(plain) for path, leaf in found
-        ]
-        if any(buffer.is_pinned() for buffer in buffers.values()):
-            torch.cuda.synchronize()
-        self._buffers = buffers
+        with self._copies.renewed() as copy:
+            copied = [copy(pytree.keystr(path), leaf) if _is_tensor(leaf) else next(plain) for path, leaf in found]
         snapshot: dict[str, Any] = pytree.tree_unflatten(copied, structure)
         return snapshot
-
-    def _copy(self, name: str, tensor: Tensor, buffers: dict[str, Tensor]) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        buffers[name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        return buffer
 
 
 def _is_tensor(value: object) -> bool:

@@ -3,16 +3,16 @@
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from threading import Thread
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.entries import Entry, HeldEntry
 from opensora_cli.checkpoint.folders import MODEL_FOLDER, RUNNING_STATES_FILE, checkpoint_folder_name, epoch_folders
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
@@ -55,13 +55,12 @@ class CheckpointWriter:
         self._output = output
         self._settings = settings
         self._reporter = reporter or SilentReporter()
-        self._thread: Thread | None = None
+        self._job = BackgroundJob()
+        self._copies = HostCopies()
         self._is_alone = True
-        self._error: BaseException | None = None
         self._is_told = False
         self._had_failed = False
         """Whether the writing before the last one went wrong, on any rank."""
-        self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -71,9 +70,9 @@ class CheckpointWriter:
     ) -> None:
         if error is None:
             self.wait()
-        elif self._thread is not None and self._is_alone:
+        elif self._is_alone:
             # With others it would wait for those that may be gone; who ends them ends this process too.
-            self._thread.join()
+            self._job.join()
 
     def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None) -> Path:
         """Copy the state of a run, and begin to write it.
@@ -91,7 +90,7 @@ class CheckpointWriter:
             TrainingError: the weights are not finite: nothing is saved.
         """
         distribution = trainer.distribution
-        self._join()
+        self._job.join()
         self._let_one_failure_pass(distribution)
         if not trainer.are_weights_finite():
             raise TrainingError(
@@ -110,12 +109,12 @@ class CheckpointWriter:
             if distribution.is_main:
                 remove_old(self._output, self._settings)
 
-        self._start(write)
+        self._job.start(write)
         return target
 
     def look(self) -> None:
         """Warn if the writing has gone wrong by now; waits for nothing, and any rank may call it."""
-        error = self._error
+        error = self._job.error
         if isinstance(error, OutputError) and not self._is_told:
             self._is_told = True
             outlook = "the next save ends the run" if self._had_failed else "the next save tries again"
@@ -127,19 +126,14 @@ class CheckpointWriter:
         Raises:
             OutputError: it went wrong; told once.
         """
-        self._join()
-        error, self._error = self._error, None
+        self._job.join()
+        error = self._job.take_error()
         if error is not None:
             raise error
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
     def _let_one_failure_pass(self, distribution: Distribution) -> None:
         self.look()
-        error, self._error = self._error, None
+        error = self._job.take_error()
         self._is_told = False
         if error is not None and not isinstance(error, OutputError):
             raise error
@@ -151,17 +145,6 @@ class CheckpointWriter:
         if has_failed and distribution.is_main:
             # The room is needed; nobody writes there before he has heard from this rank where to.
             remove_unfinished(self._output)
-
-    def _start(self, write: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:
-                self._error = error
-
-        # Not a daemon: Python waits for it before it exits.
-        self._thread = Thread(target=run, name="osora-checkpoint")
-        self._thread.start()
 
     def _share(self, trainer: Trainer[Any], validation_loss: float | None) -> Share:
         tensors = self._copy(trainer)
@@ -187,28 +170,18 @@ class CheckpointWriter:
         """Copy this rank's tensors to the host, into the memory of the last copy where they fit."""
         ranks, rank = trainer.distribution.ranks, trainer.distribution.rank
         bytes_of = [0] * ranks
-        buffers: dict[tuple[str, str], Tensor] = {}
         copied: dict[str, dict[str, Tensor]] = {}
-        for part in tensors_of(trainer):
-            whole = trainer.distribution.whole(part.parameter, part.tensor)
-            owner = bytes_of.index(min(bytes_of))
-            bytes_of[owner] += whole.nbytes
-            if owner == rank:
-                kept = self._buffer(part.file, part.key, whole, buffers)
-            else:
-                kept = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-            copied.setdefault(part.file, {})[part.key] = kept
-        if any(buffer.is_pinned() for buffer in buffers.values()):
-            torch.cuda.synchronize()
-        self._buffers = buffers
+        with self._copies.renewed() as copy:
+            for part in tensors_of(trainer):
+                whole = trainer.distribution.whole(part.parameter, part.tensor)
+                owner = bytes_of.index(min(bytes_of))
+                bytes_of[owner] += whole.nbytes
+                if owner == rank:
+                    kept = copy((part.file, part.key), whole)
+                else:
+                    kept = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+                copied.setdefault(part.file, {})[part.key] = kept
         return copied
-
-    def _buffer(self, file: str, key: str, whole: Tensor, buffers: dict[tuple[str, str], Tensor]) -> Tensor:
-        buffer = self._buffers.get((file, key))
-        if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
-            buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-        buffers[file, key] = buffer.copy_(whole, non_blocking=whole.is_cuda)
-        return buffer
 
 
 def remove_old(output: Path, settings: CheckpointSettings) -> None:
