@@ -4,6 +4,7 @@
 it finds before collecting, and this one is found by a plain `pytest` as well as by `pytest tests/golden`.
 """
 
+import gc
 import os
 import signal
 
@@ -16,6 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has what it starts in the background ignore Ctrl-C, which programs under test would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    # The engine collects garbage after each stage, which is quick if it need not look through all tests and modules.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

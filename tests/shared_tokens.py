@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -19,9 +18,8 @@ from opensora_cli.parallel.shares import span
 sdpa: Attention = torch.nn.functional.scaled_dot_product_attention
 
 
-@cache
 def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: str = "cpu") -> ParallelMesh:
-    """Return the mesh of a shape, one for each in this process."""
+    """Return the mesh of a shape."""
     return ParallelMesh(MeshShape(ring=ring, ulysses=ulysses, tensor=tensor), device_type=device_type)
 
 

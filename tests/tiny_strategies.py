@@ -1,7 +1,6 @@
 """A small transformer trained by each strategy: a plain loop over a distribution, and what it holds and sends."""
 
 from dataclasses import dataclass, field
-from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.wire import StepSizes
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.strategy import build
 from opensora_cli.engine.train.strategy.build import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.strategy.local import local
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.settings.optimizer import PrecisionSettings
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 
@@ -48,12 +45,8 @@ class Case:
         return 2 if self.strategy == "hybrid" else 4
 
     def open(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Distribution:
-        """Return the distribution of this process; groups of ranks are made once for all tests."""
-        with patch.object(build, "ParallelMesh", _mesh):
-            return open_distribution(Strategy(self.strategy), self.parallel, device=torch.device(device), dtype=dtype)
-
-
-_mesh = cache(ParallelMesh)
+        """Return the distribution of this process."""
+        return open_distribution(Strategy(self.strategy), self.parallel, device=torch.device(device), dtype=dtype)
 
 
 def precision_of(compute: str) -> Precision:

@@ -61,18 +61,18 @@ def _device(name: str) -> torch.device:
         return torch.device("cpu")
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
-        raise HardwareError(f"runtime.device={name} is not a device: use auto, cpu, cuda or cuda:N")
+        raise HardwareError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         if torch.version.cuda:
             cause, hint = "no usable NVIDIA card was found", "use --device cpu, or mend the driver"
         else:
             cause = f"this is a torch without CUDA ({torch.__version__})"
             hint = "use --device cpu, or install a torch with CUDA"
-        raise HardwareError(f"runtime.device={name} is not there: {cause}", hint=hint)
+        raise HardwareError(f"device={name} is not there: {cause}", hint=hint)
     index, count = int(match[1] or 0), torch.cuda.device_count()
     if index >= count:
         raise HardwareError(
-            f"runtime.device={name} is not there: this machine has {', '.join(f'cuda:{i}' for i in range(count))}"
+            f"device={name} is not there: this machine has {', '.join(f'cuda:{i}' for i in range(count))}"
         )
     return torch.device("cuda", index)
 

@@ -4,6 +4,7 @@ Keys are checked against the schema while a layer is read, so that an error can 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -118,7 +119,7 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
     Raises:
         RequestError: it is none, or only a section; the nearest key is named.
     """
-    keys = list(all_keys(schema))
+    keys = all_keys(schema)
     if key in keys:
         return
     inside = [known for known in keys if known.startswith(f"{key}.")]
@@ -132,14 +133,19 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
     )
 
 
-def all_keys(schema: type[Section]) -> Iterator[str]:
-    """Yield the dotted keys of all settings."""
+@cache
+def all_keys(schema: type[Section]) -> tuple[str, ...]:
+    """Return the dotted keys of all settings."""
+    return tuple(_keys(schema))
+
+
+def _keys(schema: type[Section], prefix: str = "") -> Iterator[str]:
     for name in schema.model_fields:
         section = _section(schema, name)
         if section is None:
-            yield name
+            yield f"{prefix}{name}"
         else:
-            yield from (f"{name}.{key}" for key in all_keys(section))
+            yield from _keys(section, f"{prefix}{name}.")
 
 
 def _variables(schema: type[Section]) -> dict[str, str]:

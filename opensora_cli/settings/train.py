@@ -119,6 +119,8 @@ _SETTINGS_OF_TARGET = {
     TrainTarget.MMDIT: _COMMON_SETTINGS
     | {"init", "weights", "data", "model", "vae", "text", "train_mmdit", "lora", "memory", "compile", "samples"},
 }
+_IDLE_KEY_OF_TARGET = {TrainTarget.MMDIT: "text.batch_size"}
+"""Without effect in a section that has one."""
 
 
 def find_recipe(name: Path) -> Path:
@@ -209,6 +211,8 @@ def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettin
             raise RequestError(
                 f"{told} target={target}", hint=f"these have: {', '.join(sorted(_SETTINGS_OF_TARGET[target]))}"
             )
+        if key == _IDLE_KEY_OF_TARGET.get(target):
+            raise RequestError(f"{told} target={target}", hint="its micro-batches are as large as those of clips")
         if any(key == idle or key.startswith(f"{idle}.") for idle in settings.data.idle_keys()):
             table = settings.data.table
             raise RequestError(

@@ -73,7 +73,7 @@ def test_what_can_be_known_before_is_told_before_ranks_start(capsys: pytest.Capt
     assert main([*SHORT, "--gpus", "3", "--set", "parallel.cfg_parallel_degree=3"]) == 2
     assert "use at most 2" in capsys.readouterr().err
     assert main(["generate", "raining, sea", "--devices", "3"]) == 4
-    assert "runtime.device=cuda:3 is not there" in capsys.readouterr().err
+    assert "device=cuda:3 is not there" in capsys.readouterr().err
 
 
 SLOW = pytest.mark.slow

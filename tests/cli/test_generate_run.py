@@ -211,7 +211,7 @@ class TestBadInput:
 
     def test_no_such_device(self, osora, out, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        self.refused(osora, out, "sea", "--device", "cuda", code=4, says="runtime.device=cuda is not there")
+        self.refused(osora, out, "sea", "--device", "cuda", code=4, says="device=cuda is not there")
 
     def test_missing_weights(self, tmp_path, out, capsys):
         command = ["generate", "sea", "--model", "open-sora-v2", "--weights", str(tmp_path / "w"), "--out", str(out)]

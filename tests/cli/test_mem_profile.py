@@ -95,7 +95,7 @@ def test_a_training(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--html", "x", "--snapshot", "./x"], 2, "must be two files"),
         (["--html", "/dev/null/page.html"], 3, "cannot write in /dev/null"),
         (["--html", "x" * 300], 3, "File name too long"),
-        (["--device", "cuda:99"], 4, "runtime.device=cuda:99 is not there"),
+        (["--device", "cuda:99"], 4, "device=cuda:99 is not there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -80,7 +80,7 @@ def test_bad_files_end_the_batch_with_5(picture: str, capsys: pytest.CaptureFixt
         (["--clip-frames", "0"], 2, "clip.num_frames=0 must be over 0"),
         (["--config", "hunyuan", "--weights", "nowhere"], 3, "hunyuan_vae.safetensors (looked in nowhere)"),
         (["--out", "boat.png"], 3, "cannot write in boat.png"),
-        (["--device", "cuda:99"], 4, "runtime.device=cuda:99 is not there"),
+        (["--device", "cuda:99"], 4, "device=cuda:99 is not there"),
     ],
 )
 def test_what_cannot_be_done_is_told(

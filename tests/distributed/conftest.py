@@ -1,5 +1,10 @@
-"""Real processes that talk over gloo: one pool for each number of ranks, kept for the whole session."""
+"""Real processes that talk over gloo: one pool for each number of ranks, kept for the whole session.
 
+Each run of a function has groups of its own. Those that stayed would keep their threads, which look for work a hundred
+times a second: after some hundred tests that is all that the machine does.
+"""
+
+import gc
 import importlib.util
 import multiprocessing
 import traceback
@@ -16,15 +21,17 @@ _SECONDS = 240.0
 
 
 class Pool:
-    """Processes of one gloo group, in which functions of test modules run on all ranks at once."""
+    """Processes in which functions of test modules run on all ranks at once."""
 
     def __init__(self, ranks: int, meeting_place: Path) -> None:
         context = multiprocessing.get_context("spawn")
+        self._meeting_place = meeting_place
+        self._runs = 0
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, str(meeting_place), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -32,8 +39,10 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank and return what each returned; a failure on any rank fails the test."""
+        self._runs += 1
+        meeting_place = f"{self._meeting_place}_{self._runs}"
         for pipe in self._pipes:
-            pipe.send((function.__code__.co_filename, function.__name__, args))
+            pipe.send((meeting_place, function.__code__.co_filename, function.__name__, args))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(_SECONDS):
@@ -69,28 +78,37 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], P
         opened.close()
 
 
-def _serve(rank: int, ranks: int, meeting_place: str, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=ranks, timeout=timedelta(seconds=_SECONDS)
-    )
     modules: dict[str, ModuleType] = {}
     while True:
         try:
-            file, name, args = pipe.recv()
+            meeting_place, file, name, args = pipe.recv()
         except (EOFError, OSError):
             break
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting_place}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=_SECONDS),
+        )
         try:
             if file not in modules:
                 modules[file] = _load(file)
+                gc.freeze()  # so that collecting what a run leaves is quick
             torch.manual_seed(0)
-            pipe.send((True, getattr(modules[file], name)(*args)))
+            answer = True, getattr(modules[file], name)(*args)
+            # Nobody leaves before all have what he sent. One that fails does: the others then wait for nothing.
+            dist.barrier()
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+            answer = False, traceback.format_exc()
+        dist.destroy_process_group()
+        gc.collect()  # models that were divided are part of cycles, and hold their groups
+        pipe.send(answer)
 
 
 def _load(file: str) -> ModuleType:

@@ -252,7 +252,12 @@ class TestSilent:
 
     @pytest.mark.parametrize(
         ("rank", "stage", "act"),
-        [(1, "load", "wait"), (0, "denoise", "wait"), (1, "denoise", "silence"), (1, "denoise", "spin")],
+        [
+            (1, "load", "wait"),
+            pytest.param(0, "denoise", "wait", marks=pytest.mark.slow),
+            pytest.param(1, "denoise", "silence", marks=pytest.mark.slow),
+            (1, "denoise", "spin"),
+        ],
     )
     def test_one_of_them(self, tmp_path, rank, stage, act):
         failure = failing(tmp_path, "--gloo", "--rank", str(rank), "--stage", stage, "--act", act, "--silence", "1.5")

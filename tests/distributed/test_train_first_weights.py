@@ -87,7 +87,7 @@ def _assert_same(weights: dict[str, Tensor], model: MMDiT) -> None:
     assert [name for name, weight in weights.items() if not torch.equal(weight, expected[name])] == []
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("from_file", [False, True])
 def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, from_file: bool) -> None:
     settings = _settings(_saved(tmp_path, torch.float32) if from_file else None)
@@ -116,7 +116,7 @@ def test_they_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, f
         assert trained == weights.keys()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_beside_an_adapter(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
     pytest.importorskip("peft")
     settings = _settings(_saved(tmp_path, dtype), **LORA)

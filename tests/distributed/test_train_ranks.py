@@ -277,6 +277,7 @@ def test_ctrl_c_of_two_ranks_saves_and_one_goes_on(tmp_path):
     assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_one_goes_on_as_two_with_larger_updates(tmp_path):
     environment, run = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run"
     changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}

@@ -11,6 +11,7 @@ import tiny_training
 from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 def test_all_ranks_end(tmp_path):
     run, path = tmp_path / "run", tmp_path / "settings.json"

@@ -115,7 +115,7 @@ def test_a_group_that_broke_is_rebuilt_by_all_or_by_none() -> None:
     assert (len(first), len(second)) == (4, 2)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rendezvous_is_patient(late: int) -> None:
     """Whoever comes late, also by many times what one attempt takes."""
     assert _run(f"_meet_{late}") == ["[2.0]\n", "[2.0]\n"]

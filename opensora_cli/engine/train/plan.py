@@ -143,6 +143,9 @@ def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: 
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume goes on from what --overwrite takes away: give one of them")
+    for name in (TRAINING_FILE, LOG_FILE):
+        if (output / name).is_dir():
+            raise OutputError(f"{output / name} is a folder, where a run keeps a file", hint="move it elsewhere")
     if resume is not None:
         checkpoints_to_try(output, resume)
         return

@@ -211,11 +211,11 @@ def decoded_without_memory(
         pytest.param(7, 1, "host", "cuda", Tiling(), marks=pytest.mark.slow),
         pytest.param(9, 2, "host", "cuda", Tiling(spatial=True), marks=pytest.mark.slow),
         (22, 4, "device", "cpu", Tiling()),
-        (25, 4, "device", "cuda", Tiling()),
+        pytest.param(25, 4, "device", "cuda", Tiling(), marks=pytest.mark.slow),
         (27, 4, "host", "cuda", Tiling()),
         (6, 1, "device", "cpu", Tiling(spatial=True)),
         (13, 3, "device", "cuda", Tiling(temporal=True)),
-        (16, 5, "host", "cuda", Tiling()),
+        pytest.param(16, 5, "host", "cuda", Tiling(), marks=pytest.mark.slow),
     ],
 )
 def test_a_few_chunks_tell_what_all_of_them_take(

@@ -243,7 +243,7 @@ class TestHardware:
     def test_no_cuda(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         for name in ("cuda", "cuda:1"):
-            with pytest.raises(HardwareError, match=f"runtime.device={name} is not there") as caught:
+            with pytest.raises(HardwareError, match=f"device={name} is not there") as caught:
                 hardware.pick_hardware(name, "auto")
             assert "--device cpu" in caught.value.hint
 

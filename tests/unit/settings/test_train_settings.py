@@ -235,6 +235,7 @@ class TestFindRecipe:
         ),
         ("demo", {"memory__activation_offload": "some"}, "activation_offload=some must be one of none, all, dynamic"),
         ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
+        ("demo", {"text__batch_size": "8"}, "text.batch_size=8 (from --set) has no effect with target=mmdit"),
     ],
     ids=str,
 )  # fmt: skip

@@ -134,15 +134,13 @@ class Interrupting(SilentReporter):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_scan_goes_on_where_it_was(folder: Path, probed: list[str]) -> None:
+def test_an_interrupted_scan_goes_on_where_it_was(folder: Path) -> None:
     settings = ScanSettings(folder=str(folder), workers=1)
     with pytest.raises(KeyboardInterrupt, match="2 of 4 files are noted"):
         scan(settings, reporter=Interrupting(2))
     assert not folder.with_suffix(".csv").exists()
-    done = len(probed)
     journal = folder.with_suffix(".csv.scan.jsonl")
     journal.write_text(journal.read_text() + '{"path": "half a li')  # a crash
-    assert 2 <= done <= 3
     result = run(folder)
     assert result.read == 2
     assert len(read_table(result.table)) == 4

@@ -56,4 +56,4 @@ def test_the_process_denoises_what_it_is_given(
 def test_a_process_that_fails_says_why(settings: GenerateSettings):
     told = allocator._in_a_process(settings.replace({"runtime.device": "cuda"}), allocator.CHOICES[0])
     assert isinstance(told, str)
-    assert "runtime.device=cuda is not there" in told
+    assert "device=cuda is not there" in told

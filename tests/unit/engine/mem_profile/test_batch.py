@@ -8,6 +8,14 @@ from opensora_cli.engine.mem_profile.report import LargestBatch
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def released(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """What was asked to give memory back, which takes time."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr("opensora_cli.engine.mem_profile.batch.release_memory", asked.append)
+    return asked
+
+
 def search(bytes_each: int, limit: int, error: type[Exception] | None = MemoryError, most: int = MOST) -> LargestBatch:
     def peak_of(size: int) -> int:
         if error is not None and size * bytes_each > limit:
@@ -25,8 +33,9 @@ def search(bytes_each: int, limit: int, error: type[Exception] | None = MemoryEr
         (5, None),
     ],
 )
-def test_finds_the_largest_that_fits(fits: int, error: type[Exception] | None):
+def test_finds_the_largest_that_fits(fits: int, error: type[Exception] | None, released: list[torch.device]):
     found = search(10, 10 * fits + 9, error)
+    assert released == [CPU] * len(found.tried)
     assert (found.batch_size, found.peak_bytes, found.reached_most) == (fits, 10 * fits, False)
     assert len(found.tried) <= 2 * fits.bit_length() + 1
     assert all((peak is None) == (size > fits) for size, peak in found.tried)

@@ -195,6 +195,13 @@ class TestOutput:
         assert exported(tmp_path) == exported(vae_folder)
         assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
 
+    def test_a_folder_in_place_of_a_file(self, tmp_path):
+        tmp_path.joinpath("log.jsonl").mkdir()
+        tmp_path.joinpath("epoch0-global_step4").mkdir()
+        with pytest.raises(OutputError, match=r"log\.jsonl is a folder, where a run keeps a file"):
+            train(tiny_training.vae_settings(tmp_path), overwrite=True)
+        assert len(list(tmp_path.iterdir())) == 2
+
     def test_nothing_to_resume(self, tmp_path):
         with pytest.raises(CheckpointError, match=r"has no checkpoint to resume from"):
             train(tiny_training.vae_settings(tmp_path), resume=Resume())
