@@ -37,8 +37,8 @@ def scan(
 ) -> None:
     """Make the table that training reads, of a folder and all folders in it.
 
-    The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new
-    and changed files. Broken files are listed, and left out: the exit code is 5 then.
+    The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new,
+    changed and broken files. Broken ones are listed, and left out: the exit code is 5 then.
 
     Examples:
 
@@ -132,13 +132,21 @@ def preview(
             from opensora_cli.engine.data import preview as engine
             from opensora_cli.engine.data.loading import pixel_multiple
         from opensora_cli.settings.data import DataSettings
+        from opensora_cli.settings.explain import Given
         from opensora_cli.settings.train import load_train_settings
 
+        reporter = output.make_reporter(quiet=quiet)
         data, multiple = DataSettings(), 16
         if config is not None:
-            training = load_train_settings(config=config, overrides={}, environment=os.environ)
+            training = load_train_settings(
+                config=config,
+                # Files of the reference name none, and are refused without.
+                overrides={"data.table": Given(settings.table, "TABLE")} if config.suffix == ".py" else {},
+                environment=os.environ,
+                tell=reporter.note,
+            )
             data, multiple = training.data, pixel_multiple(training)
-        result = engine.preview(settings, data, multiple=multiple, reporter=output.make_reporter(quiet=quiet))
+        result = engine.preview(settings, data, multiple=multiple, reporter=reporter)
         output.print_result(result, as_json=json_)
         result.require_whole()
 

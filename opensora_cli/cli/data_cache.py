@@ -26,8 +26,8 @@ def cache(
     """Precompute latents and text embeddings of all clips that a training of the transformer asks for.
 
     Training with the same recipe then reads them (train_mmdit.cache), and loads neither the autoencoder nor the text
-    encoders. It would make the cache by itself, too; what is there is not made again. A cache belongs to its
-    autoencoder, text encoders and settings: others are refused.
+    encoders. It would make the cache by itself, too; what is there is not made again, unless its file was replaced. A
+    cache belongs to its autoencoder, text encoders and settings: others are refused.
 
     Examples:
 
@@ -47,10 +47,11 @@ def cache(
 
         given = {key: Given(str(value), flag) for key, (flag, value) in flags.items() if value is not None}
         overrides = collect_overrides(TrainSettings, given, set_ or [])
-        settings = load_train_settings(config=config, overrides=overrides, environment=os.environ)
+        reporter = output.make_reporter(quiet=quiet)
+        settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, tell=reporter.note)
         with errors.uninterrupted():
             from opensora_cli.engine.data.cache_filling import cache_clips
 
-        result = cache_clips(settings, reporter=output.make_reporter(quiet=quiet))
+        result = cache_clips(settings, reporter=reporter)
         output.print_result(result, as_json=json_)
         result.require_whole()

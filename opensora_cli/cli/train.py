@@ -100,9 +100,19 @@ def train(
             saved=from_,
             tell=output.make_reporter(quiet=quiet).note,
         )
+        if allow_older and resume_from is not None:
+            raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
         if allow_older and not resume:
             raise RequestError("--allow-older has no effect without --resume: give both, or --resume-from FOLDER")
         if check_data:
+            for flag, value in (
+                ("--resume", resume),
+                ("--resume-from", resume_from),
+                ("--overwrite", overwrite),
+                ("--dry-run", dry_run),
+            ):
+                if value:
+                    raise RequestError(f"{flag} has no effect with --check-data, which trains nothing: drop it")
             _check_data(settings, as_json=json_, quiet=quiet)
             return
         _run(

@@ -54,7 +54,7 @@ class SceneSettings(Section):
 
     count: PositiveInt = Field(default=100_000, le=10**9, description="clips of an epoch")
     size: int = Field(default=64, ge=32, le=1024, description="width and height in pixels")
-    num_frames: int = Field(default=17, ge=1, le=1025, description="frames of a clip: a multiple of 4, plus 1")
+    num_frames: int = Field(default=17, ge=1, le=1025, description="frames of a clip, as the autoencoder takes them")
     fps: float = Field(default=12.0, gt=0, le=240, description="frames per second")
     batch_size: BatchSize = Field(default=8, description="clips of a micro-batch")
     picture_share: float = Field(default=0.0, ge=0, le=1, description="part of the clips that are single frames")
@@ -126,12 +126,6 @@ class DataSettings(Section):
             return tuple(sorted({length for lengths in self.buckets.values() for length in lengths}))
         shares = {1: self.scenes.picture_share, self.scenes.num_frames: 1 - self.scenes.picture_share}
         return tuple(sorted(length for length, share in shares.items() if share > 0))
-
-    def idle_keys(self) -> tuple[str, ...]:
-        """Keys, and beginnings of keys, that have no effect beside the others."""
-        if self.table is not None:
-            return ("data.scenes",)
-        return ("data.buckets", "data.fps_max", "data.fit")
 
     def length_problems(self, grid: LatentGrid) -> list[str]:
         """Return a line for every length that an autoencoder would not give back."""

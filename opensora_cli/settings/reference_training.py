@@ -82,11 +82,12 @@ _IMPLIED: dict[str, tuple[object, ...]] = {
     "gen_loss_config.disc_factor": (1,),
     "disc_loss_config.disc_factor": (1,),
     "disc_loss_config.disc_loss_type": ("hinge",),
-    "disc_lr_scheduler.warmup_steps": (0,),
     "mixed_strategy": ("mixed_video_image",),
 }
 # Why a line has no place here, by the beginning of its name.
 _REASONS = {
+    "grad_checkpoint": "is for the transformer's blocks",
+    "disc_lr_scheduler": "the discriminator's rate rises and falls with the autoencoder's",
     "accumulation_steps": "set loop.micro_batches to so many times the devices with batches of their own",
     "ae.from_scratch": "weights come from train_mmdit.files.vae",
     "ae.model_name": "sizes are those of vae.dc_ae",
@@ -254,7 +255,10 @@ def _vae_training(values: _Values, found: Mapping[str, object]) -> Iterator[tupl
     weight = values.take("vae_loss_config.kl_loss_weight", 0)
     # Theirs is summed over latents and divided by pixels: 16 channels for 3 x 4 x 8 x 8 of them.
     yield "train_vae.kl_weight", weight * 16 / 768 if found.get("vae.kind") == "hunyuan" else weight
-    values.take("grad_checkpoint")
+    if not values.peek("grad_checkpoint"):
+        values.take("grad_checkpoint")
+    if values.peek("disc_lr_scheduler.warmup_steps") == values.peek("lr_scheduler.warmup_steps", 0):
+        values.take("disc_lr_scheduler.warmup_steps")
     if values.peek("gen_loss_config.gen_start") == values.peek("disc_loss_config.disc_start"):
         values.take("gen_loss_config.gen_start")
     for key in ("eps", "weight_decay", "betas"):

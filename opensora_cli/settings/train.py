@@ -17,6 +17,7 @@ from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_yaml
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.idle import idle_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.loop import LoopSettings
 from opensora_cli.settings.lora import LoraSettings
@@ -109,20 +110,6 @@ class TrainSettings(Section):
         return self
 
 
-_COMMON_SETTINGS = frozenset(
-    {"target", "output", "device", "optimizer", "precision", "loop", "checkpoints", "parallel", "strategy"}
-    | {"watching", "validation"}
-)
-_SETTINGS_OF_TARGET = {
-    TrainTarget.VAE: _COMMON_SETTINGS | {"init", "data", "vae", "train_vae"},
-    TrainTarget.TEXT: _COMMON_SETTINGS | {"text"},
-    TrainTarget.MMDIT: _COMMON_SETTINGS
-    | {"init", "weights", "data", "model", "vae", "text", "train_mmdit", "lora", "memory", "compile", "samples"},
-}
-_IDLE_KEY_OF_TARGET = {TrainTarget.MMDIT: "text.batch_size"}
-"""Without effect in a section that has one."""
-
-
 def find_recipe(name: Path) -> Path:
     """Return the settings file that `name` means: itself, or the packaged recipe of that name.
 
@@ -204,21 +191,13 @@ def _recipes() -> str:
 
 def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettings) -> None:
     # In a file, which others may extend, such a key may stand; who types it expects something of it.
-    target = settings.target
+    idle = list(idle_settings(settings))
     for key, given in overrides.items():
-        told = f"{key}={given.value} (from {given.source}) has no effect with"
-        if key.partition(".")[0] not in _SETTINGS_OF_TARGET[target]:
-            raise RequestError(
-                f"{told} target={target}", hint=f"these have: {', '.join(sorted(_SETTINGS_OF_TARGET[target]))}"
-            )
-        if key == _IDLE_KEY_OF_TARGET.get(target):
-            raise RequestError(f"{told} target={target}", hint="its micro-batches are as large as those of clips")
-        if any(key == idle or key.startswith(f"{idle}.") for idle in settings.data.idle_keys()):
-            table = settings.data.table
-            raise RequestError(
-                f"{told} data.table={table or 'none'}",
-                hint="leave data.table out to train on procedural scenes" if table else "name a table: data.table=FILE",
-            )
+        for each in idle:
+            if key == each.key or key.startswith(f"{each.key}."):
+                raise RequestError(
+                    f"{key}={given.value} (from {given.source}) has no effect with {each.beside}", hint=each.hint
+                )
 
 
 def _device_problems(settings: TrainSettings) -> Iterator[str]:

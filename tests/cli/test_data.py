@@ -67,6 +67,12 @@ def test_shard_and_preview(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "data", "preview", table, "-o", sheet)[0] == 3
     code, out, _ = run(capsys, "data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", "demo")
     assert (code, json.loads(out)["shown"]) == (0, 4)
+    # A configuration of the reference, which names no table; what it says that has no place here is told.
+    config = folder / "stage.py"
+    config.write_text("bucket_config = {'64px': {5: (1.0, 2)}}\nmodel = dict(type='flux')\nload = 'some/folder'\n")
+    code, out, err = run(capsys, "data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", config)
+    assert (code, json.loads(out)["shown"]) == (0, 4)
+    assert "not carried over: load=some/folder" in err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCED_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL_BLOCKS = [(language, text) for language, text in FENCED_BLOCK.findall(README) if language in ("bash", "console")]
 
-ONLY_TELLS = {"--version", "--help", "-h", "--list-presets"}
+ONLY_TELLS = {"--version", "--help", "-h", "--list-presets", "--check-data"}
 
 
 def osora_commands() -> list[list[str]]:

@@ -97,8 +97,3 @@ def test_sizes_of_scenes_are_whole_numbers_of_tokens() -> None:
     assert scenes.size_problems(8) == []
     assert scenes.size_problems(16) == ["data.scenes.size=72 must be a multiple of 16, the side of a token: use 80"]
     assert DataSettings(table="a.csv").size_problems(7) == []
-
-
-def test_keys_without_effect() -> None:
-    assert DataSettings().idle_keys() == ("data.buckets", "data.fps_max", "data.fit")
-    assert DataSettings(table="a.csv").idle_keys() == ("data.scenes",)

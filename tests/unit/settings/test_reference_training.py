@@ -169,6 +169,20 @@ def test_an_autoencoder(tmp_path: Path) -> None:
     ]
 
 
+def test_an_autoencoder_that_would_be_trained_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "ae.py").write_text(
+        "model = dict(type='dc_ae')\nbucket_config = {'256px': {32: (1.0, 1)}}\n"
+        "vae_loss_config = dict(kl_loss_weight=0)\n"
+        "grad_checkpoint = True\nlr_scheduler = dict(warmup_steps=9)\ndisc_lr_scheduler = dict(warmup_steps=0)\n"
+    )
+    settings, lines = loaded(tmp_path / "ae.py")
+    assert settings.optimizer.warmup_steps == 9
+    assert [line.split("not carried over: ")[1] for line in lines] == [
+        "grad_checkpoint=True: is for the transformer's blocks",
+        "disc_lr_scheduler.warmup_steps=0: the discriminator's rate rises and falls with the autoencoder's",
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -236,6 +236,22 @@ class TestFindRecipe:
         ("demo", {"memory__activation_offload": "some"}, "activation_offload=some must be one of none, all, dynamic"),
         ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),
         ("demo", {"text__batch_size": "8"}, "text.batch_size=8 (from --set) has no effect with target=mmdit"),
+        ("demo_vae", {"watching__peak_tflops": "8"}, "peak_tflops=8 (from --set) has no effect with target=vae"),
+        ("demo_text", {"optimizer__muon_learning_rate": "1"}, "has no effect with optimizer.name=adamw"),
+        ("demo_text", {"validation__batches": "2"}, "batches=2 (from --set) has no effect with validation.every=none"),
+        ("demo", {"samples__prompts": "sea"}, "prompts=sea (from --set) has no effect with samples.every=none"),
+        ("demo", {"data__workers": "0", "data__prefetch": "3"}, "has no effect with data.workers=0"),
+        ("demo", {"data__scenes__picture_batch_size": "3"}, "has no effect with data.scenes.picture_share=0"),
+        (
+            "demo_vae",
+            {"train_vae__picture_steps": "0", "train_vae__picture_batch_size": "3"},
+            "picture_batch_size=3 (from --set) has no effect with train_vae.picture_steps=0",
+        ),
+        (
+            "demo_vae",
+            {"train_vae__discriminator__width": "8"},
+            "discriminator.width=8 (from --set) has no effect with train_vae.discriminator.weight=0",
+        ),
     ],
     ids=str,
 )  # fmt: skip

@@ -74,7 +74,7 @@ def test_from_the_command_line() -> None:
     assert settings.watching.profile_steps == (10, 12)
     assert settings.samples.prompts == ("rain", "snow")
     for text, prompts in (("raining, sea", ("raining, sea",)), ('["raining, sea", snow]', ("raining, sea", "snow"))):
-        assert load("demo", samples__prompts=text).samples.prompts == prompts
+        assert load("demo", samples__every="100", samples__prompts=text).samples.prompts == prompts
     with pytest.raises(RequestError, match=r"samples\.every=1 needs something to show"):
         load("demo", samples__every="1", samples__prompts=" ")
     with pytest.raises(RequestError, match=r"samples\.prompts=.* must be a list"):
