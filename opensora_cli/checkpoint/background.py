@@ -55,11 +55,14 @@ class BackgroundJob:
         self._thread = Thread(target=run, name="osora-checkpoint")
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait for its end. If this is interrupted, it is still there to be waited for."""
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for its end, or so long; return whether it has ended. If not, it is still there to be waited for."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
 
     def take_error(self) -> BaseException | None:
         """Return what went wrong, once."""

@@ -104,9 +104,7 @@ def write_share(share: Share, temporary: Path, target: Path) -> None:
             if share.processes == 1:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
-                # The others are to find it there, whenever they come.
-                with suppress(OSError, OutputError):
-                    _tell(temporary, _FAILED, share, str(error))
+                _tell_failure(temporary, share, str(error))
             raise
     except (OSError, CheckpointError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -211,6 +209,16 @@ def _tell(folder: Path, flag: str, share: Share, text: str) -> None:
     write_bytes_atomic(folder / f"{flag}-{share.process}", text.encode())
 
 
+def _tell_failure(folder: Path, share: Share, reason: str) -> None:
+    """Let the others know, whenever they come: they wait for this process as long as they find nothing of it."""
+    try:
+        _tell(folder, _FAILED, share, reason)
+    except OutputError:
+        # On a full disk there is room for an empty file yet.
+        with suppress(OSError):
+            (folder / f"{_FAILED}-{share.process}").touch()
+
+
 def _await(folder: Path, flag: str, share: Share) -> list[str]:
     """Wait until all processes have said that they are done, and return what they said.
 
@@ -221,7 +229,8 @@ def _await(folder: Path, flag: str, share: Share) -> list[str]:
         for process in range(share.processes):
             failed = folder / f"{_FAILED}-{process}"
             if failed.exists():
-                raise OutputError(f"rank {process}: {failed.read_text(encoding='utf-8')}")
+                reason = failed.read_text(encoding="utf-8") or "it cannot write its part, and has no room to say why"
+                raise OutputError(f"rank {process}: {reason}")
         flags = [folder / f"{flag}-{process}" for process in range(share.processes)]
         if all(each.exists() for each in flags):
             return [each.read_text(encoding="utf-8") for each in flags]

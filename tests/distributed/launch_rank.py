@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
 from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure
 from opensora_cli.core.ranks import RankContext, find_context
 
@@ -39,6 +39,9 @@ def main() -> int:
             report_failure(error.message, hint=error.hint, exit_code=error.exit_code)
             return error.exit_code
         except KeyboardInterrupt:
+            if asked.act == "fail to save":
+                report_failure("the disk is full", hint="make room there", exit_code=OutputError.exit_code)
+                return OutputError.exit_code
             report_failure("interrupted", hint=f"kept by rank {context.rank}", exit_code=INTERRUPTED)
             return INTERRUPTED
         except Exception as error:
@@ -94,7 +97,7 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             os._exit(7)
         case "wait" if stage == "start":  # as an import does
             compute(120)
-        case "wait":
+        case "wait" | "fail to save":
             time.sleep(120)
         case "ignore":
             signal.signal(signal.SIGINT, signal.SIG_IGN)

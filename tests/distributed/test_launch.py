@@ -309,6 +309,14 @@ class TestInterrupted:
         assert err.split("\n") == ["error: interrupted", "       kept by rank 0", ""]
         assert left(tmp_path) == []
 
+    def test_what_could_not_be_saved_then_is_told(self, tmp_path):
+        launcher = driver(tmp_path, "--act", "fail to save")
+        wait_for(lambda: all((tmp_path / f"denoise{rank}").exists() for rank in range(2)))
+        launcher.send_signal(signal.SIGINT)
+        _, err = launcher.communicate(timeout=PROMISED_S)
+        assert launcher.returncode == 130
+        assert err.split("\n") == ["error: interrupted", "       the disk is full", "       make room there", ""]
+
     def test_while_a_rank_is_started(self, tmp_path, monkeypatch):
         """Not even a rank that nobody has heard of stays."""
         real = subprocess.Popen

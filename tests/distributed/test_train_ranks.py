@@ -1,5 +1,6 @@
 """Training by several processes: the same steps as one alone, one decision for all, one checkpoint of all."""
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from toy_training import ADAMW, Listener, ToyTask, toy_trainer
 
+from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.engine.train import checkpoints
@@ -225,6 +227,49 @@ def test_two_failures_in_a_row_of_one_rank_end_all(pool, tmp_path):
     first, second = pool(2).run(_failing, str(tmp_path), 2)
     assert first[1] == "it is stuck"
     assert second[1] == f"another rank could not write a checkpoint in {tmp_path}"
+
+
+def _waiting(folder: str, is_full: bool) -> tuple[str, bool]:
+    """Wait for a save whose last step, the first rank's, takes longer or goes wrong; is all there after it?"""
+    trainer, asked = _trainer(ToyTask()), []
+    real, any_rank = shared_folder.replace_folder, trainer.distribution.any
+
+    def replace(temporary: Path, target: Path) -> None:
+        # The others have been done for some time.
+        deadline = time.monotonic() + 20
+        while len(asked) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(temporary, target)
+
+    def ask(flag: bool) -> bool:
+        asked.append(flag)
+        return any_rank(flag)
+
+    shared_folder.replace_folder, checkpoints._LOOK_S = replace, 0.05
+    try:
+        writer = CheckpointWriter(Path(folder), CheckpointSettings())
+        saved = writer.save(trainer)
+        trainer.distribution.any, asked[:] = ask, []
+        writer.wait()
+    except OutputError as error:
+        return error.message, False
+    finally:
+        shared_folder.replace_folder, checkpoints._LOOK_S = real, 1.0
+    return saved.name, saved.exists()
+
+
+def test_all_ranks_wait_until_the_checkpoint_is_there(pool, tmp_path):
+    assert pool(2).run(_waiting, str(tmp_path), False) == [("epoch0-global_step0", True)] * 2
+
+
+def test_what_one_rank_could_not_save_no_rank_takes_for_saved(pool, tmp_path):
+    assert pool(2).run(_waiting, str(tmp_path), True) == [
+        (f"cannot write {tmp_path / 'epoch0-global_step0'}: No space left on device", False),
+        (f"another rank could not write a checkpoint in {tmp_path}", False),
+    ]
 
 
 def _settings(output: Path, **changes: object) -> TrainSettings:

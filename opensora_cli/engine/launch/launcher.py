@@ -77,7 +77,7 @@ def launch(
         HardwareError: there are fewer cards, or the machines cannot meet.
         OutputError: the log files cannot be written.
         RankFailure: a rank failed; its exit code is that of the rank's error.
-        KeyboardInterrupt: its argument says what is kept.
+        KeyboardInterrupt: its argument says what is kept, or why that went wrong.
     """
     pace = pace or Pace()
     request.check()
@@ -95,14 +95,14 @@ def launch(
             where = f" at machine {request.node_rank}" if request.nnodes > 1 else ""
             neighbours.tell(RankFailure(f"interrupted{where}", hint=None, exit_code=INTERRUPTED))
             run.end(finish_s=pace.finish_s)
-            raise KeyboardInterrupt(*run.kept()) from None
+            raise KeyboardInterrupt(*(run.kept() or run.failed())) from None
         if failure is not None:
             neighbours.tell(failure)
-            run.end(finish_s=pace.finish_s if failure.exit_code == INTERRUPTED else 0.0)
+            is_interrupted = failure.exit_code == INTERRUPTED
+            run.end(finish_s=pace.finish_s if is_interrupted else 0.0)
             hints = [failure.hint] if failure.hint else []
-            raise RankFailure(
-                failure.message, hint="\n".join([*hints, *run.kept()]) or None, exit_code=failure.exit_code
-            )
+            hints += run.kept() or (run.failed() if is_interrupted else [])
+            raise RankFailure(failure.message, hint="\n".join(hints) or None, exit_code=failure.exit_code)
 
 
 @contextmanager
@@ -206,6 +206,12 @@ class _Run:
         """Return what the first rank that was interrupted says of what it finished; nothing if none was."""
         reports = [rank.report for rank in self._ranks if rank.report is not None]
         return [report.hint for report in reports if report.kind == "interrupted" and report.hint][:1]
+
+    def failed(self) -> list[str]:
+        """Return what the first rank that could not finish what it was at says of it; nothing if all could."""
+        reports = [rank.report for rank in self._ranks if rank.report is not None]
+        errors = [(report.message, report.hint) for report in reports if report.kind == "error"]
+        return ["\n".join(filter(None, error)) for error in errors][:1]
 
     def _listen(self, *, since_last_look: float) -> None:
         for rank in self._ranks:

@@ -3,7 +3,7 @@
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -34,6 +34,11 @@ from opensora_cli.settings.checkpoints import CheckpointSettings
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """What checkpoints are compared by."""
 
+DONE = "done"
+"""Key in `running_states.json`: of what is due at this step, an interruption may have left some."""
+
+_LOOK_S = 1.0
+
 
 class CheckpointWriter:
     """Saves a run in the background, all ranks together.
@@ -57,7 +62,8 @@ class CheckpointWriter:
         self._reporter = reporter or SilentReporter()
         self._job = BackgroundJob()
         self._copies = HostCopies()
-        self._is_alone = True
+        self._distribution: Distribution | None = None
+        """Of the last save, until it was waited for."""
         self._is_told = False
         self._had_failed = False
         """Whether the writing before the last one went wrong, on any rank."""
@@ -70,17 +76,18 @@ class CheckpointWriter:
     ) -> None:
         if error is None:
             self.wait()
-        elif self._is_alone:
+        elif self._distribution is None or self._distribution.ranks == 1:
             # With others it would wait for those that may be gone; who ends them ends this process too.
             self._job.join()
 
-    def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None) -> Path:
+    def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None, done: Sequence[str] = ()) -> Path:
         """Copy the state of a run, and begin to write it.
 
         Args:
             trainer: between two steps.
             validation_loss: by which the best checkpoint is chosen; None: by the mean loss of the steps since the last
                 call.
+            done: names of what has been done at this step beside training, which the checkpoint keeps.
 
         Returns:
             The checkpoint's folder, which exists once the writing is over.
@@ -90,18 +97,18 @@ class CheckpointWriter:
             TrainingError: the weights are not finite: nothing is saved.
         """
         distribution = trainer.distribution
-        self._job.join()
         self._let_one_failure_pass(distribution)
         if not trainer.are_weights_finite():
             raise TrainingError(
                 f"weights are not finite after step {trainer.step}: they are not saved",
                 hint="use a lower rate: --set optimizer.learning_rate=X",
             )
-        self._is_alone = distribution.ranks == 1
+        self._distribution = distribution
         target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=agreed(token) if distribution.ranks > 1 else token)
-        share = self._share(trainer, validation_loss)
+        running = _running_states(trainer, validation_loss, done)
+        share = self._share(trainer, running)
         trainer.losses.clear()
 
         def write() -> None:
@@ -121,32 +128,44 @@ class CheckpointWriter:
             self._reporter.warn(f"{error.message}: {outlook}")
 
     def wait(self) -> None:
-        """Wait for the writing to end.
+        """Wait for the writing of all ranks to end.
 
         Raises:
-            OutputError: it went wrong; told once.
+            OutputError: it went wrong, on whatever rank; told once, on all of them.
         """
-        self._job.join()
+        if self._distribution is not None:
+            self._join(self._distribution)
+            error = self._take_error(self._distribution)
+            self._distribution = None
+            if error is not None:
+                raise error
+
+    def _join(self, distribution: Distribution) -> None:
+        # Hashing and removing old ones may take a rank far longer than the others, and longer than a collective waits.
+        while distribution.any(not self._job.join(_LOOK_S)):
+            pass
+
+    def _take_error(self, distribution: Distribution) -> BaseException | None:
+        """Return what went wrong, once: an error on all ranks, if there is one on any."""
         error = self._job.take_error()
-        if error is not None:
-            raise error
+        # What the first rank fails at in the end, the others do not notice.
+        if distribution.any(error is not None) and error is None:
+            error = OutputError(f"another rank could not write a checkpoint in {self._output}")
+        return error
 
     def _let_one_failure_pass(self, distribution: Distribution) -> None:
+        self._join(distribution)
         self.look()
-        error = self._job.take_error()
         self._is_told = False
-        if error is not None and not isinstance(error, OutputError):
+        error = self._take_error(distribution)
+        if error is not None and (self._had_failed or not isinstance(error, OutputError)):
             raise error
-        # What the first rank fails at in the end, the others do not notice.
-        has_failed = distribution.any(error is not None)
-        if has_failed and self._had_failed:
-            raise error or OutputError(f"another rank could not write a checkpoint in {self._output}")
-        self._had_failed = has_failed
-        if has_failed and distribution.is_main:
+        self._had_failed = error is not None
+        if self._had_failed and distribution.is_main:
             # The room is needed; nobody writes there before he has heard from this rank where to.
             remove_unfinished(self._output)
 
-    def _share(self, trainer: Trainer[Any], validation_loss: float | None) -> Share:
+    def _share(self, trainer: Trainer[Any], running_states: Mapping[str, object]) -> Share:
         tensors = self._copy(trainer)
         model = tensors.pop(MODEL_FOLDER)
         outlines: dict[str, Entry] = {key: HeldEntry(tensor) for key, tensor in model.items()}
@@ -161,7 +180,7 @@ class CheckpointWriter:
             tensors={**files, **tensors},
             files=files_of(trainer),
             indexes={f"{MODEL_FOLDER}/{SAFETENSORS_FORM.index_name}": index},
-            running_states=_running_states(trainer, validation_loss),
+            running_states=running_states,
             process=trainer.distribution.rank,
             processes=trainer.distribution.ranks,
         )
@@ -213,7 +232,7 @@ def _best(folders: list[Path]) -> Path | None:
     return min((folder for folder in reversed(scores) if scores[folder][0] == kind), key=lambda each: scores[each][1])
 
 
-def _running_states(trainer: Trainer[Any], validation_loss: float | None) -> dict[str, object]:
+def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
     score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
     scored: dict[str, object] = {}
     if math.isfinite(score):
@@ -225,5 +244,6 @@ def _running_states(trainer: Trainer[Any], validation_loss: float | None) -> dic
         "ranks": trainer.distribution.ranks,
         "skipped_in_a_row": trainer.skipped_in_a_row,
         "precision": trainer.precision.state_dict(),
+        DONE: list(done),
         **scored,
     }

@@ -33,11 +33,12 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     Raises:
         CheckpointError: there is none, or the folder is of an earlier version of osora.
     """
+    folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
         if not resume.folder.is_dir():
             raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
-        return [resume.folder]
-    folders = all_epoch_folders(output) if output.is_dir() else []
+        # As the run calls it, however it was spelled: by that name it is found among the others.
+        return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
     if not folders and (output / TRAINING_FILE).is_file():
         raise CheckpointError(
             f"{output / TRAINING_FILE} is of an earlier version of osora, which cannot be resumed from",
@@ -67,7 +68,12 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
         if number == len(folders) - 1:
             hint = None if resume.folder is not None else "begin anew with --overwrite in place of --resume"
             if older and not resume.allow_older:
-                hint = f"--allow-older goes on from {older[0]}"
+                way = (
+                    "--allow-older goes on from"
+                    if resume.folder is None
+                    else "go on from the one before: --resume-from"
+                )
+                hint = f"{way} {older[0]}"
             raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
         reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
     raise AssertionError("there is at least one folder")

@@ -21,7 +21,7 @@ from opensora_cli.engine.launch.reporting import WatchedReporter
 from opensora_cli.engine.ranks import agreed
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import DONE, CheckpointWriter
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.interrupts import noticed
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
@@ -142,6 +142,9 @@ class _Run:
         self._samples: SampleVideos | None = None
         self._validation: Validation | None = None
         self._validation_loss: float | None = None
+        """Of the weights as they are now."""
+        self._done: list[str] = []
+        """At this step, beside training."""
 
     def go(self) -> TrainResult:
         """Do all of it."""
@@ -255,13 +258,16 @@ class _Run:
         )
 
     def _resume(self, trainer: Trainer[Any], folder: Path) -> None:
-        restore(trainer, folder)
+        running = restore(trainer, folder)
         steps = self._settings.loop.steps
         if trainer.step > steps:
             raise RequestError(
                 f"loop.steps={steps} is over already: {folder} is of step {trainer.step}",
                 hint=f"use a number over {trainer.step}: --set loop.steps=N",
             )
+        self._done = list(running.get(DONE, ()))
+        if folder.parent == self._output:
+            self._saved, self._saved_step = folder, trainer.step
 
     def _prepare_output(self, folder: Path | None, first_step: int) -> None:
         """Leave nothing in the run's folder that is of another course of it."""
@@ -292,12 +298,24 @@ class _Run:
             self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")
 
         def stop_if_asked() -> None:
-            if self._distribution.any(is_interrupted()):
+            # Before the first step there is nothing to save.
+            if trainer.step and self._distribution.any(is_interrupted()):
                 self._save(trainer)
                 self._writer.wait()
                 raise KeyboardInterrupt(
                     f"step {trainer.step} of {steps} is saved in {self._output}: go on with --resume"
                 )
+
+        def do_what_is_due() -> None:
+            # An interruption does not wait for it, since whoever asks for an end may kill soon: a resumed run does it.
+            stop_if_asked()
+            for name, do in (("validation", self._validate), ("samples", self._sample)):
+                if name not in self._done and do(trainer):
+                    self._done.append(name)
+                    stop_if_asked()
+            # The last one may fail and all is exported yet.
+            if 0 < trainer.step < steps and trainer.step % every == 0:
+                self._save(trainer)
 
         with (
             noticed(tell) as is_interrupted,
@@ -305,19 +323,13 @@ class _Run:
         ):
             if trainer.step:
                 progress.advance(trainer.step)
-            else:
-                self._validate(trainer)
+            do_what_is_due()
             while trainer.step < steps:
+                self._done, self._validation_loss = [], None
                 trainer.do_step()
                 progress.advance()
                 self._writer.look()
-                stop_if_asked()
-                for work in (self._validate, self._sample):
-                    if work(trainer):
-                        stop_if_asked()
-                # The last one may fail and all is exported yet.
-                if trainer.step % every == 0 and trainer.step < steps:
-                    self._save(trainer)
+                do_what_is_due()
 
     def _validate(self, trainer: Trainer[Any]) -> bool:
         """Validate if it is time; return whether it was."""
@@ -325,8 +337,9 @@ class _Run:
         if self._validation is not None and is_due:
             with self._watching.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
-            # What is measured before the first step is of no weights that are saved.
-            self._validation_loss = figures["loss"] if trainer.step else None
+            self._validation_loss = figures["loss"]
+            # If this step was saved at an interruption, that lacks the loss.
+            self._saved_step = None
             trainer.tell_validation(figures)
         return is_due
 
@@ -340,12 +353,12 @@ class _Run:
 
     def _save(self, trainer: Trainer[Any]) -> None:
         """Save, unless this step is saved already."""
+        # Waiting for the writing, which may follow, is no part of a step either.
+        beat("checkpoint")
         if self._saved_step != trainer.step:
-            beat("checkpoint")
             with self._watching.clock.part("checkpoint"):
-                self._saved = self._writer.save(trainer, validation_loss=self._validation_loss)
+                self._saved = self._writer.save(trainer, validation_loss=self._validation_loss, done=self._done)
             self._saved_step = trainer.step
-            self._validation_loss = None
 
     def _save_last(self, trainer: Trainer[Any]) -> OutputError | None:
         """Save and wait for it; return what went wrong, since the weights can still be exported."""

@@ -1,6 +1,8 @@
 """A checkpoint folder that several processes write: here threads, and processes that are killed."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.safetensors_file import open_safetensors
 from opensora_cli.checkpoint.shared_folder import (
@@ -56,7 +59,7 @@ def write_all(folder: Path, shares: list[Share]) -> list[BaseException]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=[share]) for share in shares]
+    threads = [threading.Thread(target=run, args=[share], daemon=True) for share in shares]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,6 +125,31 @@ def test_one_that_fails_ends_all(tmp_path: Path, failing: int) -> None:
     assert not (tmp_path / NAME).exists()
     remove_unfinished(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_whose_disk_is_full_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write_file, write_flag = shared_folder._write_bytes, shared_folder.write_bytes_atomic
+
+    def file_on_full_disk(path: Path, content: bytes) -> None:
+        if path.name == f"rank{failing}.pt":
+            raise full
+        write_file(path, content)
+
+    def flag_on_full_disk(path: Path, content: bytes) -> None:
+        # There is room for an empty file, and for no reason in it.
+        if path.name.endswith(f"-{failing}") and content:
+            raise OutputError(f"cannot write {path}: {full.strerror}")
+        write_flag(path, content)
+
+    monkeypatch.setattr(shared_folder, "_write_bytes", file_on_full_disk)
+    monkeypatch.setattr(shared_folder, "write_bytes_atomic", flag_on_full_disk)
+    told = {str(error) for error in write_all(tmp_path, [share_of(process, 2) for process in range(2)])}
+    assert told == {
+        f"cannot write {tmp_path / NAME}: No space left on device",
+        f"rank {failing}: it cannot write its part, and has no room to say why",
+    }
 
 
 def test_what_is_wrong_is_found_by_every_share_of_the_work(tmp_path: Path) -> None:

@@ -326,6 +326,26 @@ class TestChoose:
         with pytest.raises(CheckpointError, match="gone is no folder of a checkpoint"):
             self.choose(tmp_path, folder=tmp_path / "gone")
 
+    @pytest.mark.parametrize(
+        ("output", "spelled"), [("run", "/run"), ("/run", "run"), ("run", "link"), ("link", "x/../run")]
+    )
+    def test_one_by_name_however_it_is_spelled(self, tmp_path, monkeypatch, output, spelled):
+        def path(spelling: str) -> Path:
+            return tmp_path / spelling[1:] if spelling.startswith("/") else Path(spelling)
+
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "x").mkdir()
+        (tmp_path / "link").symlink_to("run")
+        run, folder = self.run_folder(tmp_path / "run"), path(spelled) / "epoch0-global_step2"
+        chosen = self.choose(path(output), folder=folder)
+        assert chosen == path(output) / folder.name
+        put_aside_newer(path(output), chosen, reporter=Listener())
+        assert names(run) == ["aside-epoch0-global_step3", "epoch0-global_step1", "epoch0-global_step2"]
+        self.spoil(folder)
+        with pytest.raises(CheckpointError) as caught:
+            self.choose(path(output), folder=folder)
+        assert caught.value.hint == (f"go on from the one before: --resume-from {path(output) / 'epoch0-global_step1'}")
+
     @pytest.mark.parametrize("name", ["ema.safetensors", "sampler.pt", "model/model.safetensors.index.json"])
     def test_a_broken_one_is_reported(self, tmp_path, name):
         run = self.run_folder(tmp_path)

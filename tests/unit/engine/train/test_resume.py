@@ -178,9 +178,8 @@ def test_micro_batches_stay_as_the_run_began_unless_others_are_asked_for(tmp_pat
 def test_a_log_that_cannot_be_read(tmp_path):
     run = tmp_path / "run"
     train(clips(run, **{"loop.steps": 1, "optimizer.decay_steps": 1}))
-    (run / "log.jsonl").unlink()
-    (run / "log.jsonl").mkdir()
-    with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: Is a directory"):
+    (run / "log.jsonl").write_bytes(b"\xff")
+    with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: "):
         train(clips(run, **{"loop.steps": 2}), resume=Resume())
 
 

@@ -256,31 +256,87 @@ class TestEnd:
         assert caught.value.hint == f"{way}, and use a lower rate: --set optimizer.learning_rate=X"
         assert len(list(tmp_path.glob("epoch*"))) == len(finite) - 1
 
+    def test_nothing_is_said_to_be_saved_that_is_not(self, tmp_path, monkeypatch):
+        def full(*args):
+            raise OutputError("the disk is full")
+
+        monkeypatch.setattr(checkpoints, "write_share", full)
+        with pytest.raises(OutputError, match="the disk is full"):
+            train(self.settings(tmp_path), reporter=tiny_training.StopAfter(2))
+
     @pytest.mark.parametrize("during_validation", [False, True])
     def test_ctrl_c_waits_for_no_more_than_what_is_going_on(self, tmp_path, monkeypatch, during_validation):
-        class Long:
-            def __init__(self, *, interrupts=False):
-                self.begun = []
-                self._interrupts = interrupts
-
-            def is_due(self, step):
-                return step == 2
-
-            def run(self, step, trainer):
-                self.begun.append(step)
-                if self._interrupts:
-                    signal.raise_signal(signal.SIGINT)
-                return {"loss": 1.0}
-
-        validation, samples = Long(interrupts=during_validation), Long()
-        monkeypatch.setattr(run, "open_validation", lambda *args, **kwargs: validation)
-        monkeypatch.setattr(run, "open_samples", lambda *args, **kwargs: samples)
+        validation, samples = beside_training(monkeypatch, due=2, validation_interrupts=during_validation)
         reporter = SilentReporter() if during_validation else tiny_training.StopAfter(2)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(self.settings(tmp_path), reporter=reporter)
         assert validation.begun == ([2] if during_validation else [])
         assert samples.begun == []
         assert [path.name for path in tmp_path.glob("epoch*")] == ["epoch0-global_step2"]
+
+    @pytest.mark.parametrize("during_validation", [False, True])
+    @pytest.mark.parametrize("due", [2, 4])
+    def test_what_ctrl_c_left_is_made_up_for(self, tmp_path, monkeypatch, due, during_validation):
+        validation, samples = beside_training(monkeypatch, due=due, validation_interrupts=during_validation)
+        reporter = SilentReporter() if during_validation else tiny_training.StopAfter(due)
+        with pytest.raises(KeyboardInterrupt, match=f"step {due} of 4 is saved"):
+            train(self.settings(tmp_path), reporter=reporter)
+        validation.interrupts = False
+        train(self.settings(tmp_path), resume=Resume())
+        assert (validation.begun, samples.begun) == ([due], [due])
+        # The second time nothing is left.
+        train(self.settings(tmp_path), resume=Resume())
+        assert validation.begun == [due]
+        states = running_states(tmp_path, due)
+        assert (states["score_of"], states["score"]) == ("validation loss", 1.0)
+
+    def test_a_checkpoint_keeps_its_score_when_it_is_gone_on_from(self, tmp_path):
+        train(self.settings(tmp_path))
+        before = running_states(tmp_path, 4)
+        assert before["score_of"] == "mean training loss"
+        assert train(self.settings(tmp_path), resume=Resume()).checkpoint == tmp_path / "epoch0-global_step4"
+        assert running_states(tmp_path, 4) == before
+
+    def test_gone_on_from_in_another_folder_the_last_step_is_saved_there_too(self, tmp_path):
+        result = train(self.settings(tmp_path / "one"))
+        other = train(self.settings(tmp_path / "other"), resume=Resume(folder=result.checkpoint))
+        assert other.checkpoint == tmp_path / "other" / "epoch0-global_step4"
+        assert other.checkpoint.is_dir()
+
+    def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(self, tmp_path, monkeypatch):
+        validation, _ = beside_training(monkeypatch, due=3)
+        train(self.settings(tmp_path))
+        assert validation.begun == [3]
+        assert [running_states(tmp_path, step)["score_of"] for step in (2, 4)] == ["mean training loss"] * 2
+
+
+class BesideTraining:
+    """Validation or sample videos, due at one step."""
+
+    def __init__(self, due, *, interrupts=False):
+        self.begun = []
+        self.interrupts = interrupts
+        self._due = due
+
+    def is_due(self, step):
+        return step == self._due
+
+    def run(self, step, trainer):
+        self.begun.append(step)
+        if self.interrupts:
+            signal.raise_signal(signal.SIGINT)
+        return {"loss": 1.0}
+
+
+def beside_training(monkeypatch, *, due, validation_interrupts=False):
+    validation, samples = BesideTraining(due, interrupts=validation_interrupts), BesideTraining(due)
+    monkeypatch.setattr(run, "open_validation", lambda *args, **kwargs: validation)
+    monkeypatch.setattr(run, "open_samples", lambda *args, **kwargs: samples)
+    return validation, samples
+
+
+def running_states(folder, step):
+    return json.loads((folder / f"epoch0-global_step{step}" / "running_states.json").read_text())
 
 
 class TestPlan:
