@@ -1,21 +1,27 @@
 """A small transformer trained by each strategy: a plain loop over a distribution, and what it holds and sends."""
 
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from tiny_transformer import inputs, transformer
 from torch import Tensor
 
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.wire import StepSizes
+from opensora_cli.engine.train.build import build_batches, build_task
 from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.build import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.optimizer import PrecisionSettings
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+from opensora_cli.settings.train import TrainSettings
 
 MAX_NORM = 2.0
 LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2
@@ -47,6 +53,21 @@ class Case:
     def open(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Distribution:
         """Return the distribution of this process."""
         return open_distribution(Strategy(self.strategy), self.parallel, device=torch.device(device), dtype=dtype)
+
+
+def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer[Any]:
+    """Return the trainer of a run, as `osora train` builds it."""
+    reporter = SilentReporter()
+    return Trainer(
+        build_task(settings, distribution=distribution, reporter=reporter),
+        build_batches(settings, distribution=distribution, reporter=reporter),
+        loop=settings.loop,
+        optimizer=settings.optimizer,
+        precision=Precision(settings.precision, distribution.device),
+        distribution=distribution,
+        clock=WallClock(),
+        reporter=reporter,
+    )
 
 
 def precision_of(compute: str) -> Precision:

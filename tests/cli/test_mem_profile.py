@@ -155,7 +155,7 @@ def test_comparing(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert standard[4096] > 14 * standard[1024]  # quadratic
 
     # The copies of weights that autocast holds for backward are no activations, and stay outside the buffer.
-    assert main(["mem-profile", "--config", recipe, "--set", "loop.autocast_bf16=false", "--compare", "--json"]) == 0
+    assert main(["mem-profile", "--config", recipe, "--set", "precision.compute=fp32", "--compare", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["techniques"]
     saved = {(row["name"], row["of"]): row["saved_share"] for row in rows if row["reason"] is None}
     assert saved["gradient checkpointing", "what is held for backward"] > 0.3

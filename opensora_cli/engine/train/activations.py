@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -10,8 +11,9 @@ from torch import nn
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.sampling.packing import position_ids
-from opensora_cli.engine.train.batch_shape import largest_batch_shape
+from opensora_cli.engine.train.batch_shape import largest_batch_shape, token_grid
+from opensora_cli.engine.train.first_weights import weights_dtype
+from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager
@@ -19,8 +21,6 @@ from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, repeated_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_memory import ActivationOffload
 
-# Of weights in training, and so of what goes from block to block, under autocast too.
-_DTYPE = torch.float32
 _OFFLOAD_ABOVE = 0.8
 _SMALLER = "smaller batches need less: --set data.scenes.batch_size=N, or data.buckets"
 
@@ -38,6 +38,8 @@ class ActivationPlan:
     """What one step puts into the buffer, at most; 0 without offload."""
     buffer_bytes: int
     """Size of the buffer."""
+    dtype: torch.dtype
+    """Of what goes into it; others stay on the device."""
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as a part of the schema `osora.train-plan/1`."""
@@ -88,6 +90,7 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
         offload_above=_OFFLOAD_ABOVE if memory.offload_above is None else memory.offload_above,
         needed_bytes=needed,
         buffer_bytes=needed if memory.activation_buffer is None else memory.activation_buffer,
+        dtype=_block_dtype(settings),
     )
 
 
@@ -119,7 +122,7 @@ def _manager(plan: ActivationPlan) -> ActivationManager | None:
     dynamic = plan.offload is ActivationOffload.DYNAMIC
     manager = DynamicActivationManager(plan.offload_above) if dynamic else ActivationManager()
     try:
-        manager.setup_buffer(-(-plan.buffer_bytes // _DTYPE.itemsize), _DTYPE)
+        manager.setup_buffer(-(-plan.buffer_bytes // plan.dtype.itemsize), plan.dtype)
     except RuntimeError as error:
         raise HardwareError(
             f"there is no host memory for a buffer of {format_bytes(plan.buffer_bytes)} (memory.activation_buffer)",
@@ -128,26 +131,34 @@ def _manager(plan: ActivationPlan) -> ActivationManager | None:
     return manager
 
 
+def _block_dtype(settings: TrainSettings) -> torch.dtype:
+    """Return the dtype of what goes from block to block: that of the weights as they are used, under autocast too."""
+    are_gathered = settings.strategy.shards and settings.parallel.world_size > 1
+    return DTYPES[settings.precision.compute] if are_gathered else weights_dtype(settings)
+
+
 def _needed_bytes(settings: TrainSettings, blocks: dict[str, int]) -> int:
     """Run one step's forward pass with shapes alone, and look at what it puts into the buffer."""
-    model, grid, shape = settings.model, settings.vae.grid, largest_batch_shape(settings)
-    batch = shape.batch_size
-    manager = ActivationManager()
-    manager.setup_buffer(2**60, _DTYPE, device="meta")
-    transformer = transformer_on_meta(model)
-    frames = grid.latent_frames(shape.num_frames)
-    height, width = (side // model.patch_size for side in grid.latent_size(shape.height, shape.width))
-    tokens = frames * height * width
+    model, shape = settings.model, largest_batch_shape(settings)
+    batch, axes = shape.batch_size, settings.parallel.axes(settings.strategy)
+    # The most that one of those has that share a clip.
+    sharing = axes["ring"] * axes["ulysses"]
+    tokens, text_tokens = (
+        -(-count // sharing) for count in (prod(token_grid(settings, shape)), settings.text.t5_max_length)
+    )
+    manager, dtype = ActivationManager(), _block_dtype(settings)
+    manager.setup_buffer(2**60, dtype, device="meta")
+    transformer = transformer_on_meta(model).to(dtype)
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=_DTYPE, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     with set_grad_checkpoint(transformer, depth=blocks, others=(OUTPUT_LAYER,), activations=manager):
         transformer(
             empty(batch, tokens, model.in_channels),
-            position_ids_BN3=position_ids(batch, frames, height, width).to("meta"),
+            position_ids_BN3=torch.empty(batch, tokens, 3, device="meta"),
             timesteps_B=empty(batch),
-            prompt_embeds_BLC=empty(batch, settings.text.t5_max_length, model.context_in_dim),
+            prompt_embeds_BLC=empty(batch, text_tokens, model.context_in_dim),
             pooled_prompt_embeds_BV=empty(batch, model.vec_in_dim),
             conditioning_BNK=(
                 empty(batch, tokens, transformer.config.conditioning_channels) if model.cond_embed else None

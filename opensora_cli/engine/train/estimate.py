@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.configs import mmdit_config, new_autoencoder, vae_tiling
+from opensora_cli.engine.estimate_text import clip_model, t5_model
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
 from opensora_cli.engine.train.batch_shape import largest_batch_shape
 from opensora_cli.engine.train.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.train.frozen import training_attention
+from opensora_cli.engine.train.frozen import find_frozen_parts, frozen_dtype, training_attention
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.mmdit import MMDiTTask
 from opensora_cli.engine.train.optimizer import kept_tensors
@@ -61,6 +62,7 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
     Raises:
         RequestError: sizes contradict each other.
     """
+    plan = plan_activations(settings)
     with torch.device("meta"):
         task, frozen = _task(settings)
     with without_memory("cpu", gradients=True) as device, warnings.catch_warnings():
@@ -68,7 +70,7 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for module in (task.module, *frozen):
             give_empty_weights(module, device=device)
-        return _steps(settings, task, frozen)
+        return _steps(settings, plan, task, frozen)
 
 
 def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
@@ -86,7 +88,7 @@ def measure_training(settings: TrainSettings, *, limit: int | None = None) -> Tr
         HardwareError: the host has no memory for offloaded activations.
     """
     task, frozen = _fresh_task(settings)
-    return _steps(settings, task, frozen, limit=limit)
+    return _steps(settings, plan_activations(settings), task, frozen, limit=limit)
 
 
 def time_training(settings: TrainSettings) -> float:
@@ -107,9 +109,13 @@ def time_training(settings: TrainSettings) -> float:
 
 
 def _steps(
-    settings: TrainSettings, task: Task[Any], frozen: list[nn.Module], *, limit: int | None = None
+    settings: TrainSettings,
+    plan: ActivationPlan | None,
+    task: Task[Any],
+    frozen: list[nn.Module],
+    *,
+    limit: int | None = None,
 ) -> TrainingMemory:
-    plan = plan_activations(settings)
     with TensorBytes(limit=limit) as counter:
         trainer = _trainer(settings, _MarkingTask(task, counter))
         counter.add(list((trainer.ema or {}).values()), AVERAGE)
@@ -235,10 +241,11 @@ def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
 
 
 def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
-    from opensora_cli.engine.train.text import TextTask
-
-    vae = new_autoencoder(settings.vae).requires_grad_(False).eval()
-    text, model = TextTask(settings.text).module.requires_grad_(False), settings.model
+    model, dtype = settings.model, frozen_dtype(settings.train_mmdit, torch.device("cpu"))
+    vae = new_autoencoder(settings.vae)
+    frozen = [vae, *_text_encoders(settings)]
+    for module in frozen:
+        module.requires_grad_(False).eval().to(dtype)
 
     # What embeddings are does not matter for memory, and what computing them takes is small beside a step.
     def t5(captions: list[str]) -> Tensor:
@@ -247,7 +254,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
     def clip(captions: list[str]) -> Tensor:
         return torch.zeros(len(captions), model.vec_in_dim)
 
-    encoders = Encoders(vae, t5=t5, clip=clip, tiling=vae_tiling(settings.vae))
+    encoders = Encoders(vae, t5=t5, clip=clip, dtype=dtype, tiling=vae_tiling(settings.vae))
     task = MMDiTTask(
         MMDiT(mmdit_config(model), attention=training_attention(settings.train_mmdit)),
         settings=settings.train_mmdit,
@@ -257,7 +264,27 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
     )
     if settings.lora.is_on:
         add_lora(task.module, settings.lora, seed=settings.loop.seed)
-    return task, [vae, text.get_submodule("t5"), text.get_submodule("clip")]
+    return task, frozen
+
+
+def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
+    """Return T5 and CLIP of the sizes that their folders say.
+
+    Without a folder they are what `text` describes, where the transformer is made for its widths, else the released
+    ones.
+    """
+    # Imported here, since transformers takes seconds to load.
+    from opensora_cli.engine.train.text import TextTask
+
+    files, parts, text = settings.train_mmdit.files, find_frozen_parts(settings), settings.text
+    small = TextTask(text).module
+    t5, clip = parts[files.t5], parts[files.clip]
+    has_small_t5 = t5 is None and text.t5_width == settings.model.context_in_dim
+    has_small_clip = clip is None and text.clip_width == settings.model.vec_in_dim
+    return (
+        small.get_submodule("t5") if has_small_t5 else t5_model(t5),
+        small.get_submodule("clip") if has_small_clip else clip_model(clip),
+    )
 
 
 def _kept(trainer: Trainer[Any]) -> list[Tensor]:

@@ -35,7 +35,7 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
     transformer = transformer_on_meta(settings.model)
     transformer.set_attention(training_attention(settings.train_mmdit))
     if settings.lora.is_on:
-        add_lora(transformer.to(_dtype(settings)), settings.lora, seed=settings.loop.seed)
+        add_lora(transformer.to(weights_dtype(settings)), settings.lora, seed=settings.loop.seed)
     return transformer
 
 
@@ -117,13 +117,14 @@ def _read(settings: TrainSettings, path: Path) -> Iterator[tuple[str, Tensor]]:
     return read_weights(
         outline,
         path,
-        dtype=_dtype(settings),
+        dtype=weights_dtype(settings),
         convert=converter(outline.config, interleaved=rotary is Rotary.INTERLEAVED),
         allowed_missing=_MAY_BE_MISSING if settings.model.cond_embed else (),
     )
 
 
-def _dtype(settings: TrainSettings) -> torch.dtype:
+def weights_dtype(settings: TrainSettings) -> torch.dtype:
+    """Return what the transformer's weights are kept in; those of an adapter are in float32."""
     # In float16 the sums over the blocks may overflow.
     halves = settings.lora.is_on and settings.precision.compute is Compute.BF16
     return torch.bfloat16 if halves else torch.float32

@@ -74,7 +74,7 @@ def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
         RequestError: a text length does not suit its encoder.
     """
     parts, chosen = require_frozen_parts(settings), settings.train_mmdit
-    dtype = _computing_dtype(chosen, device)
+    dtype = frozen_dtype(chosen, device)
     vae = load_autoencoder(settings.vae, parts.vae, device=device, dtype=dtype)
     t5 = T5Encoder.from_folder(parts.t5, max_length=settings.text.t5_max_length, device=device, dtype=dtype)
     clip = ClipEncoder.from_folder(parts.clip, max_length=settings.text.clip_max_length, device=device, dtype=dtype)
@@ -110,7 +110,7 @@ def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: R
         "text lengths": f"{text.t5_max_length}, {text.clip_max_length}",
         "fit": str(settings.data.fit),
         "captions": f"add_fps={chosen.add_fps}, add_motion_score={chosen.add_motion_score}",
-        "precision": str(_computing_dtype(chosen, device)).removeprefix("torch."),
+        "precision": str(frozen_dtype(chosen, device)).removeprefix("torch."),
     }
 
 
@@ -161,7 +161,8 @@ def _export_of_adapter(settings: TrainSettings, module: MMDiT) -> Export:
     return export
 
 
-def _computing_dtype(settings: MMDiTTrainSettings, device: torch.device) -> torch.dtype:
+def frozen_dtype(settings: MMDiTTrainSettings, device: torch.device) -> torch.dtype:
+    """Return what the frozen parts compute in."""
     if settings.frozen_dtype is not DType.AUTO:
         return torch_dtype(settings.frozen_dtype)
     return torch.bfloat16 if device.type == "cuda" else torch.float32

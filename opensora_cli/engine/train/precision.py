@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from opensora_cli.settings.optimizer import Compute, PrecisionSettings
 
-_DTYPES = {Compute.FP32: torch.float32, Compute.BF16: torch.bfloat16, Compute.FP16: torch.float16}
+DTYPES = {Compute.FP32: torch.float32, Compute.BF16: torch.bfloat16, Compute.FP16: torch.float16}
 _LOWEST_SCALE = 1.0
 
 
 class Precision:
-    """The precision of a run. Weights, gradients and moments are in float32 throughout; layers compute as chosen.
+    """The precision of a run. What is trained, its gradients and moments are in float32; layers compute as chosen.
 
     Gradients of float16 underflow, so there the loss is scaled up, and its gradients down again (Micikevicius et al.
     2018). The scale halves with an update that is skipped, and doubles after a number of good ones.
@@ -23,7 +23,7 @@ class Precision:
     """
 
     def __init__(self, settings: PrecisionSettings, device: torch.device) -> None:
-        self.dtype = _DTYPES[settings.compute]
+        self.dtype = DTYPES[settings.compute]
         self._device = device
         self._scales = settings.compute is Compute.FP16
         self._window = settings.loss_scale_window

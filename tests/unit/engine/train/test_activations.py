@@ -1,5 +1,7 @@
 """The plan of what is held between forward and backward."""
 
+from pathlib import Path
+
 import pytest
 import tiny_training
 import torch
@@ -9,6 +11,8 @@ from opensora_cli.engine.configs import mmdit_config
 from opensora_cli.engine.train.activations import plan_activations, saved_activations
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.presets import list_presets
+from opensora_cli.settings.train import load_train_settings
 
 
 def settings(**memory):
@@ -76,6 +80,31 @@ def test_dynamic():
         assert isinstance(manager, DynamicActivationManager)
         assert manager.threshold == 0.5
         assert manager.buffer_bytes == plan.needed_bytes
+
+
+def test_what_is_offloaded_has_the_dtype_of_the_weights_in_use():
+    offloaded = settings(checkpointing=True, activation_offload="all").replace({"optimizer.name": "adamw"})
+    assert plan_activations(offloaded).dtype is torch.float32
+    adapter = {"lora.rank": 2, "init": "first.safetensors"}
+    divided = {"strategy": "zero2", "parallel.gpus": 2, "loop.micro_batches": 2}
+    for changes in (adapter, divided):
+        assert plan_activations(offloaded.replace({**changes, "precision.compute": "bf16"})).dtype is torch.bfloat16
+        assert plan_activations(offloaded.replace({**changes, "precision.compute": "fp32"})).dtype is torch.float32
+
+
+def test_the_buffer_holds_pictures_if_they_have_more_tokens():
+    offloaded = settings(checkpointing=True, activation_offload="all")
+    scenes = {"data.scenes.picture_share": 0.5, "data.scenes.count": 64}
+    few, many = (offloaded.replace({**scenes, "data.scenes.picture_batch_size": count}) for count in (4, 8))
+    assert plan_activations(few).needed_bytes == plan_activations(offloaded).needed_bytes
+    # One latent frame of 16 tokens instead of 4, with 12 of text; and 8 instead of 2.
+    assert plan_activations(many).needed_bytes > 1.4 * plan_activations(offloaded).needed_bytes
+
+
+@pytest.mark.parametrize("name", list_presets("train"))
+def test_every_recipe_fits_its_buffer(name):
+    plan = plan_activations(load_train_settings(config=Path(name), overrides={}, environment={}))
+    assert plan is None or plan.needed_bytes <= plan.buffer_bytes
 
 
 def test_words():

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import tiny_frozen
 import tiny_training
 
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
@@ -65,6 +66,20 @@ def test_parts_of_a_step(tmp_path: Path) -> None:
     assert sum(size for _, _, _, size in memory.by_weight.values()) == 2 * weights + 4 * len(memory.by_weight)
     plain = estimate_training(settings.replace({"memory": {}}))
     assert memory.held_for_backward < plain.held_for_backward
+
+
+def test_text_encoders_are_counted_as_their_folders_say_or_as_the_released_ones(tmp_path: Path) -> None:
+    small = settings_of("mmdit", tmp_path, {})
+    released = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
+    # Of T5 XXL's encoder, and of CLIP L's text tower.
+    expected = 4_762_310_656 + 123_060_480
+    autoencoder = estimate_training(small.replace({"target": "vae"})).at_peak["weights"]
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        settings = small.replace({**released, "train_mmdit.frozen_dtype": dtype})
+        frozen = estimate_training(settings).at_peak["frozen parts"]
+        assert frozen == pytest.approx(itemsize * (expected + autoencoder / 4), rel=1e-3)
+    folders = small.replace({**released, "weights": [str(tiny_frozen.save_frozen_parts(tmp_path))]})
+    assert estimate_training(folders).at_peak["frozen parts"] < 10**6
 
 
 def test_the_buffer_of_activations_is_used_as_planned(tmp_path: Path) -> None:
