@@ -127,9 +127,8 @@ def _bad_rows(paths: list[str], columns: dict[str, list[Any]], numbers: dict[str
             wrong = ~((values >= 1) & (values < 2**31) & (values == np.floor(values)))
         for row in np.flatnonzero(wrong).tolist():
             reasons.setdefault(row, f"{name}={columns[name][row]} must be a whole number over 0")
-    for name in ("fps", "motion_score"):
+    for name, lowest, allowed in (("fps", np.nextafter(0, 1), "over 0"), ("motion_score", 0.0, "of at least 0")):
         values = numbers[name]
-        lowest = 0.0 if name == "motion_score" else np.nextafter(0, 1)
         for row in np.flatnonzero(np.isinf(values) | (values < lowest)).tolist():
-            reasons.setdefault(row, f"{name}={columns[name][row]} must be a number over 0")
+            reasons.setdefault(row, f"{name}={columns[name][row]} must be a number {allowed}")
     return [BadRow(row=row + 1, path=paths[row], reason=reason) for row, reason in sorted(reasons.items())]

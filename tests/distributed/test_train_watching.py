@@ -9,17 +9,13 @@ import pytest
 import tiny_frozen
 import tiny_training
 import torch
-from tiny_strategies import Case
+from tiny_strategies import Case, open_trainer
 from toy_training import ToyTask, draw, toy_trainer
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.build import build_batches, build_task
-from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.samples import open_samples
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.task import Chance
-from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.validation import HeldOutLoss, open_validation
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.watching import ValidationSettings
@@ -82,25 +78,14 @@ def _watched(
     validation = open_validation(settings, distribution=distribution, reporter=reporter)
     assert samples is not None
     assert validation is not None
-    task = build_task(settings, distribution=distribution, reporter=reporter)
-    batches = build_batches(settings, distribution=distribution, reporter=reporter)
-    trainer = Trainer(
-        task,
-        batches,
-        loop=settings.loop,
-        optimizer=settings.optimizer,
-        precision=Precision(settings.precision, distribution.device),
-        distribution=distribution,
-        clock=WallClock(),
-        reporter=reporter,
-    )
+    trainer = open_trainer(settings, distribution)
     losses, validated, paths = [], [], []
     for _ in range(3):
         losses.append(trainer.do_step().figures["loss"])
         if watches:
             validated.append(validation.run(trainer.step, trainer)["loss"])
             paths = samples.run(trainer.step, trainer)
-    batches.close()
+    trainer.batches.close()
     return losses, validated, [path.name for path in paths]
 
 
@@ -135,6 +120,14 @@ def test_all_ranks_watch_together(pool: Pool, case: Case, frozen: Path, tmp_path
         assert (ours - theirs).abs().max() <= 8
     unwatched = pool(case.ranks).run(_unwatched, case, frozen, tmp_path)
     assert unwatched == [answer[0] for answer in answers]
+
+
+def test_no_rank_waits_where_no_video_can_be_written(pool: Pool, frozen: Path, tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("in the way of the folder")
+    losses, _, _ = _expected(frozen, frozen / "alone")
+    for found, _, videos in pool(2).run(_watched, CASES[0], frozen, tmp_path):
+        assert found == pytest.approx(losses, rel=0, abs=1e-5)
+        assert videos == []
 
 
 def _unwatched(case: Case, weights: Path, output: Path) -> list[float]:

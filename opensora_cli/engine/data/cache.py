@@ -3,11 +3,13 @@
 A cache is a folder: `cache.safetensors` says what made it and has the empty prompt's embeddings; every
 `clips-*.safetensors` has up to some hundred megabytes of tensors, each named after its clip's frames, size, rate and
 caption, and what it is of the clip. Files appear whole and are never changed. So a cache that was interrupted goes on
-where it stopped, another condition mode adds its references, and several processes may fill it side by side.
+where it stopped, another condition mode adds its references, and several processes may fill it side by side. A clip
+whose file was replaced is added once more, and the newest file that has it counts.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +27,9 @@ from opensora_cli.engine.train.encoding import POOLED_PROMPT_EMBEDS, PROMPT_EMBE
 
 Identity = Mapping[str, str]
 """What made a cache, each with its digest or value: the models, and the settings that change what they make."""
+
+FileState = tuple[int, int]
+"""Size in bytes of a clip's file, and when it was changed, in nanoseconds."""
 
 HEADER_FILE = "cache.safetensors"
 _SHARD_PATTERN = "clips-*.safetensors"
@@ -48,9 +53,12 @@ class ClipCache:
         self._folder = folder
         # clip -> what of it -> where.
         self._clips: dict[str, dict[str, Path]] = {}
-        for path in sorted(folder.glob(_SHARD_PATTERN)):
-            for key, names in _metadata(path, _CLIPS).items():
-                self._clips.setdefault(key, {}).update(dict.fromkeys(names, path))
+        self._files: dict[str, FileState] = {}
+        for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.stat().st_mtime_ns):
+            for key, about in _metadata(path, _CLIPS).items():
+                # Caches of earlier versions have the names alone.
+                names, file = (about, None) if isinstance(about, list) else (about["names"], about["file"])
+                self._add(key, dict.fromkeys(names, path), None if file is None else tuple(file))
         self._open: dict[Path, Any] = {}
 
     def __len__(self) -> int:
@@ -59,9 +67,16 @@ class ClipCache:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # open files stay in their process
 
-    def names(self, request: ClipRequest) -> Set[str]:
-        """Return what there is of a clip; nothing where the cache does not have it."""
-        return self._clips.get(key_of(request), {}).keys()
+    def names(self, request: ClipRequest, *, file: FileState | None = None) -> Set[str]:
+        """Return what there is of a clip; nothing where the cache does not have it.
+
+        Args:
+            request: the clip.
+            file: its file as it is now, of which it must be; None: of whatever file it is.
+        """
+        key = key_of(request)
+        is_other = file is not None and self._files.get(key, file) != file
+        return set() if is_other else self._clips.get(key, {}).keys()
 
     def clip(self, request: ClipRequest) -> CachedClip:
         """Return a clip, on the host.
@@ -90,6 +105,12 @@ class ClipCache:
         file = _opened(path)
         return EmptyPrompt(_tensor(file, path, PROMPT_EMBEDS), _tensor(file, path, POOLED_PROMPT_EMBEDS))
 
+    def _add(self, key: str, places: Mapping[str, Path], file: FileState | None) -> None:
+        if file is not None and self._files.setdefault(key, file) != file:
+            self._files[key] = file
+            del self._clips[key]
+        self._clips.setdefault(key, {}).update(places)
+
 
 class CacheWriter:
     """Adds clips to a cache, in files of up to some hundred megabytes.
@@ -102,16 +123,21 @@ class CacheWriter:
     def __init__(self, folder: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
         self._folder = folder
         self._shard_bytes = shard_bytes
-        self._waiting: dict[str, Mapping[str, Tensor]] = {}
+        self._waiting: dict[str, tuple[Mapping[str, Tensor], FileState | None]] = {}
         self._bytes = 0
 
-    def add(self, request: ClipRequest, tensors: Mapping[str, Tensor]) -> None:
+    def add(self, request: ClipRequest, tensors: Mapping[str, Tensor], *, file: FileState | None = None) -> None:
         """Keep what is new of a clip, and write a file when there is enough for one.
+
+        Args:
+            request: the clip.
+            tensors: what was made of it.
+            file: its file as it was before it was read; None: it has none.
 
         Raises:
             OutputError: it cannot be written.
         """
-        self._waiting[key_of(request)] = tensors
+        self._waiting[key_of(request)] = tensors, file
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
         if self._bytes >= self._shard_bytes:
             self.flush()
@@ -124,18 +150,28 @@ class CacheWriter:
         """
         if not self._waiting:
             return
-        clips = {key: list(tensors) for key, tensors in self._waiting.items()}
-        tensors = {f"{key}.{name}": tensor for key, clip in self._waiting.items() for name, tensor in clip.items()}
+        clips = {key: {"names": [*clip], "file": file} for key, (clip, file) in self._waiting.items()}
+        tensors = {f"{key}.{name}": tensor for key, (clip, _) in self._waiting.items() for name, tensor in clip.items()}
+        content = json.dumps(clips)
         # Named after what it holds: no two processes write the same file, unless with the same content.
-        digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         with atomic_path(self._folder / _SHARD_PATTERN.replace("*", digest)) as temporary:
-            write_safetensors(temporary, _entries(tensors), metadata={_CLIPS: json.dumps(clips)})
+            write_safetensors(temporary, _entries(tensors), metadata={_CLIPS: content})
         self._waiting, self._bytes = {}, 0
 
 
 def key_of(request: ClipRequest) -> str:
     """Return the name that a clip has in a cache: a digest of its frames, size, rate and caption."""
     return hashlib.sha256(json.dumps(asdict(request), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def file_state(path: str) -> FileState | None:
+    """Return how a clip's file is now; None: it is not there, or the clip is a procedural scene, which has none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) -> None:

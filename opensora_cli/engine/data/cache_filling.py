@@ -10,8 +10,9 @@ import torch
 from opensora_cli.core.exceptions import BatchError, MediaError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.data.cache import CacheWriter, ClipCache, is_cache_of, write_header
-from opensora_cli.engine.data.loading import iter_requests, pixel_multiple
+from opensora_cli.engine.data.cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
+from opensora_cli.engine.data.datasets import all_requests
+from opensora_cli.engine.data.loading import pixel_multiple
 from opensora_cli.engine.data.reading import read_clip
 from opensora_cli.engine.sampling.conditioning import ReferenceLengths, ReferencePart
 from opensora_cli.engine.train.conditions import encoded_parts, fitting_modes
@@ -72,7 +73,8 @@ class CacheReport:
 def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
     """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
 
-    Interrupted, it keeps what is finished, and goes on there the next time.
+    What it has of a file that was replaced since is encoded anew. Interrupted, it keeps what is finished, and goes on
+    there the next time.
 
     Raises:
         RequestError: the transformer is not what is trained, or no cache is named.
@@ -167,7 +169,7 @@ def _fill(
     share = [
         request
         for request in _requests(settings)[rank::ranks]
-        if not clips.names(request) >= {*ALWAYS_CACHED, *parts[request.num_frames]}
+        if not clips.names(request, file=file_state(request.path)) >= {*ALWAYS_CACHED, *parts[request.num_frames]}
     ]
     if not share:
         return 0, []
@@ -175,13 +177,15 @@ def _fill(
     with reporter.stage("encode", total=len(share), unit="clips") as progress:
         try:
             for request in share:
+                # Before it is read: what changes meanwhile is encoded again the next time.
+                file = file_state(request.path)
                 try:
                     clip = _fresh(settings, encoders(), request)
                 except MediaError as error:
                     failed.append(FailedClip(request.path, error.message))
                 else:
-                    known = clips.names(request)
-                    writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known))
+                    known = clips.names(request, file=file)
+                    writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known), file=file)
                 progress.advance()
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(f"what is finished is in {folder}: go on with the same command") from interrupt
@@ -193,7 +197,7 @@ def _fill(
 
 def _requests(settings: TrainSettings) -> list[ClipRequest]:
     """Return every clip that training can ask for, once."""
-    requests = iter_requests(settings.data, seed=settings.loop.seed, multiple=pixel_multiple(settings))
+    requests = all_requests(settings.data, seed=settings.loop.seed, multiple=pixel_multiple(settings))
     return list(dict.fromkeys(requests))
 
 

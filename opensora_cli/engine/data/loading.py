@@ -1,14 +1,13 @@
 """The micro-batches of clips that training is fed with."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.listing import plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.data.batches import ClipBatch, ClipRequest
+from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.stream import BatchStream, PicturesFirst
-from opensora_cli.engine.data.datasets import ClipDataset, all_requests, open_dataset
+from opensora_cli.engine.data.datasets import ClipDataset, open_dataset
 from opensora_cli.engine.data.reading import ClipLoader, LoadClip, ReadingNotes
 from opensora_cli.engine.data.requests import TableRequests
 from opensora_cli.engine.train.task import BatchSource
@@ -109,15 +108,6 @@ def open_clips(
     return ClipBatches(first, notes=notes, reporter=reporter)
 
 
-def iter_requests(data: DataSettings, *, seed: int, multiple: int) -> Sequence[ClipRequest]:
-    """Return every request that an epoch of training can make with fixed starts, each made when it is asked for.
-
-    Raises:
-        FileProblem, RequestError, HardwareError: as `open_clips`.
-    """
-    return all_requests(data, seed=seed, multiple=multiple)
-
-
 def pixel_multiple(settings: TrainSettings) -> int:
     """Return how many pixels a run's clips are multiples of: a token's side, or for autoencoders a latent's."""
     compression = settings.vae.grid.spatial_compression_ratio
@@ -138,13 +128,38 @@ def _warn_of_what_is_left_out(data: DataSettings, dataset: ClipDataset, *, repor
                 reporter.warn(f"data.buckets.{resolution}.{length} is empty: its samples fill no micro-batch")
 
 
+class ReplacementWarnings:
+    """Warns of samples that could not be read: of each once, and of no more than the first twenty.
+
+    Args:
+        reporter: warned.
+        where: they were to be used, as in ` in validation`.
+    """
+
+    def __init__(self, reporter: Reporter, *, where: str = "") -> None:
+        self._reporter = reporter
+        self._where = where
+        self._told: set[str] = set()
+
+    def warn(self, batch: ClipBatch) -> None:
+        """Warn of those that the micro-batch was to have."""
+        for replacement in batch.replaced:
+            if replacement.path in self._told or len(self._told) > _MOST_WARNINGS:
+                continue
+            self._told.add(replacement.path)
+            text = f"{replacement.reason}: {replacement.by} takes its place{self._where}"
+            if len(self._told) > _MOST_WARNINGS:
+                text = f"more samples cannot be read{self._where}: osora data scan makes a table without them"
+            self._reporter.warn(text)
+
+
 class ClipBatches:
     """A stream of clips that says which samples could not be read.
 
     Args:
         batches: the stream.
         notes: what its workers are reading.
-        reporter: warned once of every such sample, of the first twenty at least.
+        reporter: warned of them; see `ReplacementWarnings`.
     """
 
     def __init__(
@@ -156,8 +171,7 @@ class ClipBatches:
     ) -> None:
         self._batches = batches
         self._notes = notes
-        self._reporter = reporter
-        self._told: set[str] = set()
+        self._replaced = ReplacementWarnings(reporter)
 
     @property
     def epoch(self) -> int:
@@ -178,8 +192,7 @@ class ClipBatches:
                 f"{error.message}; last read were {', '.join(map(plain, self._notes.paths()))}",
                 hint=f"{error.hint}; or one of these files crashes its decoder: take it out of the table",
             ) from error
-        for replacement in batch.replaced:
-            self._tell(replacement.path, f"{replacement.reason}: {replacement.by} takes its place")
+        self._replaced.warn(batch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,11 +210,3 @@ class ClipBatches:
     def close(self) -> None:
         """End the workers; may come twice."""
         self._batches.close()
-
-    def _tell(self, path: str, text: str) -> None:
-        if path in self._told or len(self._told) > _MOST_WARNINGS:
-            return
-        self._told.add(path)
-        if len(self._told) > _MOST_WARNINGS:
-            text = "more samples cannot be read: osora train --check-data and osora data scan list them"
-        self._reporter.warn(text)

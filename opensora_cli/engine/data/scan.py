@@ -39,7 +39,7 @@ class ScanResult:
     pictures: int
     without_caption: int
     read: int
-    """Files that were read; the others had not changed since an earlier scan."""
+    """Files that were read or tried; the others had not changed since an earlier scan."""
     broken: tuple[BrokenFile, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -78,8 +78,8 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     """Write the table of a folder.
 
     What is found is noted in a journal beside the table as it comes: after an interruption, or when files were added or
-    changed, the next scan reads those alone. Captions are read anew every time. Files whose names begin with a dot are
-    left out.
+    changed, the next scan reads those alone, and tries again what it could not read. Captions are read anew every time.
+    Files whose names begin with a dot are left out.
 
     Args:
         settings: which folder, and where to.
@@ -106,10 +106,10 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     files = [*_media_files(folder)]
     if not files:
         raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
-    findings, read = _find(files, journal, workers=settings.workers, reporter=reporter or SilentReporter())
-    rows, broken = _rows(findings)
+    found, read = _find(files, journal, workers=settings.workers, reporter=reporter or SilentReporter())
+    rows, broken = _rows(found)
     write_table(table, COLUMNS, rows)
-    journal.finish(findings)
+    journal.finish([each for each in found if isinstance(each, Finding)])
     pictures = sum(row[-1] is None for row in rows)
     return ScanResult(
         table=table,
@@ -134,16 +134,16 @@ def _media_files(folder: Path) -> Iterator[Path]:
 
 def _find(
     files: list[Path], journal: ScanJournal, *, workers: int | None, reporter: Reporter
-) -> tuple[list[Finding], int]:
+) -> tuple[list[Finding | BrokenFile], int]:
     """Return what is known of each file, in order, and how many had to be read."""
-    findings: dict[Path, Finding] = {}
+    found: dict[Path, Finding | BrokenFile] = {}
     unread: list[Path] = []
     for file in files:
         known = _known(file, journal)
         if known is None:
             unread.append(file)
         else:
-            findings[file] = known
+            found[file] = known
     count = workers or os.cpu_count() or 1
     with (
         journal.appending() as lines,
@@ -153,15 +153,17 @@ def _find(
         futures = {pool.submit(_look_into, file): file for file in unread}
         try:
             for done in as_completed(futures):
-                finding = findings[futures[done]] = done.result()
-                lines.write(finding.to_line())
+                each = found[futures[done]] = done.result()
+                if isinstance(each, Finding):
+                    lines.write(each.to_line())
                 progress.advance()
         except KeyboardInterrupt as interrupt:
             pool.shutdown(cancel_futures=True)
+            noted = sum(isinstance(each, Finding) for each in found.values())
             raise KeyboardInterrupt(
-                f"{len(findings)} of {len(files)} files are noted: the same command goes on from there"
+                f"{noted} of {len(files)} files are noted: the same command goes on from there"
             ) from interrupt
-    return [findings[file] for file in files], len(unread)
+    return [found[file] for file in files], len(unread)
 
 
 def _known(file: Path, journal: ScanJournal) -> Finding | None:
@@ -172,34 +174,33 @@ def _known(file: Path, journal: ScanJournal) -> Finding | None:
     return journal.find(str(file), size=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
-def _look_into(file: Path) -> Finding:
-    size = mtime_ns = -1
+def _look_into(file: Path) -> Finding | BrokenFile:
     try:
         # Before it is read: what changes meanwhile is read again by the next scan.
         status = file.stat()
-        size, mtime_ns = status.st_size, status.st_mtime_ns
-        return Finding(path=str(file), size=size, mtime_ns=mtime_ns, facts=probe(file), error=None)
+        return Finding(path=str(file), size=status.st_size, mtime_ns=status.st_mtime_ns, facts=probe(file))
     except OsoraError as error:
         reason = error.message
     except OSError as error:
         reason = f"{file} cannot be read: {error.strerror or error}"
-    return Finding(path=str(file), size=size, mtime_ns=mtime_ns, facts=None, error=reason)
+    return BrokenFile(path=str(file), reason=reason)
 
 
-def _rows(findings: list[Finding]) -> tuple[list[tuple[object, ...]], list[BrokenFile]]:
+def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], list[BrokenFile]]:
     rows: list[tuple[object, ...]] = []
     broken: list[BrokenFile] = []
-    for finding in findings:
-        facts = finding.facts
-        try:
-            if facts is None:
-                raise FileProblem(finding.error or f"{finding.path} cannot be read")
-            caption = read_caption(Path(finding.path))
-        except FileProblem as error:
-            broken.append(BrokenFile(path=finding.path, reason=error.message))
+    for each in found:
+        if isinstance(each, BrokenFile):
+            broken.append(each)
             continue
+        try:
+            caption = read_caption(Path(each.path))
+        except FileProblem as error:
+            broken.append(BrokenFile(path=each.path, reason=error.message))
+            continue
+        facts = each.facts
         height, width = facts.height, facts.width
         fps = None if facts.fps is None else round(facts.fps, 6)
         shape = round(height / width, 6)
-        rows.append((finding.path, caption, facts.num_frames, height, width, shape, height * width, fps))
+        rows.append((each.path, caption, facts.num_frames, height, width, shape, height * width, fps))
     return rows, broken

@@ -17,32 +17,32 @@ _FACTS = ("num_frames", "height", "width", "fps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one file."""
+    """What is in one file."""
 
     path: str
     size: int
     """Bytes."""
     mtime_ns: int
     """When it was changed."""
-    facts: MediaFacts | None
-    error: str | None
-    """Why it cannot be read, if it cannot."""
+    facts: MediaFacts
 
     def to_line(self) -> str:
         """Return it as a line of the journal."""
-        about = {"error": self.error} if self.facts is None else {name: getattr(self.facts, name) for name in _FACTS}
-        return json.dumps({"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, **about}) + "\n"
+        facts = {name: getattr(self.facts, name) for name in _FACTS}
+        return json.dumps({"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, **facts}) + "\n"
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Finding":
         """Return what a line of the journal says."""
-        error = values.get("error")
-        facts = None if error is not None else MediaFacts(**{name: values[name] for name in _FACTS})
-        return cls(path=values["path"], size=values["size"], mtime_ns=values["mtime_ns"], facts=facts, error=error)
+        facts = MediaFacts(**{name: values[name] for name in _FACTS})
+        return cls(path=values["path"], size=values["size"], mtime_ns=values["mtime_ns"], facts=facts)
 
 
 class ScanJournal:
     """The findings of a scan in a file beside its table, one line each, written as they come.
+
+    Files that cannot be read are not among them: whatever was in the way may be gone the next time, without a trace in
+    their size and time.
 
     Args:
         table: the table that the scan makes.

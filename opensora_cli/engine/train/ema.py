@@ -20,10 +20,11 @@ def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *,
         model: the model in training.
         decay: 0 to 1; 1 leaves the average as it is.
     """
-    averaged = floating_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
-    current = floating_state(model)
-    ours = [local(average) for average in averaged.values()]
-    theirs = [local(current[name]).to(average.dtype) for name, average in averaged.items()]
+    averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
+    current = module_state(model)
+    names = [name for name, average in averaged.items() if average.is_floating_point()]
+    ours = [local(averaged[name]) for name in names]
+    theirs = [local(current[name]).to(averaged[name].dtype) for name in names]
     torch._foreach_lerp_(ours, theirs, 1.0 - decay)
 
 
@@ -40,9 +41,8 @@ def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
         model: the model in training.
         trained_only: leave out what needs no gradient: frozen weights, and buffers.
     """
-    state = floating_state(model)
-    kept = trained_names(model) if trained_only else state.keys()
-    return {name: value.clone() for name, value in state.items() if name in kept}
+    state = module_state(model, trained_only=trained_only)
+    return {name: value.clone() for name, value in state.items() if value.is_floating_point()}
 
 
 @contextmanager
@@ -58,25 +58,25 @@ def put_in_place(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[N
         _exchange(averaged, model)
 
 
-def floating_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers that are floating numbers, by name; each once."""
+def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; what a module has in two places comes once.
+
+    Args:
+        module: any.
+        trained_only: leave out what needs no gradient: frozen weights, and buffers.
+    """
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and value.is_floating_point() and id(value) not in seen:
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in seen and (value.requires_grad or not trained_only):
             seen.add(id(value))
             state[name] = value.detach()
     return state
 
 
-def trained_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are trained."""
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-
-
 @torch.no_grad()
 def _exchange(averaged: Mapping[str, Tensor], model: nn.Module) -> None:
-    state = floating_state(model)
+    state = module_state(model)
     for name, average in averaged.items():
         ours, theirs = local(average), local(state[name])
         held = theirs.clone()

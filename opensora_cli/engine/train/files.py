@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save
+import torch
 from torch import Tensor
 
-from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.core.files import atomic_path
 from opensora_cli.engine.weights import packaged_demo
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -50,11 +52,13 @@ def exports(settings: TrainSettings) -> tuple[str, ...]:
     return (LORA_FOLDER,) if settings.lora.is_on else _EXPORTS[settings.target]
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, whole or not at all.
+def write_weights(path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+    """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
 
     Raises:
-        OutputError: that is not possible.
+        CheckpointError: a weight is too large for `dtype`.
+        OutputError: the file cannot be written.
     """
-    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
-    write_bytes_atomic(path, content)
+    entries = {name: CastEntry(HeldEntry(weight), dtype, name=name) for name, weight in weights.items()}
+    with atomic_path(path) as temporary:
+        write_safetensors(temporary, entries, metadata={})

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.checkpoint.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.files import write_bytes_atomic, write_json_atomic
+from opensora_cli.core.files import write_json_atomic
+from opensora_cli.engine.train.files import write_weights
 from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
@@ -104,11 +104,9 @@ def save_lora(
     peft_config.inference_mode = True
     peft_config.base_model_name_or_path = base
     tensors = {
-        _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.detach().cpu().contiguous()
-        for name, tensor in weights.items()
-        if _is_of_adapter(name)
+        _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in weights.items() if _is_of_adapter(name)
     }
-    write_bytes_atomic(folder / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
+    write_weights(folder / WEIGHTS_FILE, tensors, dtype=torch.float32)
     fields = peft_config.to_dict()
     write_json_atomic(folder / CONFIG_FILE, {key: _plain(value) for key, value in sorted(fields.items())})
 

@@ -11,9 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
-from opensora_cli.checkpoint.safetensors_file import write_safetensors
-from opensora_cli.core.files import atomic_path
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.sampling.conditioning import ReferenceLengths
@@ -22,7 +19,7 @@ from opensora_cli.engine.sampling.schedule import flow_shift_for
 from opensora_cli.engine.train.captions import training_caption
 from opensora_cli.engine.train.conditions import condition_clip, draw_mode
 from opensora_cli.engine.train.encoding import EmptyPrompt, EncodedClip, Encoders, FreshClip
-from opensora_cli.engine.train.files import TRANSFORMER_FILE
+from opensora_cli.engine.train.files import TRANSFORMER_FILE, write_weights
 from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.mmdit import MMDiT
@@ -39,9 +36,7 @@ def export_transformer(weights: Mapping[str, Tensor], folder: Path) -> None:
         CheckpointError: a weight is too large for half precision.
         OutputError: the file cannot be written.
     """
-    entries = {name: CastEntry(HeldEntry(weight), torch.float16, name=name) for name, weight in weights.items()}
-    with atomic_path(folder / TRANSFORMER_FILE) as temporary:
-        write_safetensors(temporary, entries, metadata={})
+    write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.train.muon import KernelMuon
-from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW, fresh_state, local_part
+from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW, fresh_state
+from opensora_cli.engine.train.strategy.local import local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -133,8 +134,8 @@ def _laid_out_as(weight: nn.Parameter, moment: Tensor) -> Tensor:
 
 
 def _copy(found: Tensor, target: Tensor, what: str, weight: nn.Parameter) -> None:
-    source, shape = local_part(found), local_part(weight).shape
+    source, shape = local(found), local(weight).shape
     if source.shape != shape:
         raise CheckpointError(f"{what} is {list(source.shape)} in the checkpoint, and the weight {list(shape)}")
-    own = local_part(target)
+    own = local(target)
     own.copy_(source.reshape(own.shape))

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from opensora_cli.engine.train.strategy.local import local
 from opensora_cli.memory.side_stream import SideStream
 
 STAGED_NUMBERS = 8 * 2**20
@@ -54,7 +54,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     self._update(weight, weight.grad, group)
 
     def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        part, state = local_part(weight), self.state[weight]
+        part, state = local(weight), self.state[weight]
         if not state:
             state.update(fresh_state(weight))
         state["step"] += 1
@@ -62,7 +62,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         # In the order of memory, which is not that of the dimensions where channels come last.
         order = sorted(range(part.ndim), key=part.stride, reverse=True)
         own, *moments = (tensor.permute(order).view(-1) for tensor in (part, state["exp_avg"], state["exp_avg_sq"]))
-        slopes = local_part(gradient).permute(order).reshape(-1)
+        slopes = local(gradient).permute(order).reshape(-1)
         for start, values, slope in self._stage(part.device).passing(own, slopes):
             mean, square = (moment[start : start + values.numel()] for moment in moments)
             adamw(
@@ -85,7 +85,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _stage(self, device: torch.device) -> "_Stage":
         if device not in self._stages:
-            weights = (local_part(weight) for group in self.param_groups for weight in group["params"])
+            weights = (local(weight) for group in self.param_groups for weight in group["params"])
             largest = max(weight.numel() for weight in weights if weight.device == device)
             self._stages[device] = _Stage(device, max(1, min(self._piece, largest)))
         return self._stages[device]
@@ -93,14 +93,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 def fresh_state(weight: Tensor) -> dict[str, Tensor]:
     """Return what the optimizer keeps for a weight before its first update: on the host, of this rank's part."""
-    part = local_part(weight)
+    part = local(weight)
     empty = (torch.zeros_like(part, dtype=torch.float32, device="cpu") for _ in range(2))
     return {"step": torch.zeros(()), **dict(zip(("exp_avg", "exp_avg_sq"), empty, strict=True))}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which may be sharded; they share memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(slots=True, kw_only=True)

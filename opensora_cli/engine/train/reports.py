@@ -29,7 +29,7 @@ class StepReport:
     skipped: bool
     """Loss or gradient were not finite: nothing was updated."""
     paths: tuple[str, ...]
-    """Of this rank's samples."""
+    """Of this rank's samples; if it was skipped, of those of all ranks that may be the cause."""
 
 
 class Observer(Protocol):

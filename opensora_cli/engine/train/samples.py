@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import opensora_cli
+from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.build import release_memory
 from opensora_cli.engine.configs import vae_tiling
@@ -29,7 +30,7 @@ from opensora_cli.engine.train.validation import evaluating
 from opensora_cli.engine.velocity import GuidedVelocity
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 _HOST = torch.device("cpu")
 
@@ -45,7 +46,7 @@ class SampleVideos:
         embeds: of each prompt, with those of the empty one; on the host.
         autoencoder: decodes; it waits on the host until it is needed.
         folder: gets a folder for each step with videos.
-        reporter: shown progress.
+        reporter: shown progress, and warned of videos that cannot be written.
     """
 
     def __init__(
@@ -74,8 +75,7 @@ class SampleVideos:
     def run(self, step: int, trainer: Trainer[Any]) -> list[Path]:
         """Make the videos `step{n}/0.mp4`, `1.mp4` and so on, and return their paths; all ranks call this.
 
-        Raises:
-            OutputError: a video cannot be written.
+        One that cannot be written is warned about and left out, as on a disk that is full for a while.
         """
         device = trainer.distribution.device
         with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
@@ -139,27 +139,33 @@ class SampleVideos:
         return packed_1ND.new_zeros(1, packed_1ND.shape[1], model.in_channels + model.patch_size**2)
 
     def _write_all(self, step: int, latents: list[Tensor], device: torch.device) -> list[Path]:
-        chosen = self._settings.samples
+        written = []
         self._autoencoder.to(device)
         try:
-            return [
-                write_media(
-                    self._frames(latents_1CTHW, device),
-                    self._folder / f"step{step}" / f"{index}.mp4",
-                    fps=chosen.rate(self._settings.data),
-                    format=MediaFormat.MP4,
-                    metadata={
-                        "prompt": chosen.prompts[index],
-                        "seed": str(chosen.seed + index),
-                        "step": str(step),
-                        "software": f"osora {opensora_cli.__version__}",
-                    },
-                )
-                for index, latents_1CTHW in enumerate(latents)
-            ]
+            for index, latents_1CTHW in enumerate(latents):
+                try:
+                    written.append(self._write(step, index, self._frames(latents_1CTHW, device)))
+                except OutputError as error:
+                    self._reporter.warn(f"{error.message}: the video is left out")
         finally:
             self._autoencoder.to(_HOST)
             release_memory(device)
+        return written
+
+    def _write(self, step: int, index: int, frames: Iterator[Tensor]) -> Path:
+        chosen = self._settings.samples
+        return write_media(
+            frames,
+            self._folder / f"step{step}" / f"{index}.mp4",
+            fps=chosen.rate(self._settings.data),
+            format=MediaFormat.MP4,
+            metadata={
+                "prompt": chosen.prompts[index],
+                "seed": str(chosen.seed + index),
+                "step": str(step),
+                "software": f"osora {opensora_cli.__version__}",
+            },
+        )
 
     @torch.no_grad()
     def _frames(self, latents_1CTHW: Tensor, device: torch.device) -> Iterator[Tensor]:
@@ -183,7 +189,7 @@ def open_samples(
         RequestError: a text length does not suit its encoder.
     """
     chosen, trained = settings.samples, settings.train_mmdit
-    if chosen.every is None:
+    if settings.target is not TrainTarget.MMDIT or chosen.every is None:
         return None
     encoders = load_encoders(settings, device=distribution.device)
     empty = encoders.empty_prompt()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_cli.checkpoint.entries import Entry
 from opensora_cli.checkpoint.folders import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER, RUNNING_STATES_FILE
@@ -21,7 +21,7 @@ from opensora_cli.checkpoint.safetensors_file import open_safetensors
 from opensora_cli.checkpoint.saver import LR_SCHEDULER_FILE, SAMPLER_FILE
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import first_few
-from opensora_cli.engine.train.ema import floating_state, trained_names
+from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.strategy.local import local
 from opensora_cli.engine.train.trainer import Trainer
@@ -53,11 +53,8 @@ class StatePart:
 def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
     """Yield all tensors of a run, in the same order on all ranks."""
     whole_name = trainer.distribution.whole_name
-    module = trainer.task.module
-    kept = trained_names(module) if trainer.trained_only else None
-    for name, tensor in module_state(module).items():
-        if kept is None or name in kept:
-            yield StatePart(MODEL_FOLDER, whole_name(name), name, tensor)
+    for name, tensor in module_state(trainer.task.module, trained_only=trainer.trained_only).items():
+        yield StatePart(MODEL_FOLDER, whole_name(name), name, tensor)
     for name, tensor in (trainer.ema or {}).items():
         yield StatePart(EMA_FILE, whole_name(name), name, tensor)
     if trainer.task.adversary is not None:
@@ -71,27 +68,14 @@ def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
                 yield StatePart(file, key, moment.parameter, moment.tensor)
 
 
-def module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; what a module has in two places comes once."""
-    state: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            state[name] = value.detach()
-    return state
-
-
 def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
     """Return what is exported: the averaged weights, or the current ones, whole; on the host, of the main rank alone.
 
     All ranks must call this.
     """
-    distribution, module = trainer.distribution, trainer.task.module
-    weights = trainer.ema
+    distribution, weights = trainer.distribution, trainer.ema
     if weights is None:
-        kept = trained_names(module) if trainer.trained_only else None
-        weights = {name: value for name, value in floating_state(module).items() if kept is None or name in kept}
+        weights = module_state(trainer.task.module, trained_only=trainer.trained_only)
     whole = {}
     for name, part in weights.items():
         gathered = distribution.whole(name, part)

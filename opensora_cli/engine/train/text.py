@@ -32,7 +32,7 @@ from opensora_cli.data.scenes import (
     sample_scene,
     vocabulary,
 )
-from opensora_cli.engine.train.ema import floating_state
+from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.files import CLIP_FOLDER, T5_FOLDER, VOCABULARY_FILE
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.text.folder import quiet
@@ -189,8 +189,9 @@ class TextTask:
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the folders `t5` and `clip` in transformers' form, and what they know as `vocabulary.json`."""
         encoders = deepcopy(self._encoders).cpu()
-        for name, value in floating_state(encoders).items():
-            value.copy_(weights[name])
+        state = module_state(encoders)
+        for name, weight in weights.items():
+            state[name].copy_(weight)
         for name, model, tokenizer in (
             (T5_FOLDER, encoders.t5, self.t5_tokenizer),
             (CLIP_FOLDER, encoders.clip, self.clip_tokenizer),

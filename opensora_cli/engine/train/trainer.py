@@ -13,7 +13,7 @@ from torch import Tensor
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.listing import first_few
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.train.ema import averaged_copy, floating_state, put_in_place, update_ema, warmed_up
+from opensora_cli.engine.train.ema import averaged_copy, module_state, put_in_place, update_ema, warmed_up
 from opensora_cli.engine.train.learner import Learner
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.reports import Clock, Observer, StepReport
@@ -161,7 +161,7 @@ class Trainer(Generic[BatchT]):
 
     def are_weights_finite(self) -> bool:
         """Whether weights and averages are finite numbers on all ranks, which must all ask."""
-        tensors = [value for learner in self.learners.values() for value in floating_state(learner.module).values()]
+        tensors = [value for learner in self.learners.values() for value in module_state(learner.module).values()]
         parts = [local(tensor) for tensor in (*tensors, *(self.ema or {}).values())]
         # The smallest and the largest number, which NaN is both of: one quick pass, and no memory.
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]

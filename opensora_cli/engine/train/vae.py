@@ -126,7 +126,8 @@ class VAETask:
     def loss(self, batch: ClipBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
 
-        Where gradients are off, the adversarial term is left out, so that losses of different times can be compared.
+        Where gradients are off, the adversarial term is left out and clips stay whole, so that losses of different
+        times and runs can be compared.
         """
         pixels = self._pixels(batch, chance)
         opposed = self._is_opposed and torch.is_grad_enabled()
@@ -155,7 +156,7 @@ class VAETask:
         if self._settings.whitening_clips:
             weights = self._whitened(weights)
         dtype = torch.float16 if self._settings.export_half else torch.float32
-        write_weights(folder / VAE_FILE, {name: weight.to(dtype) for name, weight in weights.items()})
+        write_weights(folder / VAE_FILE, weights, dtype=dtype)
 
     def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, float]]:
         """Return what the decoded pixels cost; its gradient by them is worked out at once, term by term."""
@@ -191,7 +192,7 @@ class VAETask:
     def _pixels(self, batch: ClipBatch, chance: Chance) -> Tensor:
         frames = _frames(batch)
         count, num_frames = frames.shape[:2]
-        share = self._settings.single_frame_share
+        share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and chance.rng.random() < share:
             frames = frames[torch.arange(count), chance.rng.integers(num_frames, size=count)].unsqueeze(1)
         return to_pixels(frames.to(next(self.module.parameters()).device))

@@ -12,7 +12,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.engine.data.cache_filling import prepare_cache
 from opensora_cli.engine.data.datasets import open_dataset
-from opensora_cli.engine.data.loading import pixel_multiple
+from opensora_cli.engine.data.loading import ReplacementWarnings, pixel_multiple
 from opensora_cli.engine.data.reading import ClipLoader, ReadingNotes
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.task import Batch, Chance
@@ -149,16 +149,11 @@ def _clips(
     loader = ClipLoader(
         requests=dataset.requests, fit=data.fit, load=None if cache is None else cache.clip, notes=ReadingNotes(0)
     )
-    told: set[str] = set()
+    replaced = ReplacementWarnings(reporter, where=" in validation")
 
     def read(index: int) -> Batch:
         batch = loader(plan.batch(index, number=index, epoch=0))
-        for replacement in batch.replaced:
-            if replacement.path not in told:
-                told.add(replacement.path)
-                reporter.warn(
-                    f"{replacement.path}: {replacement.reason}: {replacement.by} takes its place in validation"
-                )
+        replaced.warn(batch)
         return batch
 
     return read, count

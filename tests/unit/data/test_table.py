@@ -51,19 +51,22 @@ def test_rows_that_make_no_sense_are_told_and_left_out(tmp_path: Path) -> None:
         ["backwards.mp4", "text", 5, 64, 64, -24, 3],
         ["endless.mp4", "text", 5, 64, 64, "inf", 3],
         ["short.mp4", "text"],
+        ["unmoved.mp4", "text", 5, 64, 64, 24, 0],
+        ["dull.mp4", "text", 5, 64, 64, 24, -1],
         ["floats.mp4", "text", "5.0", "64.0", 64, "nan", ""],
     ]
     columns = ["path", "text", "num_frames", "height", "width", "fps", "motion_score"]
     table = read_table(write_rows(tmp_path / "table.csv", rows, columns=columns))
-    assert [table.paths[0], table.paths[1]] == ["good.mp4", "floats.mp4"]
-    assert table.rows.tolist() == [1, 9]
-    assert [table.motion_score(0), table.motion_score(1)] == [3.0, None]
-    assert [(bad.row, bad.path) for bad in table.bad_rows] == [(row + 1, rows[row][0]) for row in range(1, 8)]
+    assert [table.paths[index] for index in range(3)] == ["good.mp4", "unmoved.mp4", "floats.mp4"]
+    assert table.rows.tolist() == [1, 9, 11]
+    assert [table.motion_score(index) for index in range(3)] == [3.0, 0.0, None]
+    assert [(bad.row, bad.path) for bad in table.bad_rows] == [(row + 1, rows[row][0]) for row in (*range(1, 8), 9)]
     reasons = [bad.reason for bad in table.bad_rows]
     assert reasons[0] == "path is empty"
     assert reasons[3] == "width=wide must be a whole number over 0"
     assert reasons[4] == "fps=-24 must be a number over 0"
     assert reasons[6].startswith("num_frames=None")
+    assert reasons[7] == "motion_score=-1 must be a number of at least 0"
 
 
 def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:

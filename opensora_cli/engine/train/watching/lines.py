@@ -62,11 +62,7 @@ class StepLines:
         self._begin_window()
 
     def on_step(self, report: StepReport) -> None:
-        """Count a step, and write a line where one is due.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Count a step, and write a line where one is due."""
         self._steps += 1
         self._samples += report.samples
         self._tokens += report.tokens
@@ -85,11 +81,7 @@ class StepLines:
             self._begin_window()
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write a line of its own.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Write a line of its own."""
         self._write({"step": step, "event": "validation", **figures})
         told = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
         self._reporter.note(f"validation at step {step}  {told}")

@@ -67,12 +67,12 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
         reporter: shown the figures.
 
     Raises:
-        HardwareError: TensorBoard is not installed, or there is no CUDA to be marked.
+        HardwareError: TensorBoard is not installed, or a card is asked for where there is none.
     """
     clock = _clock(settings, distribution.device)
     if not distribution.is_main:
         return Watching(clock)
-    sinks: list[LineSink] = [JsonLog(output / LOG_FILE)]
+    sinks: list[LineSink] = [JsonLog(output / LOG_FILE, reporter=reporter)]
     if settings.watching.tensorboard:
         sinks.append(TensorBoardLog(output / TENSORBOARD_FOLDER))
     observers: list[Observer] = [
@@ -113,17 +113,17 @@ def forget_all(output: Path) -> None:
 
 
 def _clock(settings: TrainSettings, device: torch.device) -> Clock:
-    watching, is_cuda = settings.watching, device.type == "cuda"
-    if watching.nvtx and not is_cuda:
-        raise HardwareError(
-            "watching.nvtx=true marks what a card does, and this runs on a CPU", hint="leave watching.nvtx out"
-        )
+    watching = settings.watching
+    if device.type != "cuda":
+        given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
+        if given:
+            raise HardwareError(f"{given} must have a card, and this runs on a CPU", hint=f"leave {given} out")
     marks: list[Mark] = []
     if watching.profile_steps is not None:
         marks.append(torch.profiler.record_function)
     if watching.nvtx:
         marks.append(torch.cuda.nvtx.range)
-    if watching.exact_timers and is_cuda:
+    if watching.exact_timers:
         return MarkingClock(WallClock(), marks=marks, wait=partial(torch.cuda.synchronize, device))
     return MarkingClock(WallClock(), marks=marks) if marks else WallClock()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.data.cache import HEADER_FILE, CacheWriter, ClipCache, is_cache_of, key_of, write_header
@@ -100,6 +102,46 @@ def test_writing_the_same_again_changes_nothing(folder):
     fill(folder, range(2))
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert len(before) == 2
+
+
+def test_a_clip_of_another_file_takes_the_place_of_the_first(folder):
+    first, second = (10, 5), (10, 3)
+    references, others = ["head1"], ["latents", "prompt_embeds", "pooled_prompt_embeds"]
+
+    def add(file, names, *, hour):
+        writer = CacheWriter(folder)
+        writer.add(REQUEST, {name: encoded(file[1])[name] for name in names}, file=file)
+        writer.flush()
+        shard = max(folder.glob("clips-*"), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(shard, (3600 * hour, 3600 * hour))
+
+    def held(file):
+        cache = ClipCache(folder)
+        tensors = cache.clip(REQUEST).tensors
+        assert all(torch.equal(tensor, encoded(file[1])[name]) for name, tensor in tensors.items())
+        assert cache.names(REQUEST) == cache.names(REQUEST, file=file) == tensors.keys()
+        assert not cache.names(REQUEST, file=second if file == first else first)
+        assert not cache.names(other(1), file=file)
+        return sorted(tensors)
+
+    add(first, [*references, *others], hour=1)
+    assert held(first) == sorted([*references, *others])
+    add(second, others, hour=2)
+    assert held(second) == sorted(others)
+    add(second, references, hour=3)
+    assert held(second) == sorted([*references, *others])
+    add(first, [*references, *others], hour=4)  # back again: the first shard is written anew
+    assert held(first) == sorted([*references, *others])
+    assert len([*folder.glob("clips-*")]) == 3
+
+
+def test_clips_that_earlier_versions_made_are_of_the_files_there_are(folder):
+    tensors = {f"{key_of(REQUEST)}.{name}": HeldEntry(tensor) for name, tensor in encoded(0).items()}
+    clips = json.dumps({key_of(REQUEST): [*encoded(0)]})
+    write_safetensors(folder / "clips-0.safetensors", tensors, metadata={"osora.clips": clips})
+    cache = ClipCache(folder)
+    assert cache.names(REQUEST, file=(10, 5)) == set(encoded(0))
+    assert torch.equal(cache.clip(REQUEST).latents(), encoded(0)["latents"])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Filling a cache: what is encoded, what is left as it is, and that training on it is training on the clips."""
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import tiny_clips
@@ -25,6 +27,7 @@ from opensora_cli.engine.train.encoding import ALWAYS_CACHED, Encoders
 from opensora_cli.engine.train.frozen import build_mmdit_task
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.task import Chance
+from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.enums import ConditionMode
 
@@ -241,6 +244,34 @@ def test_what_cannot_be_read_is_told_and_tried_again(weights, tmp_path, monkeypa
     whole = cache_clips(settings)
     whole.require_whole()
     assert whole.encoded == 1
+
+
+def test_a_clip_whose_file_was_replaced_is_encoded_anew(weights, tmp_path):
+    table = tiny_clips.clip_table(tmp_path, clips=2, pictures=1, num_frames=13)
+    changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 1), 13: (1.0, 1)}}}
+    settings = settings_of(weights, tmp_path / "cache", **changes)
+    before = prepared(settings)
+    requests = {Path(request.path).name: request for request in cache_filling._requests(settings)}
+    held = {name: before.clip(request).tensors for name, request in requests.items()}
+    path, noise = tmp_path / "clip_1.mp4", torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (13, 64, 64, 3), dtype=torch.uint8, generator=noise)
+    write_media([pixels], path, fps=tiny_clips.FPS, format="mp4")
+    os.utime(path, (0, 0))  # another file may be an older one
+
+    report = cache_clips(settings)
+    assert (report.clips, report.encoded) == (3, 1)
+    cache = ClipCache(tmp_path / "cache")
+    for name, request in requests.items():
+        now = cache.clip(request).tensors
+        changed = {each for each, tensor in held[name].items() if not torch.equal(tensor, now[each])}
+        assert now.keys() == held[name].keys()
+        assert changed == (
+            {"latents", *(part for part in now if part[:4] in ("head", "tail"))} if name == path.name else set()
+        )
+    assert cache_clips(settings).encoded == 0
+    # Training from the cache needs no files.
+    path.unlink()
+    assert cache_clips(settings).encoded == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch, ClipRequest
+from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.data.loading import iter_requests, open_clips
+from opensora_cli.engine.data.datasets import all_requests
+from opensora_cli.engine.data.loading import ReplacementWarnings, open_clips
 from opensora_cli.engine.data.reading import read_clip
 from opensora_cli.settings.data import DataSettings
 
@@ -146,6 +148,18 @@ def test_a_broken_sample_is_replaced_by_the_next_and_told_once(broken_table: Pat
     assert [described(batch) for batch in again] == [described(batch) for batch in batches]
 
 
+def test_of_many_broken_samples_the_first_twenty_are_told(table: Path) -> None:
+    (batch,) = take(settings(table, buckets={"64px": {1: (1.0, 2)}}), 1)
+    missing = [Replacement(path=f"{n}.mp4", reason=f"{n}.mp4 is empty", by="good.mp4") for n in range(30)]
+    warned = Warnings()
+    warnings = ReplacementWarnings(warned, where=" in validation")
+    for one in (*missing[:20], *missing):
+        warnings.warn(replace(batch, replaced=(one,)))
+    assert warned.texts[:20] == [f"{n}.mp4 is empty: good.mp4 takes its place in validation" for n in range(20)]
+    assert len(warned.texts) == 21
+    assert warned.texts[20].startswith("more samples cannot be read in validation")
+
+
 def test_what_is_left_out_is_warned_of(table: Path) -> None:
     warned = Warnings()
     wrong = table.with_name("wrong.csv")
@@ -208,7 +222,7 @@ def test_a_bug_names_the_file(table: Path, workers: int) -> None:
 
 def test_all_requests_are_what_epochs_ask_for(table: Path) -> None:
     data = settings(table, buckets={"64px": {1: (1.0, 2), 9: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}})
-    every = iter_requests(data, seed=0, multiple=16)
+    every = all_requests(data, seed=0, multiple=16)
     assert len(every) == 4 + 2 * 6
     found: set[ClipRequest] = set()
     for batch in take(data, 60, load=_as_is):
@@ -263,7 +277,7 @@ def test_a_scene_can_be_read_by_its_name() -> None:
     assert clip.name == "held-out:3/7"
     assert SceneClip.named(clip.name) == clip
     assert SceneClip.named("a/scene:3/7") is None
-    (request,) = iter_requests(scenes(count=1, batch_size=1, held_out=True), seed=3, multiple=16)
+    (request,) = all_requests(scenes(count=1, batch_size=1, held_out=True), seed=3, multiple=16)
     assert request.path == "held-out:3/0"
     assert read_clip(request).shape == (5, 32, 32, 3)
 

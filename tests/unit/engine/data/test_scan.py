@@ -1,6 +1,8 @@
 """From folders to tables, parts and contact sheets."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.preview import preview
 from opensora_cli.engine.data.scan import ScanResult, scan
 from opensora_cli.engine.data.shard import shard
+from opensora_cli.media.read import MediaFacts
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.data_tools import PreviewSettings, ScanSettings, ShardSettings
 
@@ -101,7 +104,33 @@ def test_a_second_scan_reads_only_what_is_new_or_changed(folder: Path, probed: l
     assert columns["text"][0] == "another caption"
 
 
-def test_broken_files_are_listed_and_left_out_and_tried_again_when_they_change(folder: Path) -> None:
+def test_what_could_not_be_read_is_tried_again_though_it_has_not_changed(
+    folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = scan_module.probe
+
+    def hiccup(file: Path) -> MediaFacts:
+        if file.name == "b.mp4":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return probe(file)
+
+    monkeypatch.setattr(scan_module, "probe", hiccup)
+    failed = run(folder)
+    reason = f"{folder / 'b.mp4'} cannot be read: Permission denied"
+    assert [file.reason for file in failed.broken] == [reason]
+    monkeypatch.setattr(scan_module, "probe", probe)
+    probed.clear()
+    # As scans of earlier versions noted it.
+    status = (folder / "b.mp4").stat()
+    known = {"path": str(folder / "b.mp4"), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "error": reason}
+    with folder.with_suffix(".csv.scan.jsonl").open("a") as journal:
+        journal.write(json.dumps(known) + "\n")
+    mended = run(folder)
+    assert (probed, mended.read, mended.broken) == (["b.mp4"], 1, ())
+    assert "1 read, 3 known from before" in mended.lines()[1]
+
+
+def test_broken_files_are_listed_and_left_out_until_they_are_mended(folder: Path) -> None:
     (folder / "broken.mp4").write_bytes(b"nothing")
     (folder / "b.txt").write_bytes(b"\xff\xfe\xff")
     (folder / "a.json").write_text("{}")

@@ -1,21 +1,30 @@
 """Videos of a model in training: real ones, of the right size, and training does not notice."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_frozen
 import tiny_training
+import torch
+from toy_training import Listener
 
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import generate
-from opensora_cli.engine.train import build
+from opensora_cli.engine.train import build, samples
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.samples import open_samples
 from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.weights import packaged_demo
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.tags import read_metadata
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
@@ -93,6 +102,13 @@ def test_videos(watched: Path) -> None:
     assert (tags["prompt"], tags["seed"], tags["step"]) == (PROMPTS[1], "1", "4")
 
 
+@pytest.mark.parametrize("target", ["vae", "text"])
+def test_of_the_transformer_alone(tmp_path: Path, target: str) -> None:
+    settings = getattr(tiny_training, f"{target}_settings")(tmp_path).replace(SAMPLES)
+    distribution = Distribution(torch.device("cpu"))
+    assert open_samples(settings, distribution=distribution, output=tmp_path, reporter=SilentReporter()) is None
+
+
 def test_training_does_not_notice(watched: Path, plain: Path) -> None:
     assert losses(watched) == losses(plain)
     assert len(set(losses(plain))) == 4
@@ -114,6 +130,26 @@ def test_resumed_videos_are_the_same(tmp_path: Path, frozen: Path, watched: Path
             path = Path("samples", step, name)
             # The step is in the file, and nothing that differs between the two runs.
             assert (tmp_path / path).read_bytes() == (watched / path).read_bytes()
+
+
+def test_a_video_that_cannot_be_written_is_left_out(
+    tmp_path: Path, frozen: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(pieces: Iterator[torch.Tensor], path: Path, **arguments: Any) -> Path:
+        if path.parent.name == "step2" and path.name == "0.mp4":
+            raise OutputError(f"cannot write {path}: No space left on device")
+        return write_media(pieces, path, **arguments)
+
+    monkeypatch.setattr(samples, "write_media", write)
+    listener = Listener()
+    train(tiny_training.mmdit_settings(tmp_path, frozen).replace(SAMPLES), reporter=listener)
+    video = tmp_path / "samples" / "step2" / "0.mp4"
+    assert [text for text in listener.warnings if "video" in text] == [
+        f"cannot write {video}: No space left on device: the video is left out"
+    ]
+    videos = [path.relative_to(tmp_path / "samples") for path in sorted((tmp_path / "samples").rglob("*.mp4"))]
+    assert [str(path) for path in videos] == ["step2/1.mp4", "step4/0.mp4", "step4/1.mp4"]
+    assert losses(tmp_path) == losses(plain)
 
 
 @pytest.mark.parametrize(

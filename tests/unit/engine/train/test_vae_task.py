@@ -193,6 +193,14 @@ class TestPictures:
                 chosen |= set(places)
         assert chosen == {0, 1, 2, 3}
 
+    def test_a_validation_measures_whole_clips(self):
+        batch, losses = clip_batch(0, num_frames=4), set()
+        for share in (0.0, 0.5, 1.0):
+            task = vae_task("dc_ae", single_frame_share=share)
+            with torch.no_grad():
+                losses |= {float(task.loss(batch, Chance.of(0, number))[0]) for number in range(3)}
+        assert len(losses) == 1
+
     def test_pictures_stay_whole(self):
         task = vae_task("dc_ae", single_frame_share=1.0)
         batch = clip_batch(0, num_frames=1)

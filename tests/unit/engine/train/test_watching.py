@@ -15,6 +15,7 @@ from opensora_cli.engine.train.reports import PARTS, StepReport, WallClock
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.watching import json_log as json_log_module
 from opensora_cli.engine.train.watching.json_log import JsonLog, cut_back
 from opensora_cli.engine.train.watching.lines import StepLines
 from opensora_cli.engine.train.watching.profiling import StepProfiler
@@ -71,13 +72,32 @@ def step_lines(*sinks, every=2, mfu=None, reporter=None):
     )
 
 
+def json_log(path):
+    return JsonLog(path, reporter=Shown())
+
+
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def disk_full_at(size):
+    """Let files grow to so many bytes and no further, as on a disk that fills up in the middle of a line."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 class TestLines:
     def test_keys_of_a_real_run(self, tmp_path):
-        lines = step_lines(JsonLog(tmp_path / "log.jsonl"))
+        lines = step_lines(json_log(tmp_path / "log.jsonl"))
         trainer = toy_trainer(ToyTask(), observers=(lines,))
         reports = [trainer.do_step() for _ in range(4)]
         written = read(tmp_path / "log.jsonl")
@@ -93,7 +113,7 @@ class TestLines:
             asked.append((samples, tokens, seconds))
             return 0.25
 
-        lines = step_lines(JsonLog(tmp_path / "log.jsonl"), mfu=mfu)
+        lines = step_lines(json_log(tmp_path / "log.jsonl"), mfu=mfu)
         lines.on_step(report(1, loss=1.0, data=0.25, forward=1.0))
         lines.on_step(report(2, loss=3.0, data=0.5, checkpoint=1.0))
         [line] = read(tmp_path / "log.jsonl")
@@ -105,7 +125,7 @@ class TestLines:
         assert line["seconds"] == {"data": 0.375, "forward": 0.5, "checkpoint": 0.5, "other": 0.625}
 
     def test_skipped_steps_are_told_and_in_no_mean(self, tmp_path):
-        lines = step_lines(JsonLog(tmp_path / "log.jsonl"))
+        lines = step_lines(json_log(tmp_path / "log.jsonl"))
         lines.on_step(report(1, skipped=True))
         lines.on_step(report(2, loss=3.0))
         lines.on_validation(2, {"loss": 0.5, "psnr": 30.0})
@@ -115,7 +135,7 @@ class TestLines:
         assert validation == {"step": 2, "event": "validation", "loss": 0.5, "psnr": 30.0}
 
     def test_a_figure_that_begins_between_two_lines(self, tmp_path):
-        lines = step_lines(JsonLog(tmp_path / "log.jsonl"))
+        lines = step_lines(json_log(tmp_path / "log.jsonl"))
         lines.on_step(report(1))
         late = report(2)
         lines.on_step(
@@ -148,9 +168,50 @@ class TestLines:
         assert len(shown.notes) == 1
         assert shown.notes[0].startswith("step 2  loss 1  rate 0.1")
 
+    def test_numbers_that_are_not_finite_are_null(self, tmp_path):
+        lines = step_lines(json_log(tmp_path / "log.jsonl"), every=1)
+        lines.on_step(report(1, loss=math.nan, data=math.inf))
+        lines.on_validation(1, {"loss": -math.inf, "psnr": 30.0})
+        line, validation = read(tmp_path / "log.jsonl")
+        assert (line["loss"], line["seconds"]["data"], line["learning_rate"]) == (None, None, 0.1)
+        assert validation == {"step": 1, "event": "validation", "loss": None, "psnr": 30.0}
+
+    def test_a_disk_that_is_full_for_a_while_loses_no_line(self, tmp_path):
+        path, shown = tmp_path / "log.jsonl", Shown()
+        lines = step_lines(JsonLog(path, reporter=shown), every=1)
+        lines.on_step(report(1))
+        size = path.stat().st_size
+        with disk_full_at(size + 30):
+            for step in (2, 3):
+                lines.on_step(report(step))
+            assert path.stat().st_size == size + 30
+        lines.on_step(report(4))
+        assert [line["step"] for line in read(path)] == [1, 2, 3, 4]
+        assert shown.warnings == [f"cannot write {path}: File too large: its lines wait until that is possible"]
+        with disk_full_at(size):
+            lines.on_step(report(5))
+        lines.close()
+        assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5]
+        assert len(shown.warnings) == 2
+
+    def test_a_log_that_cannot_be_written_to_the_end(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(json_log_module, "_MOST_WAITING", 3)
+        path, shown = tmp_path / "log.jsonl", Shown()
+        log = JsonLog(path, reporter=shown)
+        path.mkdir()
+        for step in range(5):
+            log.write({"step": step})
+        log.close()
+        assert [text.partition(": Is a directory: ")[2] for text in shown.warnings] == [
+            "its lines wait until that is possible",
+            "it lacks the last 3 lines",
+        ]
+        log.close()
+        assert len(shown.warnings) == 2
+
     def test_cut_back(self, tmp_path):
         path = tmp_path / "log.jsonl"
-        lines = step_lines(JsonLog(path), every=1)
+        lines = step_lines(json_log(path), every=1)
         for step in (1, 2, 3):
             lines.on_step(report(step))
         with path.open("a") as log:
@@ -201,7 +262,7 @@ class TestTensorBoard:
 
 class TestTimers:
     def test_parts_add_up_to_the_step(self, tmp_path):
-        lines = step_lines(JsonLog(tmp_path / "log.jsonl"), every=3)
+        lines = step_lines(json_log(tmp_path / "log.jsonl"), every=3)
         trainer = toy_trainer(ToyTask(), observers=(lines,), micro_batches=2)
         trainer._clock = WallClock(now=Ticking())
         for _ in range(3):
@@ -290,9 +351,12 @@ class TestOpening:
         opened = open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
         assert (opened.observers[0]._mfu is not None) is known
 
-    def test_no_marks_without_cuda(self, tmp_path):
-        settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.nvtx": True})
-        with pytest.raises(HardwareError, match="this runs on a CPU"):
+    @pytest.mark.parametrize("names", [("nvtx",), ("exact_timers",), ("exact_timers", "nvtx")])
+    def test_what_must_have_a_card(self, tmp_path, names):
+        changes = {f"watching.{name}": True for name in names}
+        settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", **changes})
+        given = " and ".join(f"{key}=true" for key in changes)
+        with pytest.raises(HardwareError, match=f"^{given} must have a card, and this runs on a CPU"):
             open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
 
     def test_what_is_forgotten(self, tmp_path):

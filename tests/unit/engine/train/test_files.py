@@ -1,0 +1,24 @@
+"""The file of weights that a run exports."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.engine.train.files import write_weights
+
+
+def test_it_is_rounded_and_says_whose_it_is(tmp_path: Path) -> None:
+    weight = torch.linspace(0, 1, 12).view(3, 4)
+    write_weights(tmp_path / "new" / "a.safetensors", {"turned": weight.t()}, dtype=torch.float16)
+    with safe_open(tmp_path / "new" / "a.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert torch.equal(file.get_tensor("turned"), weight.t().half())
+
+
+def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="large has numbers that are too large for float16"):
+        write_weights(tmp_path / "a.safetensors", {"large": torch.tensor([1e6])}, dtype=torch.float16)
+    assert [*tmp_path.iterdir()] == []
