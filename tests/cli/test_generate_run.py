@@ -133,7 +133,8 @@ class TestAdapters:
         assert not out.exists()
 
 
-@pytest.mark.parametrize("resolution", ["256px", pytest.param("768px", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("resolution", ["256px", "768px"])
 def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolution, monkeypatch):
     free = torch.iinfo(torch.int64).max
     monkeypatch.setattr("opensora_cli.engine.plan.pick_hardware", _hardware_with(free))

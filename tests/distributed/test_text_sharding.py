@@ -56,7 +56,7 @@ def _sharded(mlp: str) -> tuple[float, list[int], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("mlp", ["gated-gelu", "relu"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_states_and_bytes(pool: Pool, ranks: int, mlp: str) -> None:
     answers = pool(ranks).run(_sharded, mlp)
     heads, features = {2: [3, 3], 4: [2, 2, 1, 1]}[ranks], {2: [11, 11], 4: [6, 6, 5, 5]}[ranks]

@@ -60,6 +60,7 @@ def test_both_loops_do_the_same_work(benchmark: ModuleType) -> None:
     assert losses == pytest.approx([trainer.do_step().figures["loss"] for _ in range(4)], rel=0.3)
 
 
+@pytest.mark.slow
 def test_everything_is_measured_and_told(
     benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

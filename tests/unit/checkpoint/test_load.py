@@ -285,7 +285,7 @@ def big_file(tmp_path_factory):
 @pytest.mark.parametrize(
     ("dtype", "interleaved", "share"),
     # A tensor that is used as it is in the file stays a map of it; the promise for all cases is 1.1.
-    [("float32", False, 0.1), ("float32", True, 1.1), ("bfloat16", True, 1.1)],
+    [("float32", False, 0.1), pytest.param("float32", True, 1.1, marks=pytest.mark.slow), ("bfloat16", True, 1.1)],
 )
 def test_anonymous_memory(big_file, dtype, interleaved, share):
     size = big_file.stat().st_size

@@ -128,6 +128,7 @@ def test_who_computes_is_not():
     assert not any(pulse["is_idle"] for pulse in told)
 
 
+@pytest.mark.slow
 def test_asking_a_card_again_and_again_is_no_work():
     asking = "rank_link.device_is_card(); rank_link.beat('text', on_device=True); compute()"
     assert pulses(asking)[-1]["is_idle"]

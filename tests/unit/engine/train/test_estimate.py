@@ -25,6 +25,9 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+MORE_VARIANTS = {"a larger batch", "longer, wider"}
+
+
 def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainSettings:
     make = {
         "vae": tiny_training.vae_settings,
@@ -37,7 +40,12 @@ def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainS
 @pytest.mark.parametrize(
     ("target", "changes"),
     [
-        *(pytest.param("mmdit", changes, id=f"mmdit {name}") for name, changes in VARIANTS.items()),
+        *(
+            pytest.param(
+                "mmdit", changes, id=f"mmdit {name}", marks=[pytest.mark.slow] if name in MORE_VARIANTS else []
+            )
+            for name, changes in VARIANTS.items()
+        ),
         pytest.param("vae", {}, id="vae"),
         pytest.param(
             "vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32", "data.scenes.size": 48}, id="vae float32"
