@@ -73,7 +73,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [{"tensor_parallel": 2}, {"ulysses": 2}, pytest.param({"ring": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_ranks_draw_what_one_draws(
     pool: Callable[[int], Any], adapters: tuple[str, ...], degrees: dict[str, int]
 ) -> None:

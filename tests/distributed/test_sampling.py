@@ -150,8 +150,8 @@ def assert_drawn_alike(ranks, mode, degrees):
     assert 0 <= sum(sent for *_, (sent, _) in answers) - steps - noise < 1000 * len(answers)
 
 
-@pytest.mark.parametrize("mode", list(ConditionMode))
-def test_every_condition_on_two_ranks(pool, mode):
+@pytest.mark.parametrize("mode", ["t2v", "i2v_loop", "v2v_tail"])  # all of them: test_every_condition_in_every_way
+def test_conditions_on_two_ranks(pool, mode):
     assert_drawn_alike(pool(2), str(mode), {"ulysses": 2})
 
 
@@ -169,8 +169,8 @@ ON_FOUR = [
 ]
 
 
-@pytest.mark.parametrize("degrees", [ON_FOUR[0], ON_FOUR[3], ON_FOUR[5], ON_FOUR[7]], ids=str)
-def test_every_way_on_four_ranks(pool, degrees):
+@pytest.mark.parametrize("degrees", [ON_FOUR[3], ON_FOUR[7]], ids=str)
+def test_ways_on_four_ranks(pool, degrees):
     assert_drawn_alike(pool(4), "i2v_head", degrees)
 
 

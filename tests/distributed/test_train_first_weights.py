@@ -104,7 +104,7 @@ def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, fr
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("from_file", [False, True])
+@pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_they_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, from_file: bool) -> None:
     settings = _settings(_saved(tmp_path, torch.float16, has_references=False) if from_file else None)
     model = _alone(settings)

@@ -172,7 +172,7 @@ def _with_lora(case: Case | None, compiled: bool) -> tuple[list[float], dict[str
     ("case", "compiled"),
     [
         (Case("ddp", 2), False),
-        (Case("zero2", 2), True),
+        pytest.param(Case("zero2", 2), True, marks=pytest.mark.slow),
         (Case("zero3", 2), False),
         pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), False, marks=pytest.mark.slow),
         (Case("hybrid", 4, (("ulysses_degree", 2),)), False),

@@ -50,10 +50,17 @@ _FIRST = {
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
 }
 in_every_case = pytest.mark.parametrize("case", [*DATA, *HYBRID], ids=str)
-in_some_cases_at_first = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in _FIRST else pytest.mark.slow) for case in (*DATA, *HYBRID)],
-    ids=str,
+
+
+def _in_all_but_at_first_in(cases: set[Case]) -> pytest.MarkDecorator:
+    marked = [pytest.param(case, marks=() if case in cases else pytest.mark.slow) for case in (*DATA, *HYBRID)]
+    return pytest.mark.parametrize("case", marked, ids=str)
+
+
+in_some_cases_at_first = _in_all_but_at_first_in(_FIRST)
+in_unmixed_cases_at_first = _in_all_but_at_first_in(
+    _FIRST
+    | {case for case in (*DATA, *HYBRID) if not case.degrees or (case.strategy == "hybrid" and len(case.degrees) == 1)}
 )
 
 
@@ -81,7 +88,7 @@ def _trained(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
     return run.losses, run.norms, run.whole()
 
 
-@in_every_case
+@in_unmixed_cases_at_first
 def test_losses_are_those_of_one_process(pool: Pool, case: Case) -> None:
     losses, norms, weights = _expected(case.micro_batches)
     for our_losses, our_norms, our_weights in pool(case.ranks).run(_trained, case):

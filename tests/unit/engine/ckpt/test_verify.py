@@ -285,7 +285,7 @@ def test_states_that_lack_data_or_lie_elsewhere(training: Path, tmp_path: Path) 
     assert "is a link out of its folder" in check(training).problems[0]
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
 def test_the_preset_of_8_bit_weights(dtype: str, tmp_path: Path) -> None:
     shapes = read_released("hunyuan-vae").shapes
     save_file({name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}, tmp_path / "wide.safetensors")
