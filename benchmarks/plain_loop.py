@@ -10,7 +10,7 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.engine.sampling.schedule import flow_shift_for
 from opensora_cli.engine.train.encoding import CachedClip, EmptyPrompt
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -68,7 +68,7 @@ class PlainLoop:
         self._empty_LC = empty.prompt_embeds_LC.to(device).float()
         self._empty_V = empty.pooled_prompt_embeds_V.to(device).float()
         self._settings = settings
-        self._dtype = Precision(settings.precision, device).dtype
+        self._dtype = DTYPES[settings.precision.compute]
         self._device = device
         self._steps = 0
         torch.manual_seed(0)

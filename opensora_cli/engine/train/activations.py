@@ -77,7 +77,8 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
     blocks = {
         stack.module_path: stack.count if count is None else count for stack, count in zip(stacks, chosen, strict=True)
     }
-    needed = 0 if memory.activation_offload is ActivationOffload.NONE else _needed_bytes(settings, blocks)
+    dtype = _block_dtype(settings)
+    needed = 0 if memory.activation_offload is ActivationOffload.NONE else _needed_bytes(settings, blocks, dtype)
     if memory.activation_buffer is not None and memory.activation_buffer < needed:
         raise RequestError(
             f"memory.activation_buffer={memory.activation_buffer} is too small for a step of "
@@ -90,7 +91,7 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
         offload_above=_OFFLOAD_ABOVE if memory.offload_above is None else memory.offload_above,
         needed_bytes=needed,
         buffer_bytes=needed if memory.activation_buffer is None else memory.activation_buffer,
-        dtype=_block_dtype(settings),
+        dtype=dtype,
     )
 
 
@@ -137,7 +138,7 @@ def _block_dtype(settings: TrainSettings) -> torch.dtype:
     return DTYPES[settings.precision.compute] if are_gathered else weights_dtype(settings)
 
 
-def _needed_bytes(settings: TrainSettings, blocks: dict[str, int]) -> int:
+def _needed_bytes(settings: TrainSettings, blocks: dict[str, int], dtype: torch.dtype) -> int:
     """Run one step's forward pass with shapes alone, and look at what it puts into the buffer."""
     model, shape = settings.model, largest_batch_shape(settings)
     batch, axes = shape.batch_size, settings.parallel.axes(settings.strategy)
@@ -146,7 +147,7 @@ def _needed_bytes(settings: TrainSettings, blocks: dict[str, int]) -> int:
     tokens, text_tokens = (
         -(-count // sharing) for count in (prod(token_grid(settings, shape)), settings.text.t5_max_length)
     )
-    manager, dtype = ActivationManager(), _block_dtype(settings)
+    manager = ActivationManager()
     manager.setup_buffer(2**60, dtype, device="meta")
     transformer = transformer_on_meta(model).to(dtype)
 

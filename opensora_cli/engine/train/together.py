@@ -14,7 +14,7 @@ from opensora_cli.engine.launch.joining import joined
 from opensora_cli.engine.launch.launcher import Pace, launch, log_folder
 from opensora_cli.engine.launch.request import LaunchRequest
 from opensora_cli.engine.ranks import agreed
-from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.build import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
@@ -65,7 +65,7 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
     settings = _settings_of_ranks(settings, context)
     with joined(context, device_type=_device_type(settings)) as device:
         settings = agreed(settings)
-        dtype = Precision(settings.precision, device).dtype
+        dtype = DTYPES[settings.precision.compute]
         yield (
             settings,
             open_distribution(
