@@ -1,7 +1,7 @@
 """Videos for many prompts at once, computed as `osora generate` computes them one by one.
 
-`sample_batch` is the batched form of `opensora_cli.engine.draw.sample_latents`, made of the same functions; a batch of
-one gives the same latents, bit for bit.
+`sample_batch` is the batched form of `sample_latents` of `opensora_cli.engine.generate.denoise`, made of the same
+functions; a batch of one gives the same latents, bit for bit.
 """
 
 import dataclasses
@@ -13,25 +13,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from opensora_cli.engine import build
-from opensora_cli.engine.configs import vae_tiling
-from opensora_cli.engine.plan import ExecutionPlan
-from opensora_cli.engine.prompts import PromptEmbeds, encode_prompts
-from opensora_cli.engine.references import Reference, encode_references, to_uint8
-from opensora_cli.engine.sampling.conditioning import (
+from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.references import Reference, encode_references, to_uint8
+from opensora_cli.engine.generate.text import PromptEmbeds, encode_prompts
+from opensora_cli.media.resize import fit_frames
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.sampling.conditioning import (
     T2V,
     condition_mode,
     prepare_inference_condition,
     restore_references,
 )
-from opensora_cli.engine.sampling.denoise import denoise
-from opensora_cli.engine.sampling.guidance import Branch
-from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
-from opensora_cli.engine.sampling.schedule import noise_latents
-from opensora_cli.media.resize import fit_frames
-from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.sampling.denoise import denoise
+from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.sampling.schedule import noise_latents
 
 Clips = NDArray[np.uint8]
 """(N, T, H, W, 3), RGB."""
@@ -50,22 +50,22 @@ class Models:
     @cached_property
     def t5(self) -> T5Encoder:
         """The encoder of the prompt's tokens."""
-        return build.load_t5(self._plan)
+        return load.load_t5(self._plan)
 
     @cached_property
     def clip(self) -> ClipEncoder:
         """The encoder of its pooled meaning."""
-        return build.load_clip(self._plan)
+        return load.load_clip(self._plan)
 
     @cached_property
     def transformer(self) -> MMDiT:
         """The video transformer."""
-        return build.load_transformer(self._plan)
+        return load.load_transformer(self._plan)
 
     @cached_property
     def vae(self) -> HunyuanVAE:
         """The autoencoder."""
-        return build.load_vae(self._plan)
+        return load.load_vae(self._plan)
 
 
 class BatchVelocity:

@@ -42,8 +42,8 @@ from scene_reader import (
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import Scene, Weather, caption_scene, render_scene, sample_scene
-from opensora_cli.engine.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.references import GivenFramesPSNR, Reference, with_mode
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings

@@ -25,14 +25,14 @@ import torch
 import transformers
 from torch import nn
 
-from opensora_cli.engine import build
-from opensora_cli.engine.configs import transformer_on_meta, vae_on_meta
-from opensora_cli.engine.draw import sample_latents
-from opensora_cli.engine.finish import decode_latents
-from opensora_cli.engine.hardware import GIB
-from opensora_cli.engine.offload import STREAMED_LAYERS
-from opensora_cli.engine.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.prompts import PromptEmbeds
+from opensora_cli.engine.components.configs import transformer_on_meta, vae_on_meta
+from opensora_cli.engine.estimate.hardware import GIB
+from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.decode import decode_latents
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -152,7 +152,7 @@ def denoise(plan: ExecutionPlan, transformer: nn.Module) -> tuple[list[float], i
             child.to(device)
         transformer.set_sequence_chunk(plan.offload.chunk_tokens)
         if plan.offload.resident_blocks is not None:
-            stack.enter_context(build.streamed_blocks(plan, transformer))
+            stack.enter_context(load.streamed_blocks(plan, transformer))
         embeds = make_embeds(plan)
         last = synchronized(device)
 
@@ -174,7 +174,7 @@ def measure_denoise(case: Case, plan: ExecutionPlan, trace: Path | None) -> dict
     if plan.offload.fp8_storage:
         for stack in repeated_blocks(transformer.config):
             for block in transformer.get_submodule(stack.module_path).children():
-                build.store_in_fp8(block)
+                load.store_in_fp8(block)
     times, peak = denoise(plan, transformer)
     report = reported(plan, "denoise", peak) | {"case": case.name, "evaluation_s": statistics.median(times[1:])}
     if trace is not None:
@@ -285,7 +285,7 @@ def main() -> None:
             trace = arguments.trace if case.name == "768px in 16 GiB" else None
             reports.append(measure_denoise(case, plan, trace))
             print(json.dumps(reports[-1]), flush=True)
-            build.release_memory(plan.hardware.device)
+            load.release_memory(plan.hardware.device)
         judge(DENOISE_CASES, reports)
         decoding = Case("decode 768px", "768px")
         for name, limit in (("decode 768px", None), ("decode 768px in 4 GiB", "4GiB")):

@@ -35,9 +35,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.data.loading import open_batches
+from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_for_cache
+from opensora_cli.engine.encode.frozen import load_encoders
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.encoding import CachedClip, EmptyPrompt, encode_for_cache
-from opensora_cli.engine.train.frozen import load_encoders
 from opensora_cli.engine.train.mmdit import fresh_clip
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.reports import WallClock

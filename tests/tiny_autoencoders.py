@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.configs import new_autoencoder
+from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.train.drawn import DrawnBatches
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.reports import WallClock

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
-from opensora_cli.engine.configs import mmdit_config, vae_config
+from opensora_cli.engine.components.configs import mmdit_config, vae_config
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text import folder as folders

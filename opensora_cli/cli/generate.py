@@ -145,7 +145,7 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     from opensora_cli.core.ranks import find_context
 
     with errors.uninterrupted():
-        from opensora_cli.engine import generate as engine
+        from opensora_cli.engine.generate import run as engine
 
     context = find_context(os.environ)
     is_main = context is None or context.is_main

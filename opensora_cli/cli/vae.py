@@ -85,7 +85,7 @@ def reconstruct(
         overrides = collect_overrides(ReconstructSettings, given, set_ or [])
         settings = load_reconstruct_settings(config=config, overrides=overrides, environment=os.environ)
         with errors.uninterrupted():
-            from opensora_cli.engine import vae_reconstruct as engine
+            from opensora_cli.engine.vae import reconstruct as engine
 
         result = engine.reconstruct(settings, reporter=output.make_reporter(quiet=quiet))
         output.print_result(result, as_json=json_)

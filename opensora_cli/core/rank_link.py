@@ -37,7 +37,7 @@ _BEAT_S = 1.0
 _PAUSE_S = 5.0
 _SEND_S = 5.0
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
-_WAITING = ("torch.distributed", "opensora_cli.parallel", "opensora_cli.engine.ranks")
+_WAITING = ("torch.distributed", "opensora_cli.parallel", "opensora_cli.engine.generate.ranks")
 """Whose functions wait for other ranks."""
 
 Kind = Literal["error", "bug", "lost", "interrupted"]

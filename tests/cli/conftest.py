@@ -12,10 +12,10 @@ import opensora_cli.engine
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    module = ModuleType("opensora_cli.engine.generate")
+    module = ModuleType("opensora_cli.engine.generate.run")
     module.generate_from_request = fake.generate_from_request  # type: ignore[attr-defined]
     module.plan_from_request = fake.plan_from_request  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "opensora_cli.engine.generate", module)
+    monkeypatch.setitem(sys.modules, "opensora_cli.engine.generate.run", module)
     monkeypatch.setattr(opensora_cli.engine, "generate", module, raising=False)
     return fake
 

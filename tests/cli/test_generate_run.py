@@ -137,7 +137,7 @@ class TestAdapters:
 @pytest.mark.parametrize("resolution", ["256px", "768px"])
 def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolution, monkeypatch):
     free = torch.iinfo(torch.int64).max
-    monkeypatch.setattr("opensora_cli.engine.plan.pick_hardware", _hardware_with(free))
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.pick_hardware", _hardware_with(free))
     command = [
         "generate",
         "sea",
@@ -151,7 +151,7 @@ def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolutio
     ]
     assert app.main(command) == 0
     assert "missing   hunyuan_vae.safetensors" in capsys.readouterr().out
-    monkeypatch.setattr("opensora_cli.engine.plan.pick_hardware", _hardware_with(2**30))
+    monkeypatch.setattr("opensora_cli.engine.generate.plan.pick_hardware", _hardware_with(2**30))
     assert app.main(command) == 4
     printed = capsys.readouterr()
     assert "does not fit" in printed.out
@@ -159,7 +159,7 @@ def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolutio
 
 
 def _hardware_with(free_bytes):
-    from opensora_cli.engine.hardware import Hardware
+    from opensora_cli.engine.estimate.hardware import Hardware
 
     cpu = Hardware(torch.device("cpu"), "a machine", torch.float32, free_bytes, free_bytes)
     return lambda device, dtype: cpu
@@ -253,7 +253,7 @@ def test_ctrl_c_while_decoding(osora, out, monkeypatch):
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("opensora_cli.engine.finish.decode_latents", interrupt)
+    monkeypatch.setattr("opensora_cli.engine.generate.decode.decode_latents", interrupt)
     code, stdout, stderr = osora("sea")
     latents = out / "sea_seed42.latents.safetensors"
     assert (code, stdout) == (130, "")

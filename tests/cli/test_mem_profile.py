@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from opensora_cli.cli.app import main
+from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile import generation
-from opensora_cli.engine.plan import ExecutionPlan
 
 SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set", "model.depth_single_blocks=1"]
 

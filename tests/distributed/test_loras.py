@@ -9,12 +9,12 @@ import torch
 from tiny_adapters import write_lora
 from torch import Tensor
 
-from opensora_cli.engine import build
-from opensora_cli.engine.configs import transformer_on_meta
-from opensora_cli.engine.draw import sample_latents
-from opensora_cli.engine.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.prompts import PromptEmbeds
-from opensora_cli.engine.ranks import Ranks
+from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import storage_bytes
 from opensora_cli.models.attention import sdpa
 from opensora_cli.models.low_rank import LowRankLinear
@@ -37,7 +37,7 @@ def _settings(adapters: tuple[str, ...], degrees: dict[str, int], memory: dict[s
 
 def _drawn(plan: ExecutionPlan, ranks: Ranks | None) -> tuple[Tensor, int, int]:
     """Return the latents, the adapters' bytes on this rank, and how many there are."""
-    transformer = build.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
+    transformer = load.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
     adapters = [module for module in transformer.modules() if isinstance(module, LowRankLinear)]
     held = storage_bytes(part for adapter in adapters for part in (adapter.lora_a, adapter.lora_b))

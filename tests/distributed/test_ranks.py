@@ -3,12 +3,12 @@
 import torch
 import torch.distributed as dist
 
-from opensora_cli.engine.ranks import Ranks, SharedBranches, SharedDecoder, agreed, agreed_tensors, least
-from opensora_cli.engine.sampling.guidance import Branch
+from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, agreed, agreed_tensors, least
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.sampling.guidance import Branch
 
 CPU = torch.device("cpu")
 

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from shared_tokens import prompt_exchanges
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine import build
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.wire import StepSizes, step_traffic
-from opensora_cli.engine.draw import sample_latents
-from opensora_cli.engine.plan import make_plan
-from opensora_cli.engine.prompts import PromptEmbeds
-from opensora_cli.engine.ranks import Ranks
-from opensora_cli.engine.sampling.conditioning import reference_parts
-from opensora_cli.engine.weights import packaged_demo
+from opensora_cli.engine.components.weights import packaged_demo
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import sdpa
+from opensora_cli.sampling.conditioning import reference_parts
 from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.load import load_preset
 
@@ -50,14 +50,12 @@ def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors", **c
 
 @cache
 def demo():
-    return build.load_transformer(plan_of("t2v", {}))
+    return load.load_transformer(plan_of("t2v", {}))
 
 
 def sharded(plan, ranks):
     return (
-        demo()
-        if ranks is None or ranks.tensor_group is None
-        else build.load_transformer(plan, group=ranks.tensor_group)
+        demo() if ranks is None or ranks.tensor_group is None else load.load_transformer(plan, group=ranks.tensor_group)
     )
 
 
@@ -214,7 +212,7 @@ def added_pss(path, changes):
     plan = plan_of("t2v", {"ulysses": 4}, transformer=path, **changes)
     neighbours = Ranks(plan.mesh, torch.device("cpu")).neighbours
     before = pss()
-    transformer = build.load_transformer(plan, neighbours=neighbours)
+    transformer = load.load_transformer(plan, neighbours=neighbours)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
     assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page
     dist.barrier()

@@ -10,7 +10,7 @@ import transformers
 from shared_tokens import mesh_of
 from torch import nn
 
-from opensora_cli.engine.tensor_parallel import shard_t5
+from opensora_cli.engine.components.tensor_parallel import shard_t5
 from opensora_cli.models.text.encoders import T5Encoder
 
 Pool = Callable[[int], Any]

@@ -11,7 +11,7 @@ from tiny_strategies import MAX_NORM, Case, Run, micro_batch, precision_of, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from opensora_cli.engine.tensor_parallel import shard_transformer
+from opensora_cli.engine.components.tensor_parallel import shard_transformer
 from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, use_fp8_linears
 from opensora_cli.engine.train.strategy.build import mesh_shape
 from opensora_cli.engine.train.strategy.compiling import compile_blocks

@@ -1,7 +1,7 @@
 """One training step of flow matching against the reference: times, noisy latents, target and loss."""
 
-from opensora_cli.engine.sampling.schedule import flow_shift_for
 from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
+from opensora_cli.sampling.schedule import flow_shift_for
 
 
 def test_train_math(golden, assert_close):

@@ -28,12 +28,12 @@ from opensora_cli.data.scenes import (
     render_scene,
     sample_scene,
 )
-from opensora_cli.engine.draw import sample_latents
-from opensora_cli.engine.finish import decode_latents
-from opensora_cli.engine.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.prompts import encode_prompts
-from opensora_cli.engine.references import Reference, encode_references, with_mode
-from opensora_cli.engine.sampling.conditioning import condition_mode
+from opensora_cli.engine.generate.decode import decode_latents
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.references import Reference, encode_references, with_mode
+from opensora_cli.engine.generate.text import encode_prompts
+from opensora_cli.sampling.conditioning import condition_mode
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -7,12 +7,12 @@ import torch
 
 from opensora_cli.engine.bench_comm import pattern
 from opensora_cli.engine.bench_comm.operations import Operation, Place, all_gather
-from opensora_cli.engine.configs import mmdit_config
-from opensora_cli.engine.sampling.schedule import latent_size
-from opensora_cli.engine.sampling.sizes import image_size
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.parallel.collectives import all_to_all
 from opensora_cli.parallel.shares import shares, span
+from opensora_cli.sampling.schedule import latent_size
+from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.bench_comm import Collective
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.engine.bench_comm.wire import StepSizes, Traffic, step_traffic
-from opensora_cli.engine.configs import mmdit_config
-from opensora_cli.engine.sampling.denoise import euler_step
-from opensora_cli.engine.sampling.packing import position_ids
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train.flow import get_batch_loss
 from opensora_cli.models.attention import AttentionFn, sdpa
 from opensora_cli.models.mmdit import MMDiT
@@ -22,6 +20,8 @@ from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.parallel.shares import shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
+from opensora_cli.sampling.denoise import euler_step
+from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.bench_comm import Collective, Scaling
 from opensora_cli.settings.load import load_preset
 

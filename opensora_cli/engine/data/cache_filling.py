@@ -10,16 +10,16 @@ import torch
 from opensora_cli.core.exceptions import BatchError, MediaError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.data.cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
 from opensora_cli.engine.data.datasets import all_requests
 from opensora_cli.engine.data.loading import pixel_multiple
 from opensora_cli.engine.data.reading import read_clip
-from opensora_cli.engine.sampling.conditioning import ReferenceLengths, ReferencePart
-from opensora_cli.engine.train.conditions import encoded_parts, fitting_modes
-from opensora_cli.engine.train.encoding import ALWAYS_CACHED, Encoders, FreshClip, encode_for_cache, part_name
-from opensora_cli.engine.train.frozen import cache_identity, load_encoders
+from opensora_cli.engine.encode.cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
+from opensora_cli.engine.encode.conditions import encoded_parts, fitting_modes
+from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders, FreshClip, encode_for_cache, part_name
+from opensora_cli.engine.encode.frozen import cache_identity, load_encoders
 from opensora_cli.engine.train.mmdit import fresh_clip
 from opensora_cli.engine.train.together import training_device
+from opensora_cli.sampling.conditioning import ReferenceLengths, ReferencePart
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 RESULT_SCHEMA = "osora.data-cache/1"

@@ -11,7 +11,7 @@ from opensora_cli.engine.env_check.facts import (
     TorchFacts,
 )
 from opensora_cli.engine.env_check.findings import Check, Finding
-from opensora_cli.engine.hardware import GIB
+from opensora_cli.engine.estimate.hardware import GIB
 
 _PYTHONS = ((3, 11), (3, 13))
 # NVIDIA, CUDA Compatibility, table 1: the oldest driver for each major version of CUDA, by minor version compatibility.

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from opensora_cli.engine.env_check.findings import Check, Finding
-from opensora_cli.engine.hardware import GIB
-from opensora_cli.engine.plan import make_plan
+from opensora_cli.engine.estimate.hardware import GIB
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.presets import list_presets

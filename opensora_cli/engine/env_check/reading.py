@@ -19,7 +19,8 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.configs import count_parameters
+from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
 from opensora_cli.engine.env_check.facts import (
     BackendFacts,
     CardFacts,
@@ -33,7 +34,6 @@ from opensora_cli.engine.env_check.facts import (
     WeightFacts,
 )
 from opensora_cli.engine.env_check.presets import preset_here
-from opensora_cli.engine.weights import DEFAULT_FOLDER, find_weights
 from opensora_cli.models.attention import attention_backend
 
 _SMI_SECONDS = 5

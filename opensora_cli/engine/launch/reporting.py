@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat
-from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, TEXT
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT
 
 _ON_DEVICE = (TEXT, ENCODE, DENOISE, DECODE)
 

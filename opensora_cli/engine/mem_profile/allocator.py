@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from opensora_cli.engine.estimate.offload import DENOISE
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.mem_profile.generation import Measured, time_stage
 from opensora_cli.engine.mem_profile.report import Allocator, Technique, compared
-from opensora_cli.engine.offload import DENOISE
-from opensora_cli.engine.plan import ExecutionPlan, make_plan
 from opensora_cli.settings.generate import GenerateSettings
 
 CHOICES = ("expandable_segments:True", "garbage_collection_threshold:0.8", "max_split_size_mb:128")

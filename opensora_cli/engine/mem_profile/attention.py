@@ -9,10 +9,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.build import release_memory
-from opensora_cli.engine.hardware import Hardware
+from opensora_cli.engine.estimate.hardware import Hardware
+from opensora_cli.engine.generate.load import release_memory
+from opensora_cli.engine.generate.record import is_out_of_memory
 from opensora_cli.engine.mem_profile.report import AttentionCost, mib
-from opensora_cli.engine.run import is_out_of_memory
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.components import ModelSettings
 

@@ -6,19 +6,19 @@ from dataclasses import replace
 import torch
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.build import release_memory
-from opensora_cli.engine.configs import count_parameters
-from opensora_cli.engine.hardware import Hardware
+from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.hardware import Hardware
+from opensora_cli.engine.generate.load import release_memory
+from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.feasible import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
-from opensora_cli.engine.plan import ExecutionPlan
-from opensora_cli.engine.sampling.packing import position_ids
 from opensora_cli.engine.train.batch_shape import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
-from opensora_cli.engine.weights import Component
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 

@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine import build
-from opensora_cli.engine.configs import count_parameters
-from opensora_cli.engine.estimate import GenerationSizes, estimate_generation
-from opensora_cli.engine.hardware import Hardware
-from opensora_cli.engine.loras import LoraRanks
+from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.loras import LoraRanks
+from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.hardware import Hardware
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.allocator import allocator_techniques
 from opensora_cli.engine.mem_profile.attention import memory_and_time
 from opensora_cli.engine.mem_profile.batch import evaluate
 from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import measure_stage, random_transformer, time_stage
 from opensora_cli.engine.mem_profile.report import Technique, compared
-from opensora_cli.engine.offload import DECODE, DENOISE, OffloadPlan
-from opensora_cli.engine.plan import ExecutionPlan
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -145,7 +145,7 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
             name=_BRANCH_BY_BRANCH, reason=f"not measured: {OUT_OF_MEMORY}"
         )
     # Processes of their own come now, which need what is still kept back here.
-    build.release_memory(plan.hardware.device)
+    load.release_memory(plan.hardware.device)
     yield from allocator_techniques(plan)
 
 
@@ -166,9 +166,9 @@ def _branch_by_branch(plan: ExecutionPlan) -> Technique:
 def _stage_cost(plan: ExecutionPlan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None: memory was not enough."""
     peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage)[0].peak_bytes)
-    build.release_memory(plan.hardware.device)
+    load.release_memory(plan.hardware.device)
     seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
-    build.release_memory(plan.hardware.device)
+    load.release_memory(plan.hardware.device)
     return None if peak_bytes is None or seconds is None else (peak_bytes, seconds)
 
 

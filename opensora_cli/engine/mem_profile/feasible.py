@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.engine.hardware import Hardware
+from opensora_cli.engine.estimate.hardware import Hardware
+from opensora_cli.engine.generate.record import is_out_of_memory
 from opensora_cli.engine.mem_profile.report import mib
-from opensora_cli.engine.run import is_out_of_memory
 
 MOST_ON_A_CPU = 4 * 2**30
 """Bytes. With much more, a CPU would compute for hours."""

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine import build
-from opensora_cli.engine.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
-from opensora_cli.engine.draw import sample_latents
-from opensora_cli.engine.estimate_text import clip_model, t5_model
-from opensora_cli.engine.finish import decode_latents
-from opensora_cli.engine.loras import LoraRanks, add_empty_loras
+from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
+from opensora_cli.engine.components.loras import LoraRanks, add_empty_loras
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
+from opensora_cli.engine.estimate.text import clip_model, t5_model
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.decode import decode_latents
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.references import Reference, encode_references
+from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
-from opensora_cli.engine.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
-from opensora_cli.engine.plan import ExecutionPlan
-from opensora_cli.engine.prompts import PromptEmbeds
-from opensora_cli.engine.references import Reference, encode_references
-from opensora_cli.engine.sampling.conditioning import reference_parts
-from opensora_cli.engine.weights import Component
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.sampling.conditioning import reference_parts
 from opensora_cli.settings.enums import OffloadMode
 
 WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
@@ -72,7 +72,7 @@ def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tupl
                 profiles.append(_predicted(stage, reason))
             else:
                 result = unless_out_of_memory(partial(_profile_stage, plan, stage))
-                build.release_memory(plan.hardware.device)
+                load.release_memory(plan.hardware.device)
                 if result is None:
                     profiles.append(_predicted(stage, OUT_OF_MEMORY))
                 else:
@@ -133,7 +133,7 @@ def time_stage(plan: ExecutionPlan, name: str) -> float:
 
 
 def random_transformer(plan: ExecutionPlan) -> MMDiT:
-    """Return what `build.load_transformer` returns, with random weights."""
+    """Return what `load.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
     add_empty_loras(transformer, LoraRanks.of(plan.loras))
@@ -226,7 +226,7 @@ def _denoise(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module
     transformer = random_transformer(plan)
     models: dict[str, nn.Module] = {"transformer": transformer}
     if plan.offload.mode is OffloadMode.BLOCKS:
-        stack.enter_context(build.streamed_blocks(plan, transformer))
+        stack.enter_context(load.streamed_blocks(plan, transformer))
     elif plan.mode.needs_reference and plan.offload.mode is OffloadMode.NONE:
         models["vae"] = _vae(plan)
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import atomic_path, refuse_special
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.configs import count_parameters
-from opensora_cli.engine.generate import resolve_generate_settings
-from opensora_cli.engine.hardware import Hardware, pick_hardware
+from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.estimate.hardware import Hardware, pick_hardware
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.record import OutOfMemoryError, is_out_of_memory
+from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.run import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator import allocator_use
 from opensora_cli.engine.mem_profile.attention import attention_costs
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
@@ -21,9 +24,6 @@ from opensora_cli.engine.mem_profile.page import html_page
 from opensora_cli.engine.mem_profile.report import MemProfile
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.training import profile_training
-from opensora_cli.engine.plan import make_plan
-from opensora_cli.engine.references import with_mode
-from opensora_cli.engine.run import OutOfMemoryError, is_out_of_memory
 from opensora_cli.engine.train.batch_shape import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
 from opensora_cli.memory.counting import TensorBytes

@@ -10,7 +10,7 @@ from torch import nn
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.sizes import format_bytes
-from opensora_cli.engine.configs import mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.train.batch_shape import largest_batch_shape, token_grid
 from opensora_cli.engine.train.first_weights import weights_dtype
 from opensora_cli.engine.train.precision import DTYPES

@@ -8,7 +8,7 @@ import torch
 
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.data.loading import pixel_multiple
-from opensora_cli.engine.sampling.sizes import training_sizes
+from opensora_cli.sampling.sizes import training_sizes
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 

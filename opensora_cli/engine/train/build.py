@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.configs import autoencoder_on_meta, transformer_on_meta
-from opensora_cli.engine.data.cache import ClipCache
+from opensora_cli.engine.components.configs import autoencoder_on_meta, transformer_on_meta
 from opensora_cli.engine.data.cache_filling import prepare_cache
 from opensora_cli.engine.data.loading import open_batches
-from opensora_cli.engine.train import frozen
+from opensora_cli.engine.encode import frozen
+from opensora_cli.engine.encode.cache import ClipCache
 from opensora_cli.engine.train.drawn import DrawnBatches
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.first_weights import (

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.configs import mmdit_config, new_autoencoder, vae_tiling
-from opensora_cli.engine.estimate_text import clip_model, t5_model
+from opensora_cli.engine.components.configs import mmdit_config, new_autoencoder, vae_tiling
+from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
+from opensora_cli.engine.encode.frozen import find_frozen_parts, frozen_dtype, training_attention
+from opensora_cli.engine.estimate.fake_tensors import give_empty_weights, without_memory
+from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
 from opensora_cli.engine.train.batch_shape import largest_batch_shape
-from opensora_cli.engine.train.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.train.frozen import find_frozen_parts, frozen_dtype, training_attention
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.mmdit import MMDiTTask
 from opensora_cli.engine.train.optimizer import kept_tensors
@@ -24,7 +25,6 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.task import Chance, Task
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.vae import build_vae_task
-from opensora_cli.engine.weightless import give_empty_weights, without_memory
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT

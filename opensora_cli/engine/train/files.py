@@ -9,7 +9,7 @@ from torch import Tensor
 from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
 from opensora_cli.checkpoint.safetensors_file import write_safetensors
 from opensora_cli.core.files import atomic_path
-from opensora_cli.engine.weights import packaged_demo
+from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 LOG_FILE = "log.jsonl"

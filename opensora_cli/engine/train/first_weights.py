@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from opensora_cli.checkpoint.load import fill_module, read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.engine.configs import transformer_on_meta
+from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.encode.frozen import training_attention
 from opensora_cli.engine.train.files import first_weights_of
-from opensora_cli.engine.train.frozen import training_attention
 from opensora_cli.engine.train.lora import add_lora, first_adapter
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.strategy.local import local

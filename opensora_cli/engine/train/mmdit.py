@@ -13,16 +13,16 @@ from torch import Tensor
 
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.sampling.conditioning import ReferenceLengths
-from opensora_cli.engine.sampling.packing import pack_conditioning, pack_latents, position_ids
-from opensora_cli.engine.sampling.schedule import flow_shift_for
+from opensora_cli.engine.encode.conditions import condition_clip, draw_mode
+from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, FreshClip
 from opensora_cli.engine.train.captions import training_caption
-from opensora_cli.engine.train.conditions import condition_clip, draw_mode
-from opensora_cli.engine.train.encoding import EmptyPrompt, EncodedClip, Encoders, FreshClip
 from opensora_cli.engine.train.files import TRANSFORMER_FILE, write_weights
 from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.sampling.conditioning import ReferenceLengths
+from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
+from opensora_cli.sampling.schedule import flow_shift_for
 from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
 Export = Callable[[Mapping[str, Tensor], Path], None]

@@ -12,24 +12,24 @@ from torch import Tensor
 import opensora_cli
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.build import release_memory
-from opensora_cli.engine.configs import vae_tiling
-from opensora_cli.engine.prompts import PromptEmbeds
-from opensora_cli.engine.references import to_uint8
-from opensora_cli.engine.sampling.conditioning import T2V
-from opensora_cli.engine.sampling.denoise import denoise, denoise_distilled
-from opensora_cli.engine.sampling.guidance import Guidance
-from opensora_cli.engine.sampling.packing import pack_latents, position_ids, unpack_latents
-from opensora_cli.engine.sampling.schedule import flow_timesteps, noise_latents
+from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.encode.frozen import load_encoders
+from opensora_cli.engine.generate.load import release_memory
+from opensora_cli.engine.generate.references import to_uint8
+from opensora_cli.engine.generate.text import PromptEmbeds
+from opensora_cli.engine.generate.velocity import GuidedVelocity
 from opensora_cli.engine.train.captions import training_caption
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
-from opensora_cli.engine.train.frozen import load_encoders
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.validation import evaluating
-from opensora_cli.engine.velocity import GuidedVelocity
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.sampling.conditioning import T2V
+from opensora_cli.sampling.denoise import denoise, denoise_distilled
+from opensora_cli.sampling.guidance import Guidance
+from opensora_cli.sampling.packing import pack_latents, position_ids, unpack_latents
+from opensora_cli.sampling.schedule import flow_timesteps, noise_latents
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 _HOST = torch.device("cpu")

@@ -9,11 +9,11 @@ import torch
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.hardware import pick_hardware
+from opensora_cli.engine.estimate.hardware import pick_hardware
+from opensora_cli.engine.generate.ranks import agreed
 from opensora_cli.engine.launch.joining import joined
 from opensora_cli.engine.launch.launcher import Pace, launch, log_folder
 from opensora_cli.engine.launch.request import LaunchRequest
-from opensora_cli.engine.ranks import agreed
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.build import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution

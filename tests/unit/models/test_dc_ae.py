@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.weightless import empty_module, without_memory
+from opensora_cli.engine.estimate.fake_tensors import empty_module, without_memory
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.clip_convolution import ClipConv3d
 from opensora_cli.models.vae.dc_ae import DCAE, decoder_grid, encoder_grid

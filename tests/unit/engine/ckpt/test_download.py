@@ -17,7 +17,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
-from opensora_cli.engine.weights import find_released
+from opensora_cli.engine.components.weights import find_released
 from opensora_cli.settings.ckpt import DownloadSettings
 from opensora_cli.settings.components import FileSettings
 

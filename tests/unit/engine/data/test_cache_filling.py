@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from opensora_cli.core.exceptions import BatchError, CheckpointError, FileProblem, MediaError, RequestError
-from opensora_cli.engine.configs import mmdit_config
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.data import cache_filling
-from opensora_cli.engine.data.cache import HEADER_FILE, ClipCache
 from opensora_cli.engine.data.cache_filling import cache_clips, prepare_cache
 from opensora_cli.engine.data.loading import open_batches
-from opensora_cli.engine.train import frozen, run
-from opensora_cli.engine.train.encoding import ALWAYS_CACHED, Encoders
-from opensora_cli.engine.train.frozen import build_mmdit_task
+from opensora_cli.engine.encode import frozen
+from opensora_cli.engine.encode.cache import HEADER_FILE, ClipCache
+from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders
+from opensora_cli.engine.encode.frozen import build_mmdit_task
+from opensora_cli.engine.train import run
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.media.write import write_media

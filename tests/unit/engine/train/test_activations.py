@@ -7,7 +7,7 @@ import tiny_training
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.configs import mmdit_config
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train.activations import plan_activations, saved_activations
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager
 from opensora_cli.models.mmdit import MMDiT

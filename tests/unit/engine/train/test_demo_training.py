@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.weights import packaged_demo
 from opensora_cli.media.read import probe
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import load_train_settings

@@ -12,15 +12,15 @@ from torch import nn
 
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.configs import new_autoencoder
-from opensora_cli.engine.sampling.conditioning import ReferenceLengths, ReferencePart, condition_mode, reference_parts
-from opensora_cli.engine.train.encoding import CachedClip, EmptyPrompt, Encoders, encode_for_cache, part_name
+from opensora_cli.engine.components.configs import new_autoencoder
+from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, Encoders, encode_for_cache, part_name
 from opensora_cli.engine.train.mmdit import MMDiTTask, bf16_products, fresh_clip
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.attention import math
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.sampling.conditioning import ReferenceLengths, ReferencePart, condition_mode, reference_parts
 from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 

@@ -9,7 +9,7 @@ import torch
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.configs import new_autoencoder
+from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.data.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.run import train

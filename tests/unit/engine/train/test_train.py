@@ -15,7 +15,7 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.configs import transformer_on_meta, vae_on_meta
+from opensora_cli.engine.components.configs import transformer_on_meta, vae_on_meta
 from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task

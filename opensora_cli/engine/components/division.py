@@ -1,0 +1,79 @@
+"""How a generation is divided among several devices: chosen before anything starts."""
+
+from math import prod
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.sampling.guidance import Branch
+from opensora_cli.settings.generate import GenerateSettings
+
+_EVEN = 1.05
+"""Heads count as evenly divided where the rank with the most computes no more than this over the mean."""
+
+
+def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
+    """Return the axes along which ranks share the transformer's work: what was asked for, and the best of the rest.
+
+    Ranks that nothing was asked for share the tokens. By Ulysses as many as divide the heads evenly and are on one
+    machine, since that moves the fewest bytes, in bursts that want fast links; the rest by ring attention, which
+    works for any number and computes while it waits.
+
+    Args:
+        settings: how many devices, and what was asked for.
+        video_tokens: of one sample.
+
+    Raises:
+        RequestError: there are more ranks than tokens.
+    """
+    parallel = settings.parallel
+    tensor, guidance = parallel.tensor_parallel_degree or 1, parallel.cfg_parallel_degree or 1
+    ulysses, ring = parallel.ulysses_degree, parallel.ring_degree
+    rest = parallel.world_size // prod(parallel.degrees.values())
+    if ulysses is None and ring is None:
+        # Those that share heads and features lie inside: where they fill a machine, or straddle two, there is no room.
+        neighbours, left_over = divmod(parallel.ranks_per_node, tensor)
+        neighbours = 1 if left_over else neighbours
+        ulysses = _ulysses_degree(rest, heads=settings.model.num_heads // tensor, neighbours=neighbours)
+        ring = rest // ulysses
+    elif ulysses is None:
+        ulysses = rest
+    elif ring is None:
+        ring = rest
+    elif rest > 1:
+        # All that share tokens are named: what is left shares branches, if that was left open.
+        if parallel.cfg_parallel_degree is not None or rest > len(Branch):
+            raise RequestError(
+                f"{_named(settings)} leave {rest} of {parallel.world_size} devices without work: leave one of them out"
+            )
+        guidance = rest
+    shape = MeshShape(guidance=guidance, ring=ring or 1, ulysses=ulysses or 1, tensor=tensor)
+    if shape.ring * shape.ulysses > video_tokens:
+        raise RequestError(
+            f"{shape.ring * shape.ulysses} devices cannot share {video_tokens} tokens: use at most {video_tokens}",
+            hint="--gpus N says how many",
+        )
+    return shape
+
+
+def describe_mesh(shape: MeshShape) -> str:
+    """Return it for people."""
+    shared = {
+        "Ulysses": shape.ulysses,
+        "ring attention": shape.ring,
+        "branches of guidance": shape.guidance,
+        "tensor parallelism": shape.tensor,
+    }
+    return " x ".join(f"{name} {degree}" for name, degree in shared.items() if degree > 1) or "nothing is shared"
+
+
+def _ulysses_degree(ranks: int, *, heads: int, neighbours: int) -> int:
+    candidates = [
+        degree
+        for degree in range(1, min(ranks, heads) + 1)
+        if ranks % degree == 0 and neighbours % degree == 0 and -(-heads // degree) * degree <= _EVEN * heads
+    ]
+    return max(candidates)
+
+
+def _named(settings: GenerateSettings) -> str:
+    return ", ".join(f"parallel.{name}={degree}" for name, degree in settings.parallel.degrees.items())

@@ -1,0 +1,159 @@
+"""Which frames of a training clip are given, and what they look like to the model.
+
+Given pictures are encoded on their own, as they are when generating: an autoencoder whose norms span the clip, or that
+sees the future, makes other latents of the same frames inside a clip. So are given videos where the autoencoder is
+causal; where it is not, they are cut out of the clip's latents, as the released model was trained.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.sampling.conditioning import (
+    RELEASED_LENGTHS,
+    T2V,
+    ConditionMode,
+    ReferenceLengths,
+    ReferencePart,
+    Source,
+    condition_mode,
+    prepare_inference_condition,
+    reference_parts,
+)
+
+
+def fitting_modes(
+    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths
+) -> dict[ConditionMode, float]:
+    """Return the modes with a weight that leave something of such a clip to learn; of a single frame, `t2v` alone.
+
+    Raises:
+        RequestError: no such mode.
+    """
+    modes = {condition_mode(name): weight for name, weight in weights.items() if weight > 0}
+    fitting = {
+        mode: weight
+        for mode, weight in modes.items()
+        if (mode.at_head + mode.at_tail) * lengths.latent_frames(mode, causal=causal) < num_latent_frames
+    }
+    return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
+
+
+def draw_mode(
+    weights: Mapping[str, float],
+    *,
+    num_latent_frames: int,
+    causal: bool,
+    rng: np.random.Generator,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+) -> ConditionMode:
+    """Return a condition mode for a clip, drawn by weight out of `fitting_modes`; `t2v` where none fits.
+
+    One number is drawn whatever comes out.
+    """
+    fitting = fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths)
+    shares = np.cumsum(list(fitting.values()))
+    index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
+    return list(fitting)[min(index, len(fitting) - 1)]
+
+
+def encoded_parts(
+    mode: ConditionMode, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths = RELEASED_LENGTHS
+) -> tuple[ReferencePart, ...]:
+    """Return the runs of the clip's own frames that `mode` has encoded on their own, the head before the tail."""
+    if mode.source is Source.VIDEO and not causal:
+        return ()
+    return reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
+
+
+def condition_clip(
+    latents_CTHW: Tensor,
+    mode: ConditionMode,
+    encode_part: Callable[[ReferencePart], Tensor],
+    *,
+    causal: bool,
+    temporal_compression: int,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+) -> tuple[Tensor, Tensor]:
+    """Return the conditioning mask (1,T,H,W), 1 = given, and the reference latents (C,T,H,W) of a clip.
+
+    Args:
+        latents_CTHW: the whole clip, encoded.
+        mode: what is given.
+        encode_part: returns the latents_CTHW of a run of the clip's frames, encoded on its own.
+        causal: whether the autoencoder keeps the first frame on its own.
+        temporal_compression: frames per latent frame.
+        lengths: latent frames given by the video modes.
+    """
+    parts = encoded_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
+    references = [encode_part(part) for part in parts]
+    if mode.needs_reference and not parts:
+        references = [latents_CTHW]
+    mask_B1THW, reference_BCTHW = prepare_inference_condition(
+        latents_CTHW[None], mode, [references], causal, lengths=lengths
+    )
+    return mask_B1THW[0], reference_BCTHW[0]
+
+
+def cut_part(clip_TX: Tensor, part: ReferencePart) -> Tensor:
+    """Return the run of frames, along the first axis, that `part` names."""
+    return clip_TX[-part.num_frames :] if part.from_end else clip_TX[: part.num_frames]
+
+
+@torch.no_grad()
+def prepare_visual_condition_causal(
+    x: Tensor,
+    condition_config: Mapping[str, float],
+    model_ae: Autoencoder,
+    *,
+    rng: np.random.Generator,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+) -> tuple[Tensor, Tensor]:
+    """Encode clips, and their given frames in a mode drawn for each.
+
+    The name and the order of the first three parameters are those that the Open-Sora community knows.
+
+    Args:
+        x: pixels_BCTHW in [-1, 1].
+        condition_config: weight of each condition mode by its name. Modes that would give a whole clip are left out.
+        model_ae: the autoencoder.
+        rng: draws the modes.
+        lengths: latent frames given by the video modes.
+
+    Returns:
+        latents (B,C,T,H,W), and (B,1+C,T,H,W): mask and reference latents, for `packing.pack_latents`.
+
+    Raises:
+        RequestError: no such mode, or clips that the autoencoder cannot encode.
+    """
+    grid = model_ae.grid
+    latents, conditions = [], []
+    for pixels_CTHW in x:
+        latents_CTHW = model_ae.encode(pixels_CTHW[None])[0]
+        mode = draw_mode(
+            condition_config,
+            num_latent_frames=latents_CTHW.shape[1],
+            causal=grid.is_causal,
+            rng=rng,
+            lengths=lengths,
+        )
+        condition = condition_clip(
+            latents_CTHW,
+            mode,
+            partial(_encode_part, model_ae, pixels_CTHW),
+            causal=grid.is_causal,
+            temporal_compression=grid.time_compression_ratio,
+            lengths=lengths,
+        )
+        latents.append(latents_CTHW)
+        conditions.append(torch.cat(condition))
+    return torch.stack(latents), torch.stack(conditions)
+
+
+def _encode_part(model_ae: Autoencoder, pixels_CTHW: Tensor, part: ReferencePart) -> Tensor:
+    pixels_TCHW = cut_part(pixels_CTHW.transpose(0, 1), part)
+    return model_ae.encode(pixels_TCHW.transpose(0, 1)[None])[0]

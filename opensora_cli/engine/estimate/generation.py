@@ -1,0 +1,257 @@
+"""What a generation needs of a device's memory, stage by stage, before anything is loaded.
+
+Nothing is fitted: the real modules and sampling loops run on tensors without memory, and what they would allocate is
+counted. The blocks of a stack are equal and run one after the other, so that two stand for all.
+
+Counted: weights as they are offloaded, inputs and outputs, and what is computed on the way, the output and the sums of
+fused attention included. Not counted: what a kernel takes for itself while it runs (as convolutions of cuDNN and matrix
+products of cuBLAS do), the CUDA context, and what an allocator rounds up or cannot use.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.engine.components.configs import mmdit_config, vae_config, vae_tiling
+from opensora_cli.engine.components.loras import LoraRanks, add_empty_loras
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.decoder import EmptyDecoder
+from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, empty_module, without_memory
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
+from opensora_cli.engine.estimate.sharding import EmptySequenceParallel, empty_attention
+from opensora_cli.engine.estimate.text import text_memory
+from opensora_cli.engine.estimate.transformer import multiplied_out_bytes, transformer_bytes, with_depth
+from opensora_cli.engine.generate.references import to_uint8
+from opensora_cli.engine.generate.text import PromptEmbeds
+from opensora_cli.engine.generate.velocity import GuidedVelocity
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.sampling.conditioning import (
+    ConditionMode,
+    ReferenceLengths,
+    prepare_inference_condition,
+    reference_parts,
+)
+from opensora_cli.sampling.denoise import euler_step
+from opensora_cli.sampling.guidance import (
+    Guidance,
+    branches_needed,
+    combine_branches,
+    guidance_scales_at,
+)
+from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.generate import GenerateSettings
+
+_TIMES = (1.0, 0.5, 0.0)
+"""Two steps: from the second on there are latents besides the noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSizes:
+    """What a plan has settled of the sizes of a video."""
+
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    mode: ConditionMode
+    lengths: ReferenceLengths
+    guidance: Guidance
+    mesh: MeshShape = field(default_factory=MeshShape)
+    """Ranks, of which this is one."""
+    loras: LoraRanks = field(default_factory=LoraRanks)
+    """Adapters of the transformer."""
+
+
+def estimate_generation(
+    settings: GenerateSettings,
+    *,
+    sizes: GenerationSizes,
+    dtype: torch.dtype,
+    device_type: str,
+    offload: OffloadPlan,
+    parameters: Mapping[Component, int],
+    text_folders: Mapping[Component, Path] | None = None,
+) -> tuple[StageMemory, ...]:
+    """Return what each stage needs of the device's memory, in the order in which they run.
+
+    What repeats is remembered, so that many offload plans for one video cost little more than one.
+
+    Args:
+        settings: what is generated.
+        sizes: what has been settled of it.
+        dtype: of weights and activations.
+        device_type: `cpu` or `cuda`.
+        offload: what is kept where.
+        parameters: how many each component has; see `configs.count_parameters`.
+        text_folders: where the text encoders are; the released ones are taken for those that it lacks.
+
+    Raises:
+        RequestError: sizes in `settings` contradict each other.
+    """
+    weights = {component: count * dtype.itemsize for component, count in parameters.items()}
+    vae, tiling = vae_config(settings.vae), vae_tiling(settings.vae)
+    # On a CPU the host is the device itself.
+    chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
+    shown = sizes.height, sizes.width
+    decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations)
+    if settings.from_latents is not None:
+        return (decode,)
+
+    lengths = settings.text.t5_max_length, settings.text.clip_max_length
+    folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
+    text = text_memory(
+        weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size
+    )
+    config = mmdit_config(settings.model)
+    denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
+    workspace = multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
+    parts = reference_parts(sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.time_compression_ratio)
+    kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
+    whole = weights[Component.TRANSFORMER]
+    transformer = kept + transformer_bytes(config, whole, dtype, offload, tensor=sizes.mesh.tensor, loras=sizes.loras)
+    stages = [text, StageMemory(DENOISE, transformer, denoising.data, denoising.activations + workspace), decode]
+    if parts:
+        frames = tuple(part.num_frames for part in parts)
+        encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
+        stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations))
+    return tuple(stages)
+
+
+@lru_cache(maxsize=64)
+def _denoising(
+    config: MMDiTConfig,
+    sizes: GenerationSizes,
+    text_length: int,
+    dtype: torch.dtype,
+    device_type: str,
+    chunk_tokens: int | None,
+) -> Need:
+    channels, frames, rows, columns = sizes.latent_shape
+    patch = config.patch_size
+    # No step has more branches than the first.
+    scales = guidance_scales_at(
+        0, sizes.guidance, mode=sizes.mode, num_inference_steps=len(_TIMES) - 1, num_latent_frames=frames
+    )
+    with without_memory(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        attention = empty_attention(sizes.mesh)
+        transformer = empty_module(
+            lambda: _with_loras(MMDiT(with_depth(config, 2), attention=attention), sizes.loras),
+            device=device,
+            dtype=dtype,
+        )
+        transformer.set_sequence_chunk(chunk_tokens)
+        transformer.double_blocks = _repeated(transformer.double_blocks)
+        transformer.single_blocks = _repeated(transformer.single_blocks)
+        shared = EmptySequenceParallel(transformer, sizes.mesh)
+        with TensorBytes(device_type=device.type) as counter:
+            embeds = PromptEmbeds(
+                empty(2, text_length, config.context_in_dim),
+                empty(2, config.vec_in_dim),
+            )
+            references = [empty(channels, frames, rows, columns)] * 2
+            # As `draw.sample_latents` and `denoise` do it.
+            noise_1CTHW = empty(1, channels, frames, rows, columns)
+            mask_11THW, given_1CTHW = prepare_inference_condition(
+                noise_1CTHW, sizes.mode, [references], lengths=sizes.lengths
+            )
+            velocity = GuidedVelocity(
+                shared,
+                embeds,
+                conditioning_1NK=pack_conditioning(mask_11THW, given_1CTHW, patch) if config.cond_embed else None,
+                position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
+                embedded_guidance=1.0 if config.guidance_embed else None,
+            )
+            del references
+            packed_1ND = pack_latents(noise_1CTHW, patch)
+            drawn_1ND = packed_1ND
+            for t, t_next in pairwise(_TIMES):
+                if config.guidance_embed:
+                    guided_1ND = velocity.distilled(drawn_1ND, t)
+                else:
+                    guided_1ND = combine_branches(velocity(drawn_1ND, t, branches_needed(scales)), scales)
+                drawn_1ND = euler_step(drawn_1ND, guided_1ND, t=t, t_next=t_next)
+            latents_1CTHW = unpack_latents(
+                drawn_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
+            )
+            need = Need.of(counter)
+            del latents_1CTHW
+            return need
+
+
+@lru_cache(maxsize=64)
+def _decoding(
+    config: HunyuanVAEConfig,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    chunks: tuple[int | None, bool],
+) -> Need:
+    (height, width), (chunk_frames, store_on_host) = shown, chunks
+    with without_memory(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        counter = TensorBytes(device_type=device.type)
+        store = HOST if store_on_host else device
+        decoder = EmptyDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
+        vae.decoder = cast(Any, decoder)
+        with counter:
+            latents_1CTHW = empty(1, *latent_shape)
+            # As `finish.decode_latents` does it.
+            pieces_1CTHW = vae.decode_pieces(
+                latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
+            )
+            deque(map(lambda piece_1CTHW: to_uint8(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
+            need = Need.of(counter)
+            del latents_1CTHW
+            return need
+
+
+@lru_cache(maxsize=16)
+def _encoding(
+    config: HunyuanVAEConfig,
+    tiling: Tiling,
+    sizes: GenerationSizes,
+    num_frames: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+) -> Need:
+    with without_memory(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae.encoder = cast(Any, Repeated(vae.encoder))
+        with TensorBytes(device_type=device.type) as counter:
+            latents: list[Tensor] = []
+            for frames in num_frames:
+                pixels_1CTHW = empty(1, 3, frames, sizes.height, sizes.width)
+                latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
+            need = Need.of(counter)
+            latents.clear()
+            return need
+
+
+def _with_loras(transformer: MMDiT, loras: LoraRanks) -> MMDiT:
+    add_empty_loras(transformer, loras.of_one_block())
+    return transformer
+
+
+def _repeated(blocks: nn.ModuleList) -> nn.ModuleList:
+    return nn.ModuleList([Repeated(blocks[0])] * len(blocks) if len(blocks) else [])

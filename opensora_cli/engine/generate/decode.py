@@ -1,0 +1,197 @@
+"""From latents to results on disk: decode, and save what is decoded as it comes."""
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from opensora_cli.engine.components.configs import count_decoder_tiles, vae_tiling
+from opensora_cli.engine.estimate.hardware import peak_memory_gib
+from opensora_cli.engine.estimate.offload import DECODE
+from opensora_cli.engine.generate.denoise import DrawnSample
+from opensora_cli.engine.generate.loaded import KeptVAE
+from opensora_cli.engine.generate.outputs import SampleFiles, refuse_existing_results
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.record import RunRecord, retried
+from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, to_uint8
+from opensora_cli.engine.generate.sidecar import media_tags, write_sidecar
+from opensora_cli.media.write import write_media
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+
+_SAVE = "save"
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedVideo:
+    """One finished result."""
+
+    path: Path
+    """A file, or the folder of a PNG sequence."""
+    sidecar: Path | None
+    seed: int
+    given_frames_psnr_db: float | None
+    """How well the given frames came back; None where none were given."""
+
+
+def process_and_save(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    drawn: Sequence[DrawnSample],
+    references: Sequence[Reference],
+    vae: KeptVAE,
+    record: RunRecord,
+    *,
+    ranks: Ranks | None = None,
+) -> tuple[GeneratedVideo, ...]:
+    """Decode and save every sample; the latents that this run saved are removed once their result is complete.
+
+    The name is the one that the Open-Sora community knows.
+
+    Args:
+        plan: what is made.
+        files: of every sample.
+        drawn: the latents of every sample.
+        references: what was given, to say how well it came back.
+        vae: decodes them.
+        record: told of stages and results.
+        ranks: that decode together; rank 0 saves, and the others return nothing. None: there is only this one.
+
+    Raises:
+        CheckpointError: the autoencoder's weights are broken or do not fit the settings.
+        OutputError: a result cannot be written, or has appeared since the run began.
+        HardwareError: out of memory.
+    """
+    if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+        decoder = vae.share_tiles()
+        if not ranks.is_main:
+            _decode_for_others(plan, drawn, vae.on_device(), record)
+            decoder.finish()
+    if ranks is not None and not ranks.is_main:
+        return ()
+    videos = []
+    for sample, latents in zip(files, drawn, strict=True):
+        save = partial(_decode_and_save, sample=sample, drawn=latents, references=references, vae=vae, record=record)
+        # With what was enough for one sample, the next ones go on.
+        video, plan = retried(save, plan, DECODE, record)
+        record.finish(sample.media, sample.latents)
+        if video.given_frames_psnr_db is not None:
+            record.reporter.note(
+                f"given frames came back at {video.given_frames_psnr_db:.1f} dB PSNR (seed {sample.seed})"
+            )
+        videos.append(video)
+    return tuple(videos)
+
+
+def _decode_for_others(plan: ExecutionPlan, drawn: Sequence[DrawnSample], vae: HunyuanVAE, record: RunRecord) -> None:
+    """Decode this rank's tiles of every sample, of which rank 0 makes the videos."""
+    with record.stage(DECODE, total=len(drawn), unit="samples") as progress:
+        for sample in drawn:
+            # What comes out here has no pixels.
+            deque(_pieces(plan, vae, sample.latents_CTHW), maxlen=0)
+            progress.advance()
+
+
+def _decode_and_save(
+    plan: ExecutionPlan,
+    *,
+    sample: SampleFiles,
+    drawn: DrawnSample,
+    references: Sequence[Reference],
+    vae: KeptVAE,
+    record: RunRecord,
+) -> GeneratedVideo:
+    """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither."""
+    psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
+    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
+    autoencoder = vae.on_device()
+    start, decoded_s = time.perf_counter(), record.timings_s.setdefault(DECODE, 0.0)
+
+    def decoded() -> Generator[torch.Tensor]:
+        with record.stage(DECODE, total=tiles, unit="tiles") as progress:
+            for piece_THWC in decode_latents(plan, autoencoder, drawn.latents_CTHW, on_tile=progress.advance):
+                psnr.add(piece_THWC)
+                with record.timed(_SAVE):
+                    yield piece_THWC
+                # Not needed any more, while the next is decoded.
+                del piece_THWC
+        # Shown from here on: until now saving went along with decoding.
+        saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
+        # Once more: hours may have passed since the first check, and another run may have used the name.
+        refuse_existing_results(sample, overwrite=plan.settings.output.overwrite)
+
+    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
+        write_media(
+            pieces,
+            sample.target,
+            fps=plan.settings.video.fps,
+            format=plan.settings.output.resolved_format,
+            metadata=media_tags(plan, sample),
+        )
+        try:
+            decode_s = record.timings_s[DECODE] - decoded_s
+            save_s = time.perf_counter() - start - decode_s
+            write_sidecar(
+                plan,
+                sample,
+                timings_s={**record.timings_s, "denoise": drawn.denoise_s, DECODE: decode_s, _SAVE: save_s},
+                peak_memory_gib=peak_memory_gib(plan.hardware.device),
+                given_frames_psnr_db=psnr.db,
+            )
+        except BaseException:
+            # A video on its own would stand in the way of the run that goes on from its latents.
+            _remove(sample.media)
+            raise
+    return GeneratedVideo(sample.media, sample.sidecar, sample.seed, psnr.db)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def decode_latents(
+    plan: ExecutionPlan,
+    vae: HunyuanVAE,
+    latents_CTHW: torch.Tensor,
+    *,
+    on_tile: Callable[[], None] = lambda: None,
+) -> Iterator[torch.Tensor]:
+    """Yield the frames (t, H, W, 3), uint8 on the CPU, cut to what was asked for, in pieces as they are finished.
+
+    Args:
+        plan: sizes and tiling.
+        vae: on the plan's device.
+        latents_CTHW: of one sample.
+        on_tile: called after each run of the decoder, for progress.
+    """
+
+    def shown(piece_1CTHW: torch.Tensor) -> torch.Tensor:
+        return to_uint8(piece_1CTHW[0, :, :, : plan.height, : plan.width])
+
+    with vae.decoder.register_forward_hook(lambda *_: on_tile()):
+        missing = plan.settings.video.num_frames
+        # Unlike a loop over the pieces themselves, map keeps none of them while its frames are used.
+        for frames_THWC in map(shown, _pieces(plan, vae, latents_CTHW)):
+            missing -= len(frames_THWC)
+            yield frames_THWC[: len(frames_THWC) + min(missing, 0)]
+            del frames_THWC
+
+
+def _pieces(plan: ExecutionPlan, vae: HunyuanVAE, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+    return vae.decode_pieces(
+        latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
+        tiling=vae_tiling(plan.settings.vae),
+        chunk_frames=plan.offload.chunk_frames,
+        store=_HOST if plan.offload.store_on_host else None,
+        canvas=_HOST,
+    )

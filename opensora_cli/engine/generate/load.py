@@ -1,0 +1,196 @@
+"""From a plan to loaded components. Each is made without weights and filled from its mapped file, tensor by tensor."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta, vae_on_meta
+from opensora_cli.engine.components.loras import add_loras
+from opensora_cli.engine.components.tensor_parallel import shard_t5, shard_transformer
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.shared_copies import SharedCopies
+from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.enums import HostWeights, OffloadMode
+
+Advance = Callable[[int], None]
+"""Called with the bytes of each tensor as it is loaded."""
+
+
+def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
+    """Return the T5 encoder; with `stream_text` its layers stay on the CPU, for `streamed_layers`.
+
+    Args:
+        plan: where it goes.
+        group: ranks that share its layers, if these don't stay on the CPU and have a head for each.
+
+    Raises:
+        CheckpointError: its folder is missing, incomplete or broken.
+    """
+    streams = plan.offload.stream_text
+    t5 = T5Encoder.from_folder(
+        plan.weights.path(Component.T5),
+        max_length=plan.settings.text.t5_max_length,
+        device=plan.hardware.device,
+        dtype=plan.hardware.dtype,
+        blocks_on_host=streams or group is not None,
+    )
+    if group is not None and not streams:
+        if dist.get_world_size(group) <= t5.model.config.num_heads:
+            shard_t5(t5, group)
+        t5.blocks.to(plan.hardware.device)
+    return t5
+
+
+def load_clip(plan: ExecutionPlan) -> ClipEncoder:
+    """Return the CLIP encoder.
+
+    Raises:
+        CheckpointError: its folder is missing, incomplete or broken.
+        RequestError: `text.clip_max_length` is over what the model can read.
+    """
+    return ClipEncoder.from_folder(
+        plan.weights.path(Component.CLIP),
+        max_length=plan.settings.text.clip_max_length,
+        device=plan.hardware.device,
+        dtype=plan.hardware.dtype,
+    )
+
+
+def load_transformer(
+    plan: ExecutionPlan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    neighbours: dist.ProcessGroup | None = None,
+    advance: Advance | None = None,
+) -> MMDiT:
+    """Return the transformer with its adapters; a file in another published layout is converted.
+
+    Where blocks are offloaded they stay on the CPU, for `streamed_blocks`.
+
+    Args:
+        plan: what goes where.
+        group: ranks that share each block's heads and features.
+        neighbours: the ranks of this machine, which hold one copy of what waits on the CPU.
+        advance: told of bytes as they are loaded.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings; or an adapter
+            cannot be read.
+    """
+    settings, path, offload = plan.settings.model, plan.weights.path(Component.TRANSFORMER), plan.offload
+    transformer = transformer_on_meta(settings)
+    checkpoint = open_checkpoint(path)
+    rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+    streams = offload.mode is OffloadMode.BLOCKS
+    changes = offload.fp8_storage or group is not None
+    stacks = repeated_blocks(transformer.config)
+    with _held_once(neighbours) as copies:
+        load_into_module(
+            transformer,
+            path,
+            device=plan.hardware.device,
+            dtype=plan.hardware.dtype,
+            convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
+            keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or changes else (),
+            hold=None if copies is None else copies.hold,
+            advance=advance,
+        )
+    transformer.requires_grad_(False).eval()
+    if group is not None:
+        shard_transformer(transformer, group)
+    if changes:
+        # Shares of heads and features differ from rank to rank.
+        with _held_once(neighbours if group is None else None) as copies:
+            for block in chain.from_iterable(_stacks(transformer)):
+                if offload.fp8_storage:
+                    store_in_fp8(block)
+                if not streams:
+                    block.to(plan.hardware.device)
+                elif copies is not None:
+                    _hold_8_bits(block, copies)
+    add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
+    transformer.set_sequence_chunk(offload.chunk_tokens)
+    return transformer
+
+
+@contextmanager
+def _held_once(neighbours: dist.ProcessGroup | None) -> Iterator[SharedCopies | None]:
+    if neighbours is None:
+        yield None
+    else:
+        with SharedCopies(neighbours) as copies:
+            yield copies
+
+
+def _hold_8_bits(block: nn.Module, copies: SharedCopies) -> None:
+    for weight in block.parameters():
+        if weight.device.type == "cpu" and weight.dtype is torch.float8_e4m3fn:
+            weight.data = copies.hold(weight.data)
+
+
+def streamed_blocks(
+    plan: ExecutionPlan, transformer: MMDiT, *, source: HostWeights | None = None
+) -> AbstractContextManager[StreamingFigures]:
+    """Return the context in which the offloaded blocks of `load_transformer` come to the device and go again.
+
+    Args:
+        plan: how many are there at a time.
+        transformer: on the device, but for its blocks.
+        source: where the others wait; None: where the plan says.
+    """
+    return stream_blocks(
+        _stacks(transformer),
+        device=plan.hardware.device,
+        resident=plan.offload.resident_blocks or 1,
+        source=(source or plan.offload.host_weights).value,
+    )
+
+
+def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
+    """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
+    return stream_blocks([t5.blocks], device=plan.hardware.device, resident=STREAMED_LAYERS, source="mapped")
+
+
+def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
+    paths = [stack.module_path for stack in repeated_blocks(transformer.config)]
+    return [cast(nn.ModuleList, transformer.get_submodule(path)) for path in paths]
+
+
+def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> HunyuanVAE:
+    """Return the autoencoder.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
+    """
+    vae = vae_on_meta(plan.settings.vae)
+    load_into_module(
+        vae,
+        plan.weights.path(Component.VAE),
+        device=plan.hardware.device,
+        dtype=plan.hardware.dtype,
+        advance=advance,
+    )
+    return vae.requires_grad_(False).eval()
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back the memory of components that nothing refers to any more, so that the next stage can have it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

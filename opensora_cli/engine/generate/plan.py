@@ -1,0 +1,375 @@
+"""What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # it ships none
+import torch
+
+from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.engine.components.configs import count_parameters, mmdit_config
+from opensora_cli.engine.components.division import choose_mesh, describe_mesh
+from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
+from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
+from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.hardware import GIB, Hardware, pick_hardware
+from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
+from opensora_cli.engine.generate.evaluations import evaluations_of, guidance_of, require_branches
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.sampling.conditioning import ConditionMode, ReferenceLengths, condition_mode
+from opensora_cli.sampling.guidance import Guidance
+from opensora_cli.sampling.schedule import flow_timesteps, latent_size
+from opensora_cli.sampling.sizes import image_size
+from opensora_cli.settings.enums import DType, HostWeights, OffloadChoice
+from opensora_cli.settings.generate import GenerateSettings
+
+PLAN_SCHEMA = "osora.plan/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionPlan:
+    """Everything that is decided before a generation begins."""
+
+    settings: GenerateSettings
+    """With the condition mode filled in."""
+    hardware: Hardware
+    weights: WeightFiles
+    mode: ConditionMode
+    lengths: ReferenceLengths
+    guidance: Guidance
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    timesteps: tuple[float, ...]
+    evaluations_per_sample: int
+    """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
+    mesh: MeshShape = field(default_factory=MeshShape)
+    """How ranks share it."""
+    offload: OffloadPlan
+    stages: tuple[StageMemory, ...]
+    """With that offload, on each of the ranks; rank 0 alone encodes references."""
+    loras: tuple[Lora, ...] = ()
+    """Added to the transformer."""
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether saved latents are decoded, and nothing is sampled."""
+        return self.settings.from_latents is not None
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The parts whose weights are read."""
+        return (Component.VAE,) if self.decodes_only else ALL_COMPONENTS
+
+    @property
+    def num_samples(self) -> int:
+        """How many videos are made."""
+        return 1 if self.decodes_only else self.settings.sampling.num_samples
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """Packed tokens of one latent frame."""
+        return self.latent_shape[2] * self.latent_shape[3] // self.settings.model.patch_size**2
+
+    @property
+    def video_tokens(self) -> int:
+        """Packed tokens of one sample."""
+        return self.tokens_per_frame * self.latent_shape[1]
+
+    @property
+    def latent_bytes(self) -> int:
+        """Size of one sample's latents, in memory and on disk."""
+        return prod(self.latent_shape) * self.hardware.dtype.itemsize
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of the device that a stage needs."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The memory that may be used: what is free, or `memory.limit`."""
+        return _budget(self.settings, self.hardware)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is enough."""
+        return self.peak_bytes <= self.budget_bytes
+
+    def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
+        """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.
+
+        What one rank is short of the others don't know: they would wait for it.
+        """
+        if self.mesh.size > 1:
+            return None
+        stronger = stronger_offload(self.offload, stage, num_blocks=_num_blocks(self.settings))
+        return None if stronger is None else replace(self, offload=stronger)
+
+    def require_fit(self) -> None:
+        """Raise HardwareError if some stage needs more memory than may be used."""
+        if self.fits:
+            return
+        worst = max(self.stages, key=lambda stage: stage.total_bytes)
+        hardware = self.hardware
+        limited = self.budget_bytes < hardware.free_bytes
+        has = f"memory.limit allows {_size(self.budget_bytes)}" if limited else f"has {_size(self.budget_bytes)} free"
+        raise HardwareError(
+            f"the stage {worst.name} needs {_size(worst.total_bytes)}, and {hardware.device} "
+            f"({hardware.device_name}) {has}",
+            hint=self._what_would_fit(),
+        )
+
+    def _what_would_fit(self) -> str:
+        """Name the changes of which each alone makes it fit."""
+        fitting = []
+        for flag, changes in _smaller_requests(self):
+            try:
+                plan = make_plan(self.settings.replace(changes))
+            except (OsoraError, ValueError):
+                continue  # such as too short a video for its references
+            if plan.fits:
+                fitting.append(f"{flag} ({_size(plan.peak_bytes)})")
+        if not fitting:
+            return "use a device with more memory, or --model demo"
+        return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a document of the schema `osora.plan/1`."""
+        settings, hardware = self.settings, self.hardware
+        return {
+            "schema": PLAN_SCHEMA,
+            "model": settings.model.name.value,
+            "device": str(hardware.device),
+            "device_name": hardware.device_name,
+            "dtype": str(hardware.dtype).removeprefix("torch."),
+            "height": self.height,
+            "width": self.width,
+            "num_frames": settings.video.num_frames,
+            "fps": settings.video.fps,
+            "num_samples": self.num_samples,
+            "condition_mode": self.mode.name,
+            "latent_shape": list(self.latent_shape),
+            "video_tokens": self.video_tokens,
+            "text_tokens": settings.text.t5_max_length,
+            "num_inference_steps": len(self.timesteps) - 1,
+            "timesteps": list(self.timesteps),
+            "model_evaluations": self.evaluations_per_sample * self.num_samples,
+            "latents_gib": self.latent_bytes / GIB,
+            "stages": [
+                {
+                    "name": stage.name,
+                    "weights_gib": stage.weight_bytes / GIB,
+                    "data_gib": stage.data_bytes / GIB,
+                    "activations_gib": stage.activation_bytes / GIB,
+                    "total_gib": stage.total_bytes / GIB,
+                }
+                for stage in self.stages
+            ],
+            "peak_gib": self.peak_bytes / GIB,
+            "free_gib": hardware.free_bytes / GIB,
+            "budget_gib": self.budget_bytes / GIB,
+            "mesh": asdict(self.mesh),
+            "offload": asdict(self.offload),
+            "fits": self.fits,
+            "weights": {component.value: str(path) for component, path in self.weights.paths.items()},
+            "loras": [lora.to_json() for lora in self.loras],
+            "missing_weights": [name for names in self.weights.missing.values() for name in names],
+            "settings": settings.model_dump(mode="json"),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the plan for people."""
+        settings, hardware = self.settings, self.hardware
+        video = settings.video
+        channels, frames, rows, columns = self.latent_shape
+        dtype = str(hardware.dtype).removeprefix("torch.")
+        memory = ", ".join(f"{stage.name} {_size(stage.total_bytes)}" for stage in self.stages)
+        found = [f"{component}: {path}" for component, path in self.weights.paths.items()]
+        missing = [name for names in self.weights.missing.values() for name in names]
+        return [
+            f"model     {settings.model.name} on {hardware.device} ({hardware.device_name}), {dtype}",
+            f"video     {self.num_samples} x {self.width}x{self.height}, {video.num_frames} frames at {video.fps} fps",
+            f"latents   {channels}x{frames}x{rows}x{columns}, {_size(self.latent_bytes)} a sample",
+            f"tokens    {self.video_tokens} video + {settings.text.t5_max_length} text",
+            f"sampling  {self.mode.name}, {len(self.timesteps) - 1} steps, "
+            f"{self.evaluations_per_sample * self.num_samples} model evaluations",
+            f"memory    {memory}",
+            *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
+            f"offload   {'; '.join(self.offload.lines()) or 'none'}",
+            f"peak      {_size(self.peak_bytes)} of {_size(self.budget_bytes)} "
+            f"{'allowed' if self.budget_bytes < hardware.free_bytes else 'free'}: "
+            f"{'fits' if self.fits else 'does not fit'}",
+            *(f"weights   {line}" for line in found),
+            *(f"lora      {lora.line()}" for lora in self.loras),
+            *(f"missing   {line}" for line in missing),
+        ]
+
+
+def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield what may be asked for instead, as a flag and as settings: first what changes nothing, then the smallest."""
+    settings = plan.settings
+    if settings.memory.offload is not OffloadChoice.AUTO or settings.memory.resident_blocks is not None:
+        yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
+    if plan.hardware.dtype is torch.float32:
+        yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
+    if not settings.memory.fp8_storage and not plan.decodes_only:
+        yield "--set memory.fp8_storage=true", {"memory.fp8_storage": True}
+    smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
+    if settings.video.height is None and settings.video.resolution != smallest:
+        yield f"--res {smallest}", {"video.resolution": smallest}
+    shorter = settings.video.num_frames // 2 // settings.vae.time_compression_ratio
+    frames = shorter * settings.vae.time_compression_ratio + 1
+    if frames < settings.video.num_frames:
+        yield f"--num-frames {frames}", {"video.num_frames": frames}
+
+
+def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -> ExecutionPlan:
+    """Return the plan for `settings` on this machine.
+
+    Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`.
+
+    Args:
+        settings: with the condition mode filled in (`references.with_mode`).
+        hardware: where one of several ranks runs; None: what `settings` name, of which each rank has its share.
+
+    Raises:
+        RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
+        CheckpointError: an adapter is missing or broken, or does not fit the transformer.
+        HardwareError: there is no such device.
+    """
+    hardware = hardware or rank_hardware(settings)
+    num_blocks, resident = _num_blocks(settings), settings.memory.resident_blocks
+    if resident is not None and resident > num_blocks:
+        raise RequestError(f"memory.resident_blocks={resident} must be at most the {num_blocks} of the model")
+    weights = find_weights(settings)
+    height, width = _pixel_size(settings)
+    rows, columns = latent_size(
+        height,
+        width,
+        spatial_compression=settings.vae.spatial_compression_ratio,
+        patch_size=settings.model.patch_size,
+    )
+    latent_shape = (settings.vae.latent_channels, settings.num_latent_frames, rows, columns)
+    mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
+    lengths = ReferenceLengths(video=settings.condition.video_latent_frames, easy=settings.condition.easy_latent_frames)
+    guidance = guidance_of(settings)
+    sampling = settings.sampling
+
+    tokens_per_frame = rows * columns // settings.model.patch_size**2
+    mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
+    require_branches(settings, guidance, mode, mesh)
+    # Saved latents have gone through them already.
+    loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
+    sizes = GenerationSizes(
+        height=height,
+        width=width,
+        latent_shape=latent_shape,
+        mode=mode,
+        lengths=lengths,
+        guidance=guidance,
+        mesh=mesh,
+        loras=LoraRanks.of(loras),
+    )
+    parameters = count_parameters(settings, weights)
+
+    def estimate(offload: OffloadPlan) -> tuple[StageMemory, ...]:
+        return estimate_generation(
+            settings,
+            sizes=sizes,
+            dtype=hardware.dtype,
+            device_type=hardware.device.type,
+            offload=offload,
+            parameters=parameters,
+            text_folders=weights.paths,
+        )
+
+    offload = choose_offload(
+        settings.memory,
+        estimate,
+        budget=_budget(settings, hardware),
+        num_blocks=num_blocks,
+        host_weights=_host_weights(hardware, parameters[Component.TRANSFORMER] * hardware.dtype.itemsize, mesh),
+    )
+    return ExecutionPlan(
+        settings=settings,
+        hardware=hardware,
+        weights=weights,
+        mode=mode,
+        lengths=lengths,
+        guidance=guidance,
+        height=height,
+        width=width,
+        latent_shape=latent_shape,
+        timesteps=tuple(
+            flow_timesteps(
+                sampling.num_inference_steps,
+                tokens_per_frame=tokens_per_frame,
+                num_latent_frames=settings.num_latent_frames,
+                flow_shift=sampling.flow_shift,
+            )
+        ),
+        evaluations_per_sample=evaluations_of(settings, guidance, mode),
+        mesh=mesh,
+        offload=offload,
+        stages=estimate(offload),
+        loras=loras,
+    )
+
+
+def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
+    """Return the device of a rank; ranks on the CPU of one machine share its memory.
+
+    Args:
+        settings: what was asked for.
+        device: the rank's; None: what `settings` say.
+
+    Raises:
+        HardwareError: there is no such device.
+    """
+    parallel = settings.parallel
+    if device is None and parallel.devices is not None and parallel.world_size == 1:
+        device = f"cuda:{parallel.devices[0]}"
+    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
+    if hardware.device.type == "cuda":
+        return hardware
+    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
+
+
+def _budget(settings: GenerateSettings, hardware: Hardware) -> int:
+    return min(hardware.free_bytes, settings.memory.limit or hardware.free_bytes)
+
+
+def _host_weights(hardware: Hardware, transformer_bytes: int, mesh: MeshShape) -> HostWeights:
+    """Return where offloaded blocks wait best: for a GPU in a page-locked copy, if the machine has room for it.
+
+    Several ranks would each make a copy; the mapped file they share.
+    """
+    if mesh.size > 1:
+        return HostWeights.MAPPED
+    is_cuda, free = hardware.device.type == "cuda", psutil.virtual_memory().available
+    return HostWeights.PINNED if is_cuda and 1.25 * transformer_bytes < free else HostWeights.MAPPED
+
+
+def _num_blocks(settings: GenerateSettings) -> int:
+    return sum(stack.count for stack in repeated_blocks(mmdit_config(settings.model)))
+
+
+def _pixel_size(settings: GenerateSettings) -> tuple[int, int]:
+    video = settings.video
+    if video.height is not None and video.width is not None:
+        return video.height, video.width
+    return image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes / 2**10:.2f} KiB"

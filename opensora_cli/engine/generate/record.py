@@ -1,0 +1,141 @@
+"""What every stage of a run shares: progress, timing, memory, and what is left when it ends early."""
+
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import Reporter, StageProgress
+from opensora_cli.engine.generate.load import release_memory
+from opensora_cli.engine.generate.plan import ExecutionPlan
+
+T = TypeVar("T")
+
+
+# Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+
+
+class OutOfMemoryError(HardwareError):
+    """The device had not enough memory for a stage."""
+
+
+class RunRecord:
+    """Times the stages of a run, and remembers what it has finished.
+
+    Args:
+        reporter: shows the stages.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self.timings_s: dict[str, float] = {}
+        self.finished: list[Path] = []
+        """Results that are complete."""
+        self.kept_latents: list[Path] = []
+        """Latents whose results are not; those that were being saved when the run ended may not exist."""
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        """Show a stage, and time it.
+
+        Args:
+            name: of the stage.
+            total: units of work; None: unknown.
+            unit: what they are.
+
+        Raises:
+            OutOfMemoryError: the memory was not enough.
+        """
+        with self.timed(name), self.reporter.stage(name, total=total, unit=unit) as progress:
+            yield progress
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `timings_s[name]`, but for what is timed inside it.
+
+        Args:
+            name: of the stage to which the block belongs.
+
+        Raises:
+            OutOfMemoryError: the memory was not enough.
+        """
+        start, timed_s = time.perf_counter(), sum(self.timings_s.values())
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory in the stage {name}: {' '.join(str(error).split())[:200]}",
+                hint="ask for a smaller --res or fewer --num-frames, or close what else uses the device",
+            ) from error
+        finally:
+            inside_s = sum(self.timings_s.values()) - timed_s
+            self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
+
+    def finish(self, result: Path, latents: Path | None) -> None:
+        """Remember a complete result, and remove the latents that were saved for it."""
+        self.finished.append(result)
+        if latents is not None:
+            latents.unlink(missing_ok=True)
+            self.kept_latents.remove(latents)
+
+    @contextmanager
+    def rescue(self) -> Iterator[None]:
+        """When the block ends early, say what is finished and how to go on: in KeyboardInterrupt, or as warnings."""
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            left = self._what_is_left() or ["nothing was finished yet: run it again to start anew"]
+            raise KeyboardInterrupt("\n".join(left)) from interrupt
+        except Exception:
+            for line in self._what_is_left():
+                self.reporter.warn(line)
+            raise
+
+    def _what_is_left(self) -> list[str]:
+        finished = [f"finished: {path}" for path in self.finished]
+        kept = [
+            f"go on with: osora generate --from-latents {shlex.quote(str(path))}"
+            for path in self.kept_latents
+            if path.is_file()
+        ]
+        return [*finished, *kept]
+
+
+def retried(
+    run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, record: RunRecord
+) -> tuple[T, ExecutionPlan]:
+    """Run `run`; when it runs out of memory, once more with stronger offload. Returns its result, and the plan of that.
+
+    Args:
+        run: does the work of a stage, and leaves nothing on the device when it fails.
+        plan: the first attempt's.
+        stage: which stage that is, of those that the plan names.
+        record: its reporter is told of the second attempt.
+
+    Raises:
+        OutOfMemoryError: the second attempt ran out of memory too, or there is nothing left to offload.
+    """
+    try:
+        return run(plan), plan
+    except OutOfMemoryError as error:
+        stronger = plan.with_stronger_offload(stage)
+        if stronger is None:
+            raise
+        message = error.message
+    # Only here, where the exception is gone, is what the first attempt had on the device gone with its traceback.
+    release_memory(plan.hardware.device)
+    record.reporter.warn(f"{message}; trying once more with: {'; '.join(stronger.offload.lines())}")
+    return run(stronger), stronger
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that there was not enough memory, on whatever device."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)

@@ -1,0 +1,268 @@
+"""Reference pictures and videos: which mode they suggest, reading, encoding, and how well they come back."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.media.read import is_picture, read_picture, read_video
+from opensora_cli.media.resize import Fit, fit_frames
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.sampling.conditioning import (
+    RELEASED_LENGTHS,
+    ConditionMode,
+    ReferenceLengths,
+    Source,
+    condition_mode,
+    reference_parts,
+)
+from opensora_cli.settings.explain import explain
+from opensora_cli.settings.generate import GenerateSettings
+
+# Identical frames have no finite PSNR, and JSON no infinity.
+_HIGHEST_PSNR_DB = 99.0
+
+# Rates such as 23.976 and 24 are the same to the eye.
+_SAME_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Frames that are given, fitted to the video."""
+
+    pixels_CTHW: torch.Tensor
+    """float32 in [-1, 1]."""
+    at_head: bool
+    """Whether they are the video's first frames and not its last."""
+
+
+def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return `settings` with the condition mode filled in.
+
+    Without a mode: `t2v` for no reference, `i2v_head` for a picture, `i2v_loop` for two, `v2v_head` for a video.
+
+    Raises:
+        RequestError: the mode breaks a rule, or nothing suits the references.
+        MediaError: a reference is missing or broken.
+    """
+    if settings.condition.mode is not None:
+        return settings
+    references = settings.condition.references
+    mode = _suggested_mode(references)
+    if references:
+        reporter.note(f"condition: {mode}, which suits the {_count(references)} given")
+    try:
+        return settings.replace({"condition.mode": mode})
+    except ValidationError as error:
+        raise RequestError("\n".join(explain(error))) from error
+
+
+def _suggested_mode(references: Sequence[str]) -> str:
+    if not references:
+        return "t2v"
+    pictures = [_is_sound_picture(path) for path in references]
+    if all(pictures) and len(pictures) <= 2:
+        return "i2v_head" if len(pictures) == 1 else "i2v_loop"
+    if len(pictures) == 1:
+        return "v2v_head"
+    raise RequestError(
+        f"no condition mode suits these {len(pictures)} references by itself",
+        hint="say which one with --cond, and give one file for each end of the video",
+    )
+
+
+def _is_sound_picture(path: str) -> bool:
+    """Return False for a video, and raise MediaError for what is neither."""
+    if is_picture(path):
+        return True
+    read_video(path, num_frames=1)
+    return False
+
+
+def _count(references: Sequence[str]) -> str:
+    return "reference" if len(references) == 1 else f"{len(references)} references"
+
+
+def read_references(
+    paths: Sequence[str | Path],
+    mode: ConditionMode,
+    *,
+    height: int,
+    width: int,
+    fit: Fit | str = Fit.CROP,
+    causal: bool = True,
+    temporal_compression: int = 4,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+    fps: float | None = None,
+    reporter: Reporter | None = None,
+) -> list[Reference]:
+    """Read what `mode` needs of the files, and fit it to the video.
+
+    Frames of a video are taken as they are stored, whatever their rate: so the released model was trained.
+
+    Args:
+        paths: the reference files.
+        mode: which frames of them are given, and where.
+        height: of the video, in pixels.
+        width: of the video, in pixels.
+        fit: what happens to references of another shape.
+        causal: whether the autoencoder keeps the first frame on its own.
+        temporal_compression: frames per latent frame.
+        lengths: latent frames given by the video modes.
+        fps: of the video; a reference of another rate is reported.
+        reporter: told about such references.
+
+    Returns:
+        one for each of `reference_parts(mode)`, in their order.
+
+    Raises:
+        MediaError: a file is missing, broken, of the wrong kind, or too short (says how many frames are needed).
+    """
+    parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
+    references = []
+    for part, at_head in zip(parts, [True] * mode.at_head + [False] * mode.at_tail, strict=True):
+        path = paths[part.file_index]
+        if mode.source is not Source.VIDEO and is_picture(path):
+            frames_THWC = read_picture(path)[None]
+        else:
+            clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end)
+            frames_THWC = clip.frames_THWC
+            if mode.source is Source.VIDEO and fps and reporter and abs(clip.fps / fps - 1) > _SAME_RATE:
+                reporter.warn(
+                    f"{path} has {clip.fps:g} frames a second and the video {fps:g}: "
+                    f"what it shows will move at {fps / clip.fps:.0%} of its speed"
+                )
+        references.append(Reference(fit_frames(frames_THWC, height=height, width=width, fit=fit), at_head))
+    return references
+
+
+def encode_references(
+    references: Sequence[Reference],
+    vae: HunyuanVAE,
+    *,
+    tiling: Tiling = NO_TILING,
+    on_encoded: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Return the latents_CTHW of each reference, encoded on its own.
+
+    The mode of the posterior is taken, not a sample of it: a given frame should come back as it is.
+
+    Args:
+        references: what is given.
+        vae: on its device, in its dtype.
+        tiling: how large frames are cut.
+        on_encoded: called after each, for progress.
+    """
+    weight = next(vae.parameters())
+    latents = []
+    for reference in references:
+        latents.append(vae.encode(reference.pixels_CTHW[None].to(weight.device, weight.dtype), tiling=tiling)[0])
+        on_encoded()
+    return latents
+
+
+def collect_references_batch(
+    reference_paths: Sequence[str],
+    cond_type: str,
+    model_ae: HunyuanVAE,
+    image_size: tuple[int, int],
+    is_causal: bool = False,
+    *,
+    fit: Fit | str = Fit.CROP,
+    tiling: Tiling = NO_TILING,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+) -> list[list[torch.Tensor] | None]:
+    """Read and encode the references of a batch, for `prepare_inference_condition`.
+
+    The name and the order of the first five parameters are those that the Open-Sora community knows.
+
+    Args:
+        reference_paths: for each sample its files, separated by `;`, or an empty text for none.
+        cond_type: the condition mode.
+        model_ae: the autoencoder.
+        image_size: (height, width) of the video in pixels.
+        is_causal: whether the autoencoder keeps the first frame on its own.
+        fit: what happens to references of another shape.
+        tiling: how the autoencoder cuts large frames.
+        lengths: latent frames given by the video modes.
+
+    Returns:
+        for each sample the latents (C,T,H,W) of its references, or None.
+
+    Raises:
+        RequestError: no such mode.
+        MediaError: a file is missing, broken, of the wrong kind or too short.
+    """
+    mode = condition_mode(cond_type)
+    height, width = image_size
+    batch: list[list[torch.Tensor] | None] = []
+    for paths in reference_paths:
+        files = [path.strip() for path in paths.split(";") if path.strip()]
+        if not files or not mode.needs_reference:
+            batch.append(None)
+            continue
+        references = read_references(
+            files,
+            mode,
+            height=height,
+            width=width,
+            fit=fit,
+            causal=is_causal,
+            temporal_compression=model_ae.config.time_compression_ratio,
+            lengths=lengths,
+        )
+        batch.append(encode_references(references, model_ae, tiling=tiling))
+    return batch
+
+
+class GivenFramesPSNR:
+    """How well given frames came back in a video that passes piece by piece; none of it is kept.
+
+    Args:
+        references: what was given.
+        num_frames: of the video.
+    """
+
+    def __init__(self, references: Sequence[Reference], *, num_frames: int) -> None:
+        # In pairs: what was given, and the position of its first frame in the video.
+        self._given = [
+            (reference.pixels_CTHW, 0 if reference.at_head else num_frames - reference.pixels_CTHW.shape[1])
+            for reference in references
+        ]
+        self._passed = 0
+        self._squares, self._count = 0.0, 0
+
+    def add(self, piece_THWC: torch.Tensor) -> None:
+        """Compare the next frames of the video, uint8."""
+        for index, shown_HWC in enumerate(piece_THWC, start=self._passed):
+            for pixels_CTHW, start in self._given:
+                if start <= index < start + pixels_CTHW.shape[1]:
+                    [given_HWC] = to_uint8(pixels_CTHW.narrow(1, index - start, 1))
+                    self._squares += (shown_HWC.double() - given_HWC.double()).square().sum().item()
+                    self._count += given_HWC.numel()
+        self._passed += len(piece_THWC)
+
+    @property
+    def db(self) -> float | None:
+        """PSNR in dB, over all given frames that have passed; 99 at most, and None where there were none."""
+        if not self._count:
+            return None
+        if not self._squares:
+            return _HIGHEST_PSNR_DB
+        return min(10 * math.log10(255**2 * self._count / self._squares), _HIGHEST_PSNR_DB)
+
+
+def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
+    """Return pixels in [-1, 1] as uint8 (T, H, W, C), on the CPU; what lies outside is cut off."""
+    channels, frames, height, width = pixels_CTHW.shape
+    levels_THWC = torch.empty(frames, height, width, channels, dtype=torch.uint8)
+    # Frame by frame: the copies in between are four times as large as the result, or more.
+    for pixels_CHW, levels_HWC in zip(pixels_CTHW.unbind(1), levels_THWC, strict=True):
+        levels_HWC.copy_(pixels_CHW.float().clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0))
+    return levels_THWC

@@ -1,0 +1,284 @@
+"""`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.division import describe_mesh
+from opensora_cli.engine.components.weights import Component, choose_model, report_decision
+from opensora_cli.engine.estimate.hardware import Hardware, limited_memory, peak_memory_gib, start_peak_memory
+from opensora_cli.engine.generate.decode import GeneratedVideo, process_and_save
+from opensora_cli.engine.generate.denoise import DrawnSample, draw_samples
+from opensora_cli.engine.generate.latents import load_latents
+from opensora_cli.engine.generate.load import release_memory
+from opensora_cli.engine.generate.loaded import KeptVAE
+from opensora_cli.engine.generate.outputs import check_outputs, sample_files
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
+from opensora_cli.engine.generate.ranks_start import planned_together, request_of_rank, require_devices, start_ranks
+from opensora_cli.engine.generate.record import RunRecord
+from opensora_cli.engine.generate.references import Reference, read_references, with_mode
+from opensora_cli.engine.launch.reporting import WatchedReporter
+from opensora_cli.settings.enums import DType
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import (
+    SIDECAR_SCHEMA,
+    GenerateRequest,
+    SavedSettings,
+    load_generate_settings,
+    load_runtime_settings,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """What a run made, and what it took."""
+
+    plan: ExecutionPlan
+    videos: tuple[GeneratedVideo, ...]
+    timings_s: Mapping[str, float]
+    """Stage to seconds."""
+    peak_memory_gib: Mapping[str, float]
+    """As `hardware.peak_memory_gib` returns it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a document of the schema `osora.generate/1`, from which `--from` can make it again."""
+        return {
+            "schema": SIDECAR_SCHEMA,
+            "outputs": [
+                {
+                    "path": str(video.path),
+                    "sidecar": None if video.sidecar is None else str(video.sidecar),
+                    "seed": video.seed,
+                    "given_frames_psnr_db": video.given_frames_psnr_db,
+                }
+                for video in self.videos
+            ],
+            "model": self.plan.settings.model.name.value,
+            "device": str(self.plan.hardware.device),
+            "model_evaluations": self.plan.evaluations_per_sample * len(self.videos),
+            "timings_s": dict(self.timings_s),
+            **self.peak_memory_gib,
+            "settings": self.plan.settings.model_dump(mode="json"),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the path of every result."""
+        return [str(video.path) for video in self.videos]
+
+
+def generate_from_request(
+    request: GenerateRequest,
+    *,
+    reporter: Reporter,
+    context: RankContext | None = None,
+    rank_flags: Sequence[str] = (),
+) -> GenerateResult | None:
+    """Choose the model, complete the settings, and generate, with several devices in processes of their own.
+
+    Args:
+        request: what was asked for.
+        reporter: shown progress and warnings.
+        context: which of several ranks this process is; None: it runs alone.
+        rank_flags: of the command line of ranks that are started here.
+
+    Returns:
+        The result; None where ranks were started, of which the first has printed it.
+
+    Raises:
+        RankFailure: a rank failed.
+        OsoraError: as `generate` and the next two.
+    """
+    if context is not None:
+        request = request_of_rank(request, context)
+    settings = resolve_generate_settings(request, reporter=reporter)
+    if context is None and settings.parallel.world_size > 1:
+        require_devices(settings)
+        if settings.parallel.node_rank == 0:
+            _check_before_ranks(settings)
+        start_ranks(settings, flags=rank_flags)
+        return None
+    return generate(settings, reporter=reporter, context=context)
+
+
+def plan_from_request(
+    request: GenerateRequest, *, reporter: Reporter, context: RankContext | None = None
+) -> ExecutionPlan:
+    """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
+    if context is not None:
+        request = request_of_rank(request, context)
+    settings = resolve_generate_settings(request, reporter=reporter)
+    if context is None and settings.parallel.world_size > 1:
+        require_devices(settings)
+    return plan_generation(settings, reporter=reporter)
+
+
+def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> GenerateSettings:
+    """Return the settings that a request means on this machine.
+
+    The model decides the preset, and saved latents bring the settings that made them.
+
+    Raises:
+        RequestError: a key is unknown, or a value breaks a rule.
+        FileProblem: a file of settings or the saved latents are missing or broken.
+    """
+    from_latents = request.overrides.get("from_latents")
+    if from_latents is not None and request.saved is None:
+        source = str(from_latents.value)
+        saved = SavedSettings(source=source, values=load_latents(source).settings)
+        request = dataclasses.replace(request, saved=saved)
+    runtime = load_runtime_settings(request)
+    decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
+    report_decision(decision, runtime.model_choice, reporter)
+    return load_generate_settings(request, model=decision.name)
+
+
+def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:
+    """Return what `generate` would do, after the checks that need neither weights nor enough memory.
+
+    Raises:
+        RequestError: sizes that contradict each other, or a mode that does not suit the references.
+        MediaError: a reference is missing, broken or too short.
+        OutputError: a result exists already, or cannot be written.
+        HardwareError: there is no such device.
+    """
+    plan = make_plan(with_mode(settings, reporter))
+    check_outputs(sample_files(plan), plan, create=False)
+    _read_references(plan, reporter)
+    return plan
+
+
+def generate(
+    settings: GenerateSettings, *, reporter: Reporter | None = None, context: RankContext | None = None
+) -> GenerateResult:
+    """Make the videos that `settings` describe.
+
+    Everything that can be checked is checked before the first weight is read. The latents of all samples are made
+    first and saved; then they are decoded and saved as videos, one by one, and their files removed. With
+    `from_latents` only the latter happens, and that file stays.
+
+    Args:
+        settings: what to make.
+        reporter: shown progress and warnings; None: nobody.
+        context: which of several ranks this process is; all call this. None: it runs alone.
+
+    Raises:
+        RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
+        MediaError: a reference is missing, broken or too short.
+        CheckpointError: weights are missing (all are named) or broken, or saved latents are.
+        OutputError: a result exists already, or cannot be written.
+        HardwareError: there is no such device, or not enough memory.
+        KeyboardInterrupt: its argument says what is finished and how to go on.
+    """
+    reporter = reporter or SilentReporter()
+    if context is not None:
+        reporter = WatchedReporter(reporter)
+        with planned_together(settings, context, reporter) as (plan, ranks):
+            return _carry_out(plan, reporter, ranks)
+    if settings.parallel.world_size > 1:
+        raise RequestError(
+            f"{settings.parallel.world_size} devices are asked for, and this is one process",
+            hint="start with osora generate --gpus N, torchrun or srun",
+        )
+    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None)
+
+
+def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> GenerateResult:
+    is_main = ranks is None or ranks.is_main
+    _require_weights(plan, reporter)
+    plan.require_fit()
+    if plan.mesh.size > 1:
+        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
+    if plan.offload.lines():
+        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    files = sample_files(plan)
+    references = _read_references(plan, reporter) if is_main else []
+    saved = _saved_sample(plan, ranks)
+    if is_main:
+        check_outputs(files, plan, create=True)
+    record = RunRecord(reporter)
+    if plan.settings.from_latents is not None:
+        record.kept_latents.append(Path(plan.settings.from_latents))
+    vae = KeptVAE(plan, record)
+    start_peak_memory(plan.hardware.device)
+    with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
+        drawn = [saved] if saved is not None else draw_samples(plan, files, references, vae, record, ranks=ranks)
+        videos = process_and_save(plan, files, drawn, references, vae, record, ranks=ranks)
+    del vae
+    release_memory(plan.hardware.device)
+    return GenerateResult(
+        plan=plan,
+        videos=videos,
+        timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
+        peak_memory_gib=peak_memory_gib(plan.hardware.device),
+    )
+
+
+def _check_before_ranks(settings: GenerateSettings) -> None:
+    """Refuse what rank 0 would refuse, but for the memory, which each rank knows of its own device."""
+    kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
+    dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
+    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    # Asked for its memory, a card would keep some for this process until the end.
+    hardware = Hardware(torch.device(kind), kind, dtype, free_bytes=sys.maxsize, total_bytes=sys.maxsize)
+    plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware)
+    plan.weights.require(plan.components)
+    check_outputs(sample_files(plan), plan, create=False)
+    _read_references(plan, SilentReporter())
+
+
+def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
+    if not plan.fits and any(component in plan.weights.missing for component in plan.components):
+        # Nobody should download 40 GB to be told then that they do not fit.
+        try:
+            plan.require_fit()
+        except HardwareError as error:
+            reporter.warn(f"with its weights this would not run here either: {error.message}")
+    plan.weights.require(plan.components)
+    if borrowed := plan.weights.borrowed():
+        folder = plan.weights.path(Component.TRANSFORMER).parent
+        reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
+
+
+def _read_references(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
+    if plan.decodes_only:
+        return []
+    condition = plan.settings.condition
+    return read_references(
+        condition.references,
+        plan.mode,
+        height=plan.height,
+        width=plan.width,
+        fit=condition.fit,
+        temporal_compression=plan.settings.vae.time_compression_ratio,
+        lengths=plan.lengths,
+        fps=plan.settings.video.fps,
+        reporter=reporter,
+    )
+
+
+def _saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DrawnSample | None:
+    """Return the sample to go on from, if that is asked for; rank 0 reads it."""
+    source = plan.settings.from_latents
+    if source is None:
+        return None
+    if ranks is None:
+        latents_CTHW = load_latents(source).latents_CTHW
+    else:
+        read = [load_latents(source).latents_CTHW] if ranks.is_main else None
+        [latents_CTHW] = agreed_tensors(read, device=ranks.device)
+    if tuple(latents_CTHW.shape) != plan.latent_shape:
+        raise RequestError(
+            f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",
+            hint="change neither size, length nor model when going on from latents",
+        )
+    return DrawnSample(latents_CTHW, denoise_s=0.0)

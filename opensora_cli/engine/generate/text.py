@@ -1,0 +1,91 @@
+"""From what was typed to what the transformer is told: suffixes, warnings, embeddings."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from opensora_cli.core.progress import Reporter
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
+from opensora_cli.settings.generate import GenerateSettings
+
+_LISTED_WORDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """The prompt (row 0) and the negative prompt (row 1), encoded."""
+
+    prompt_embeds_2LC: torch.Tensor
+    """Of T5."""
+    pooled_prompt_embeds_2V: torch.Tensor
+    """Of CLIP."""
+
+
+def full_prompt(settings: GenerateSettings) -> str:
+    """Return the prompt with the suffixes that the model was trained on. Negative prompts get none."""
+    prompts = [settings.prompt]
+    suffix = settings.prompt_suffix
+    if suffix.add_fps:
+        prompts = add_fps_info_to_text(prompts, settings.video.fps)
+    if suffix.motion_score is not None:
+        prompts = add_motion_score_to_text(prompts, suffix.motion_score)
+    return prompts[0]
+
+
+def encode_prompts(settings: GenerateSettings, t5: T5Encoder, clip: ClipEncoder) -> PromptEmbeds:
+    """Return the embeddings of the prompt, suffixes included, and the negative prompt."""
+    prompts = [full_prompt(settings), settings.negative_prompt]
+    return PromptEmbeds(t5.encode(prompts), clip.encode(prompts))
+
+
+def warn_about_prompts(
+    settings: GenerateSettings,
+    t5: T5Encoder,
+    clip: ClipEncoder,
+    reporter: Reporter,
+    *,
+    vocabulary: Mapping[str, list[str]],
+) -> None:
+    """Say, in one warning each, what the encoders cut off and which words they do not know.
+
+    Args:
+        settings: with the prompts.
+        t5: the encoder of the prompt's tokens.
+        clip: the encoder of its pooled meaning.
+        reporter: told of it.
+        vocabulary: kind to words; what the model knows, where that can be listed.
+    """
+    prompts = [full_prompt(settings), settings.negative_prompt]
+    cutting = [
+        f"{name} after {encoder.max_length} tokens"
+        for name, encoder in (("T5", t5), ("CLIP", clip))
+        if any(encoder.truncated(prompt) for prompt in prompts)
+    ]
+    if cutting:
+        reporter.warn(f"the prompt is too long and is cut: {', '.join(cutting)}")
+    if not settings.text.known_words_warning:
+        return
+    # Without the suffixes: those are ours.
+    typed = f"{settings.prompt} {settings.negative_prompt}"
+    unknown = t5.unknown_words(typed)
+    if not unknown:
+        return
+    words = ", ".join(f'"{word}"' for word in unknown[:_LISTED_WORDS])
+    more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
+    knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
+    reporter.warn(
+        f"the {settings.model.name} model does not know {words}{more}" + (f"; it knows {knows}" if knows else "")
+    )
+
+
+def read_vocabulary(folder: Path) -> dict[str, list[str]]:
+    """Return what a small model knows, kind to words, from `vocabulary.json` beside its weights; empty without one."""
+    path = folder / "vocabulary.json"
+    if not path.is_file():
+        return {}
+    vocabulary: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    return vocabulary

@@ -1,0 +1,361 @@
+"""`osora vae reconstruct`: pictures and videos through an autoencoder and back, beside what they were."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import lcm
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
+from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.engine.components.autoencoders import find_autoencoder, load_autoencoder
+from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.estimate.hardware import Hardware, peak_memory_gib, pick_hardware
+from opensora_cli.engine.generate.record import OutOfMemoryError, is_out_of_memory
+from opensora_cli.engine.generate.references import to_uint8
+from opensora_cli.engine.generate.sidecar import versions
+from opensora_cli.media.read import MediaFacts, probe, read_cut
+from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
+from opensora_cli.media.write import write_media
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+
+RESULT_SCHEMA = "osora.vae-reconstruct/1"
+SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
+
+_ENDINGS = ("mp4", "png")
+_PICTURE_FPS = 1.0  # nobody sees it
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Frames that are encoded at once."""
+
+    frames_THWC: Tensor
+    """uint8."""
+    num_new: int
+    """The last ones, which no window before had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconstructed:
+    """What became of one file."""
+
+    file: str
+    output: Path | None = None
+    facts: MediaFacts | None = None
+    num_frames: int = 0
+    height: int = 0
+    width: int = 0
+    psnr_db: tuple[float, ...] = ()
+    """Of every frame, over its RGB values."""
+    ssim: tuple[float, ...] = ()
+    """Of every frame's luma."""
+    error: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return what a script wants to know."""
+        if self.facts is None or self.error is not None:
+            return {"file": self.file, "error": self.error}
+        return {
+            "file": self.file,
+            "output": str(self.output),
+            "num_frames": self.num_frames,
+            "height": self.height,
+            "width": self.width,
+            "source_num_frames": self.facts.num_frames,
+            "source_height": self.facts.height,
+            "source_width": self.facts.width,
+            "psnr_db": round(fmean(self.psnr_db), 3),
+            "ssim": round(fmean(self.ssim), 5),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconstruction:
+    """What became of all files."""
+
+    autoencoder: str
+    weights: Path
+    rows: tuple[Reconstructed, ...]
+
+    @property
+    def done(self) -> list[Reconstructed]:
+        """The files that could be reconstructed."""
+        return [row for row in self.rows if row.error is None]
+
+    @property
+    def failed(self) -> list[Reconstructed]:
+        """The others."""
+        return [row for row in self.rows if row.error is not None]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the document of `--json`."""
+        psnrs, ssims = ([fmean(values) for values in both] for both in self._figures())
+        return {
+            "schema": RESULT_SCHEMA,
+            "autoencoder": self.autoencoder,
+            "weights": str(self.weights),
+            "psnr_of": "RGB, mean over frames",
+            "ssim_of": "luma, mean over frames",
+            "mean_psnr_db": round(fmean(psnrs), 3) if psnrs else None,
+            "mean_ssim": round(fmean(ssims), 5) if ssims else None,
+            "files": [row.to_json() for row in self.rows],
+        }
+
+    def lines(self) -> list[str]:
+        """Return a table: a file in each line, then the means over files."""
+        psnrs, ssims = ([fmean(values) for values in both] for both in self._figures())
+        table = [("PSNR dB (RGB)", "SSIM (luma)", "frames", "size", "result")]
+        for row, psnr, similarity in zip(self.done, psnrs, ssims, strict=True):
+            size = f"{row.width}x{row.height}"
+            table.append((f"{psnr:.2f}", f"{similarity:.4f}", str(row.num_frames), size, str(row.output)))
+        if len(psnrs) > 1:
+            table.append((f"{fmean(psnrs):.2f}", f"{fmean(ssims):.4f}", "", "", f"mean of {len(psnrs)} files"))
+        widths = [max(len(line[column]) for line in table) for column in range(4)]
+        return [
+            "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[4]])
+            for line in table
+        ]
+
+    def require_whole(self) -> None:
+        """Raise BatchError if a file could not be reconstructed, with all of them."""
+        if self.failed:
+            count = f"{len(self.failed)} of {len(self.rows)} files could not be reconstructed"
+            raise BatchError("\n".join([count, *(str(row.error) for row in self.failed)]))
+
+    def _figures(self) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        return [row.psnr_db for row in self.done], [row.ssim for row in self.done]
+
+
+def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = None) -> Reconstruction:
+    """Encode and decode every file, and write it beside what came back: the original left, the reconstruction right.
+
+    The mode of the posterior is taken, where there is one. A long video is encoded in clips, of which no more than two
+    are in memory. A file that fails does not stop the others.
+
+    Args:
+        settings: which files, with which autoencoder.
+        reporter: shown progress; None: nobody.
+
+    Raises:
+        RequestError: sizes of the autoencoder contradict each other.
+        CheckpointError: its weights are missing or broken, or do not fit the settings.
+        OutputError: a result exists already, or its folder cannot be written.
+        HardwareError: there is no such device.
+        KeyboardInterrupt: Ctrl-C, with what was finished.
+    """
+    reporter = reporter or SilentReporter()
+    hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
+    weights = find_autoencoder(
+        settings.vae.kind,
+        settings.weights.file,
+        hub_repo=settings.weights.hub_repo,
+        named=settings.runtime.weights,
+    )
+    stems = _output_stems(settings.files)
+    folder = _checked_folder(settings, stems)
+    autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
+    job = _Job(settings, autoencoder, hardware, weights, reporter)
+    rows: list[Reconstructed] = []
+    try:
+        for file, stem in zip(settings.files, stems, strict=True):
+            rows.append(job.run(file, folder / stem))
+    except KeyboardInterrupt as interrupt:
+        finished = [f"finished: {row.output}" for row in rows if row.output is not None]
+        raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt
+    return Reconstruction(autoencoder=settings.vae.kind, weights=weights, rows=tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all files share."""
+
+    settings: ReconstructSettings
+    autoencoder: Autoencoder
+    hardware: Hardware
+    weights: Path
+    reporter: Reporter
+
+    def run(self, file: str, stem: Path) -> Reconstructed:
+        """Reconstruct one file; what goes wrong with it is in the result."""
+        try:
+            return self._run(file, stem)
+        except (OsoraError, MemoryError, RuntimeError) as error:
+            told = error if isinstance(error, OsoraError) else _out_of_memory(error)
+            message = told.message if file in told.message else f"{file}: {told.message}"
+            self.reporter.warn(message)
+            return Reconstructed(file=file, error=message)
+
+    def _run(self, file: str, stem: Path) -> Reconstructed:
+        start = time.perf_counter()
+        facts = probe(file)
+        height, width = self._cropped_size(facts)
+        clip = self.autoencoder.grid.longest_clip(self.settings.clip.num_frames)
+        frames_HWC = (_centre(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
+        with self.reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
+            comparing = _Comparing(progress)
+            output = write_media(
+                (comparing.side_by_side(*self._round_trip(window)) for window in windows(frames_HWC, clip)),
+                stem.with_name(f"{stem.name}.{_ending(facts)}"),
+                fps=facts.fps or _PICTURE_FPS,
+                format=_ending(facts),
+            )
+        row = Reconstructed(
+            file=file,
+            output=output,
+            facts=facts,
+            num_frames=len(comparing.psnr_db),
+            height=height,
+            width=width,
+            psnr_db=tuple(comparing.psnr_db),
+            ssim=tuple(comparing.ssim),
+        )
+        self._tell_crop(row, facts)
+        if self.settings.output.metadata:
+            write_json_atomic(_sidecar(output), self._sidecar_document(row, seconds=time.perf_counter() - start))
+        return row
+
+    def _cropped_size(self, facts: MediaFacts) -> tuple[int, int]:
+        # H.264 takes even sizes only.
+        multiple = lcm(self.autoencoder.config.spatial_compression_ratio, 2)
+        height, width = (side // multiple * multiple for side in (facts.height, facts.width))
+        if min(height, width) < SSIM_WINDOW:
+            least = -(-SSIM_WINDOW // multiple) * multiple
+            raise MediaError(
+                f"{facts.width}x{facts.height} pixels are too few for this autoencoder: it needs {least}x{least}"
+            )
+        return height, width
+
+    def _round_trip(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Return the new frames of a window that come back, and what comes back of them: uint8 (T,H,W,3)."""
+        num_frames = self.autoencoder.grid.longest_clip(len(window.frames_THWC))
+        frames_THWC = window.frames_THWC[:num_frames]
+        tiling = vae_tiling(self.settings.vae)
+        with torch.inference_mode():
+            # No name keeps the pixels, so that they make room for those that are decoded.
+            latents_1CTHW = self.autoencoder.encode(self._pixels(frames_THWC), tiling=tiling)
+            decoded_1CTHW = self.autoencoder.decode(latents_1CTHW, tiling=tiling, canvas=torch.device("cpu"))
+        num_new = min(window.num_new, num_frames)
+        return frames_THWC[-num_new:], to_uint8(decoded_1CTHW[0, :, -num_new:])
+
+    def _pixels(self, frames_THWC: Tensor) -> Tensor:
+        """Return frames as the autoencoder takes them: (1,3,T,H,W) in [-1,1]."""
+        levels_1CTHW = frames_THWC.to(self.hardware.device).permute(3, 0, 1, 2)[None]
+        return levels_1CTHW.to(self.hardware.dtype).div_(127.5).sub_(1.0)
+
+    def _tell_crop(self, row: Reconstructed, facts: MediaFacts) -> None:
+        if (row.height, row.width) != (facts.height, facts.width):
+            self.reporter.note(f"{row.file}: cropped from {facts.width}x{facts.height} to {row.width}x{row.height}")
+        if row.num_frames != facts.num_frames:
+            self.reporter.note(f"{row.file}: the first {row.num_frames} of its {facts.num_frames} frames")
+
+    def _sidecar_document(self, row: Reconstructed, *, seconds: float) -> dict[str, object]:
+        return {
+            "schema": SIDECAR_SCHEMA,
+            **row.to_json(),
+            "frame_psnr_db": [round(value, 3) for value in row.psnr_db],
+            "frame_ssim": [round(value, 5) for value in row.ssim],
+            "autoencoder": self.settings.vae.kind.value,
+            "weights": str(self.weights),
+            "device": str(self.hardware.device),
+            "device_name": self.hardware.device_name,
+            "dtype": str(self.hardware.dtype).removeprefix("torch."),
+            "timings_s": {"reconstruct": round(seconds, 3)},
+            **peak_memory_gib(self.hardware.device),
+            "versions": versions(),
+            "settings": self.settings.model_dump(mode="json"),
+        }
+
+
+@dataclass(slots=True)
+class _Comparing:
+    """Compares frames as they pass."""
+
+    progress: StageProgress
+    psnr_db: list[float] = field(default_factory=list)
+    ssim: list[float] = field(default_factory=list)
+
+    def side_by_side(self, original_THWC: Tensor, decoded_THWC: Tensor) -> Tensor:
+        """Return both in one picture, the first left."""
+        for original_HWC, decoded_HWC in zip(original_THWC, decoded_THWC, strict=True):
+            self.psnr_db.append(psnr_db(original_HWC, decoded_HWC))
+            self.ssim.append(ssim(original_HWC, decoded_HWC))
+            self.progress.advance()
+        return torch.cat((original_THWC, decoded_THWC), dim=2)
+
+
+def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Window]:
+    """Cut a stream of frames into windows of `length`; the last one reaches back so that it is as long.
+
+    Only a stream that is shorter than `length` has a shorter window, and one without frames none.
+    """
+    before_THWC: Tensor | None = None
+    while chunk := list(islice(frames_HWC, length)):
+        if any(frame.shape != chunk[0].shape for frame in chunk):
+            raise MediaError("its frames change their size")
+        num_new = len(chunk)
+        frames_THWC = torch.stack(chunk)
+        chunk.clear()
+        if before_THWC is not None:
+            frames_THWC = torch.cat((before_THWC[num_new:], frames_THWC))
+        yield Window(frames_THWC, num_new=num_new)
+        before_THWC = frames_THWC
+
+
+def _centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
+    top, left = (frame_HWC.shape[0] - height) // 2, (frame_HWC.shape[1] - width) // 2
+    return frame_HWC[top : top + height, left : left + width]
+
+
+def _ending(facts: MediaFacts) -> str:
+    video, picture = _ENDINGS
+    return picture if facts.fps is None else video
+
+
+def _sidecar(output: Path) -> Path:
+    return output.with_name(f"{output.name}.json")
+
+
+def _output_stems(files: Sequence[str]) -> list[str]:
+    """Return a name without ending for every file; equal ones are numbered."""
+    stems: list[str] = []
+    for file in files:
+        stem, number = f"{Path(file).stem}_reconstructed", 1
+        while stem in stems:
+            number += 1
+            stem = f"{Path(file).stem}_reconstructed_{number}"
+        stems.append(stem)
+    return stems
+
+
+def _checked_folder(settings: ReconstructSettings, stems: Sequence[str]) -> Path:
+    """Return the folder of the results, made; OutputError if it cannot be written, or a result is there already."""
+    folder = Path(settings.output.folder)
+    hint = "choose another folder with --out"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
+    if not os.access(folder, os.W_OK):
+        raise OutputError(f"cannot write in {folder}", hint=hint)
+    sources = {Path(file).absolute() for file in settings.files}
+    for path in (folder / f"{stem}.{ending}" for stem in stems for ending in _ENDINGS):
+        if path.absolute() in sources:
+            raise OutputError(f"{path} is one of the files to be reconstructed", hint="use another --out")
+        if os.path.lexists(path) and not settings.output.overwrite:
+            raise OutputError(f"{path} exists already", hint="use --overwrite, or another --out")
+    return folder
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> OsoraError:
+    if not is_out_of_memory(error):
+        raise error
+    return OutOfMemoryError("out of memory: use fewer clip.num_frames, vae.spatial_tiling=true or smaller tiles")

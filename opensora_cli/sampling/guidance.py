@@ -1,0 +1,173 @@
+"""Classifier-free guidance with three branches, and how few of them a step needs.
+
+With s_img and s_txt the image and text scales, the velocity is
+
+    uncond2 + s_img·(uncond - uncond2) + s_txt·(cond - uncond)
+
+after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scales oscillate: from step 10 on they are 1
+at every odd step. A branch whose velocities cancel out of the sum is not computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from opensora_cli.sampling.conditioning import ConditionMode
+
+OSCILLATION_START = 10
+"""The first step from which odd steps may be unguided."""
+
+
+class Branch(StrEnum):
+    """What the model is shown, from nothing to everything; `combine_branches` needs this order."""
+
+    UNCOND2 = "uncond2"
+    """Negative prompt, conditioning all zero, the mask too."""
+    UNCOND = "uncond"
+    """Negative prompt, conditioning."""
+    COND = "cond"
+    """Prompt, conditioning."""
+
+    @property
+    def uses_prompt(self) -> bool:
+        """Whether the model sees the prompt and not the negative prompt."""
+        return self is Branch.COND
+
+    @property
+    def uses_conditioning(self) -> bool:
+        """Whether the model sees the given frames and not zeros."""
+        return self is not Branch.UNCOND2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guidance:
+    """How strongly the prompt and the references guide. The defaults are those of the released presets."""
+
+    guidance_scale: float = 7.5
+    image_guidance_scale: float = 3.0
+    text_oscillation: bool = True
+    image_oscillation: bool = True
+    temporal_image_scaling: bool = True
+    """Let image guidance grow along the clip, from 1 at the first frame; in modes that give pictures only."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuidanceScales:
+    """The scales of one step."""
+
+    text: float
+    image: tuple[float, ...]
+    """One for all latent frames, or one for each."""
+
+
+def oscillating_scale(scale: float, step: int) -> float:
+    """Return `scale`, or 1 where it is switched off: at odd steps from `OSCILLATION_START` on. Steps count from 0."""
+    return 1.0 if step >= OSCILLATION_START and step % 2 else scale
+
+
+def guidance_scales_at(
+    step: int,
+    guidance: Guidance,
+    *,
+    mode: ConditionMode,
+    num_inference_steps: int,
+    num_latent_frames: int,
+) -> GuidanceScales:
+    """Return the scales of step `step`, counted from 0.
+
+    Args:
+        step: 0 to num_inference_steps - 1.
+        guidance: what was asked for.
+        mode: without a reference the image scale is 1: both unconditional branches then have the same inputs.
+        num_inference_steps: Euler steps of the whole run.
+        num_latent_frames: latent frames of the clip.
+    """
+    text = oscillating_scale(guidance.guidance_scale, step) if guidance.text_oscillation else guidance.guidance_scale
+    if not mode.needs_reference:
+        return GuidanceScales(text, (1.0,))
+    image = guidance.image_guidance_scale
+    if guidance.image_oscillation:
+        image = oscillating_scale(image, step)
+    if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
+        # The last frame's scale falls to 1 over the run, and from there back to the first frame's, which is 1.
+        highest = torch.linspace(image, 1.0, num_inference_steps + 1)[step].item()
+        return GuidanceScales(text, tuple(torch.linspace(1.0, highest, num_latent_frames).tolist()))
+    return GuidanceScales(text, (image,))
+
+
+def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]:
+    """Return the branches that count, each with the weight of its difference to the one before it.
+
+    In the order of `Branch` the guided velocity is the sum of weight·(branch - branch before) with the weights 1, s_img
+    and s_txt. The coefficient of a branch itself is thus its weight less the next one's; where these are equal
+    everywhere it drops out, and the sum over the others keeps its form.
+    """
+    ladder = [(Branch.UNCOND2, (1.0,)), (Branch.UNCOND, scales.image), (Branch.COND, (scales.text,))]
+    following = [*(weights for _, weights in ladder[1:]), (0.0,)]
+    return [
+        (branch, weights)
+        for (branch, weights), after in zip(ladder, following, strict=True)
+        if set(weights) != set(after)
+    ]
+
+
+def branches_needed(scales: GuidanceScales) -> tuple[Branch, ...]:
+    """Return the branches that can change the velocity of a step with these scales, in the order of `Branch`."""
+    return tuple(branch for branch, _ in _telescope(scales))
+
+
+def combine_branches(velocities: Mapping[Branch, torch.Tensor], scales: GuidanceScales) -> torch.Tensor:
+    """Return the guided velocity_BND.
+
+    Differences are taken before they are scaled, so that low precision loses as little as in the formula above.
+
+    Args:
+        velocities: velocity_BND of at least the branches in `branches_needed(scales)`; tokens ordered by latent frame.
+        scales: of this step.
+
+    Raises:
+        ValueError: scales for each latent frame, and tokens that do not divide into so many frames.
+    """
+    (first, _), *others = _telescope(scales)
+    # What drops out before the first has the first's weight, and the weights begin with 1.
+    guided = before = velocities[first]
+    for branch, weights in others:
+        guided = guided + _for_tokens(weights, velocities[branch]) * (velocities[branch] - before)
+        before = velocities[branch]
+    return guided
+
+
+def _for_tokens(weights: tuple[float, ...], velocity_BND: torch.Tensor) -> torch.Tensor | float:
+    if len(weights) == 1:
+        return weights[0]
+    tokens_per_frame, rest = divmod(velocity_BND.shape[1], len(weights))
+    if rest:
+        raise ValueError(f"{velocity_BND.shape[1]} tokens do not divide into {len(weights)} latent frames")
+    frames = torch.tensor(weights, dtype=velocity_BND.dtype, device=velocity_BND.device)
+    return frames.repeat_interleave(tokens_per_frame)[None, :, None]
+
+
+def count_evaluations(
+    guidance: Guidance,
+    *,
+    mode: ConditionMode,
+    num_inference_steps: int,
+    num_latent_frames: int,
+) -> int:
+    """Return how often the model is evaluated in a run: 80 (t2v) or 110 (i2v) times with the presets' 50 steps."""
+    return sum(
+        len(
+            branches_needed(
+                guidance_scales_at(
+                    step,
+                    guidance,
+                    mode=mode,
+                    num_inference_steps=num_inference_steps,
+                    num_latent_frames=num_latent_frames,
+                )
+            )
+        )
+        for step in range(num_inference_steps)
+    )

@@ -1,0 +1,361 @@
+"""Adapters that are added to the transformer of a generation."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from mapped_files import are_mapped, needs_maps
+from safetensors.torch import load_file, save_file
+from tiny_adapters import factors, write_adapter, write_lora
+from tiny_transformer import inputs
+from tiny_weights import converted
+from torch import Tensor
+
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.ckpt.merge_lora import merge_lora
+from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
+from opensora_cli.engine.components.loras import LoraRanks
+from opensora_cli.engine.components.weights import packaged_demo
+from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.outputs import sample_files
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.sidecar import sample_settings
+from opensora_cli.engine.generate.text import PromptEmbeds
+from opensora_cli.engine.mem_profile.generation import random_transformer
+from opensora_cli.memory.block_weights import slot_bytes
+from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.streaming import streaming_bytes
+from opensora_cli.models.low_rank import LowRankLinear
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.settings.ckpt import MergeLoraSettings
+from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
+
+IN_BLOCKS = r".*_blocks\..*(proj|mlp|linear2|mlp\.\d)"
+TRANSFORMER = packaged_demo() / "transformer.safetensors"
+
+
+def settings_of(*loras: str, **changes: object) -> GenerateSettings:
+    settings = load_preset(ModelName.DEMO, prompt="raining, sea").replace({"runtime.device": "cpu", "loras": loras})
+    return settings.replace(changes)
+
+
+def plan_of(*loras: str, offload: OffloadPlan | None = None, **changes: object) -> ExecutionPlan:
+    plan = make_plan(settings_of(*loras, **changes))
+    return plan if offload is None else replace(plan, offload=offload)
+
+
+@cache
+def demo_on_meta() -> MMDiT:
+    return transformer_on_meta(settings_of().model)
+
+
+@pytest.fixture(scope="module")
+def style(tmp_path_factory) -> Path:
+    """Layers of blocks, as osora trains them."""
+    return write_lora(tmp_path_factory.mktemp("loras") / "style", demo_on_meta(), like=IN_BLOCKS, rank=4)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> Path:
+    """All linear layers there are."""
+    return write_lora(tmp_path_factory.mktemp("loras") / "everything", demo_on_meta(), rank=3, seed=1000)
+
+
+def velocity(plan: ExecutionPlan) -> Tensor:
+    transformer = load.load_transformer(plan)
+    given = inputs(transformer, batch=1, tokens=30)
+    with torch.inference_mode():
+        if plan.offload.mode is OffloadMode.BLOCKS:
+            with load.streamed_blocks(plan, transformer):
+                return transformer(**given)
+        return transformer(**given)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """The demo's transformer in fp32, so that merging rounds no more than computing does."""
+    return converted(TRANSFORMER, tmp_path_factory.mktemp("base") / "transformer.safetensors", dtype="fp32")
+
+
+def merged(base: Path, folder: Path, *adapters: tuple[Path, float]) -> Path:
+    """Return a folder with the transformer into which adapters are merged."""
+    for index, (adapter, scale) in enumerate(adapters):
+        target = folder / f"{index}" / "transformer.safetensors"
+        target.parent.mkdir(parents=True)
+        merge_lora(MergeLoraSettings(base=str(base), adapter=str(adapter), target=str(target), scale=scale))
+        base = target
+    return base.parent
+
+
+class TestAddLoras:
+    @pytest.mark.parametrize("scale", [1.0, 0.8, -0.5])
+    def test_it_equals_the_merged_checkpoint(self, style, base, tmp_path, scale):
+        folder = merged(base, tmp_path, (style, scale))
+        plain, expected = velocity(plan_of()), velocity(plan_of(**{"runtime.weights": str(folder)}))
+        found = velocity(plan_of(f"{style}:{scale}"))
+        assert (expected - plain).norm() > 0.01 * plain.norm()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+    def test_two_add(self, style, everything, base, tmp_path):
+        folder = merged(base, tmp_path, (style, 0.8), (everything, -0.5))
+        found = velocity(plan_of(f"{style}:0.8", f"{everything}/adapter_model.safetensors:-0.5"))
+        expected = velocity(plan_of(**{"runtime.weights": str(folder)}))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(found, velocity(plan_of(f"{style}:0.8")), atol=1e-3)
+
+    def test_opposite_ones_cancel(self, everything):
+        torch.testing.assert_close(
+            velocity(plan_of(f"{everything}:0.7", f"{everything}:-0.7")), velocity(plan_of()), atol=1e-5, rtol=1e-5
+        )
+
+    @pytest.mark.parametrize(
+        "offload",
+        [
+            OffloadPlan(chunk_tokens=7),
+            OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED),
+            OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=3, host_weights=HostWeights.PINNED, chunk_tokens=7),
+        ],
+        ids=str,
+    )
+    def test_offload_changes_no_more_than_rounding(self, everything, offload):
+        expected = velocity(plan_of(str(everything)))
+        found = velocity(plan_of(str(everything), offload=offload))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("chunk", [None, 7])
+    def test_beside_weights_in_8_bits(self, everything, chunk):
+        offload = OffloadPlan(fp8_storage=True, chunk_tokens=chunk)
+        transformer = load.load_transformer(plan_of(str(everything), offload=offload))
+        given = inputs(transformer, batch=1, tokens=30)
+        with torch.inference_mode():
+            found = transformer(**given)
+            # The same sums, as plain weights.
+            for path, layer in list(transformer.named_modules()):
+                if isinstance(layer, LowRankLinear):
+                    plain = torch.nn.Linear(layer.lora_a.shape[1], layer.lora_b.shape[0], bias=layer.bias is not None)
+                    plain.load_state_dict(
+                        {"weight": layer.weight, **({"bias": layer.bias} if plain.bias is not None else {})}
+                    )
+                    transformer.set_submodule(path, plain)
+            expected = transformer(**given)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+    def test_in_16_bits_it_is_as_near_to_the_exact_result_as_merged_weights_are(self, style, base, tmp_path):
+        exact = velocity(plan_of(str(style)))
+        folder = merged(base, tmp_path, (style, 1.0))
+        beside = velocity(plan_of(str(style), **{"runtime.dtype": "bfloat16"}))
+        inside = velocity(plan_of(**{"runtime.dtype": "bfloat16", "runtime.weights": str(folder)}))
+        assert (beside - exact).norm() < 1.2 * (inside - exact).norm()
+        assert (inside - exact).norm() < 0.05 * exact.norm()
+
+    @needs_maps
+    def test_the_weights_stay_mapped_from_their_file(self, everything, tmp_path):
+        # In the dtype that the demo's file has, no copy is made.
+        dtype = str(load_file(TRANSFORMER)["img_in.weight"].dtype).removeprefix("torch.")
+        transformer = load.load_transformer(plan_of(str(everything), **{"runtime.dtype": dtype}))
+        weights = [weight for name, weight in transformer.named_parameters() if ".lora_" not in name]
+        assert are_mapped(weights, TRANSFORMER)
+
+    def test_numbers_too_large_for_float16(self, tmp_path):
+        adapter = write_lora(tmp_path / "a", demo_on_meta(), like="single_blocks.0.linear2", size=1e5)
+        plan = plan_of(str(adapter), **{"runtime.dtype": "float16"})
+        with pytest.raises(
+            CheckpointError, match=r"adapter of single_blocks\.0\.linear2 has numbers that are too large"
+        ):
+            load.load_transformer(plan)
+
+
+class TestOpenLoras:
+    def test_nothing_is_opened_without_any(self):
+        assert plan_of().loras == ()
+        assert plan_of().to_json()["loras"] == []
+
+    @pytest.mark.parametrize(
+        ("tensors", "config", "error", "words"),
+        [
+            (
+                factors("double_blocks.0.img_attn.qkv", 768, 256),
+                {},
+                CheckpointError,
+                r"no linear layers .*img_attn\.qkv",
+            ),
+            (factors("double_blocks.9.img_attn.q_proj", 256, 256), {}, CheckpointError, r"no linear layers"),
+            (
+                factors("double_blocks.0.img_attn.q_proj", 256, 255),
+                {},
+                CheckpointError,
+                r"\[256, 256\] \(adapter: A \[2, 255\]",
+            ),
+            (factors("single_blocks.0.linear2", 256, 1280), {"fan_in_fan_out": True}, CheckpointError, "does not fit"),
+            (factors("img_in", 256, 256), {"peft_type": "LOHA"}, RequestError, "is no LoRA"),
+            (
+                factors("img_in", 256, 256) | {"base_model.model.img_in.bias": torch.zeros(256)},
+                {"bias": "all"},
+                CheckpointError,
+                "replaces img_in.bias, and is no adapter alone",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_before_weights_are_read(self, tmp_path, tensors, config, error, words):
+        adapter = write_adapter(tmp_path / "a", tensors, **config)
+        with pytest.raises(error, match=words):
+            make_plan(settings_of(str(adapter), **{"runtime.weights": str(tmp_path)}))
+
+    def test_missing_files(self, tmp_path, style):
+        with pytest.raises(CheckpointError, match="no folder with an adapter") as raised:
+            plan_of(str(tmp_path / "none"))
+        assert raised.value.exit_code == 3
+        alone = shutil.copy(style / "adapter_model.safetensors", tmp_path / "alone.safetensors")
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
+            plan_of(str(alone))
+        shutil.copy(style / "adapter_config.json", tmp_path)
+        assert len(plan_of(str(alone)).loras[0].updates) == len(plan_of(str(style)).loras[0].updates) == 56
+
+    @pytest.mark.parametrize("scale", ["abc", "nan", ""])
+    def test_a_scale_that_is_no_number(self, style, scale):
+        with pytest.raises(RequestError, match="is not a scale") as raised:
+            plan_of(f"{style}:{scale}")
+        assert (raised.value.exit_code, raised.value.hint) == (
+            2,
+            "what follows the last colon must be a number, as in :0.8",
+        )
+
+    def test_a_path_may_have_a_colon(self, tmp_path, style):
+        shutil.copytree(style, tmp_path / "style:new")
+        first, second = plan_of(str(tmp_path / "style:new"), f"{tmp_path / 'style:new'}:0.5").loras
+        assert (len(first.updates), first.scale, second.scale) == (56, 1.0, 0.5)
+
+    def test_the_folder_of_a_run(self, tmp_path, style):
+        shutil.copytree(style, tmp_path / "run" / "lora")
+        with pytest.raises(CheckpointError, match="is the folder of a run") as raised:
+            plan_of(str(tmp_path / "run"))
+        assert raised.value.hint == f"its adapter is below it: --lora {tmp_path / 'run' / 'lora'}"
+
+    def test_latents_that_are_only_decoded_need_none(self, tmp_path):
+        settings = settings_of(str(tmp_path / "gone"), **{"from_latents": "some.latents.safetensors"})
+        assert make_plan(settings).loras == ()
+
+    def test_the_plan_lists_them(self, style, everything):
+        plan = plan_of(f"{style}:0.8", str(everything))
+        first, second = plan.to_json()["loras"]
+        assert (first["path"], first["scale"], first["rank"], first["layers"]) == (str(style), 0.8, 4, 56)
+        assert (second["scale"], second["rank"], second["layers"]) == (1.0, 3, 77)
+        assert first["sha256"] != second["sha256"]
+        lines = [line for line in plan.lines() if line.startswith("lora")]
+        assert lines[0].startswith(f"lora      {style} x 0.8: rank 4 in 56 layers, ")
+        assert len(lines) == 2
+
+
+class TestSidecar:
+    def again(self, plan: ExecutionPlan) -> GenerateSettings:
+        saved = sample_settings(plan, sample_files(plan)[0]).model_dump(mode="json")
+        return GenerateSettings.model_validate(json.loads(json.dumps(saved)))
+
+    def test_path_scale_and_hash_are_kept(self, style, everything, monkeypatch):
+        monkeypatch.chdir(style.parent)
+        plan = plan_of("style:-0.25", str(everything))
+        settings = self.again(plan)
+        assert [(file.path, file.scale, file.sha256) for file in settings.loras] == [
+            (str(style), -0.25, plan.loras[0].sha256),
+            (str(everything), 1.0, plan.loras[1].sha256),
+        ]
+        assert len(make_plan(settings).loras) == 2
+
+    @pytest.mark.parametrize("changed", ["adapter_model.safetensors", "adapter_config.json"])
+    def test_a_changed_adapter_is_refused(self, style, tmp_path, changed):
+        copy = Path(shutil.copytree(style, tmp_path / "copy"))
+        settings = self.again(plan_of(str(copy)))
+        make_plan(settings)
+        if changed == "adapter_config.json":
+            config = json.loads((copy / changed).read_text())
+            (copy / changed).write_text(json.dumps({**config, "lora_alpha": 1}))
+        else:
+            save_file({name: 2 * tensor for name, tensor in load_file(copy / changed).items()}, copy / changed)
+        with pytest.raises(CheckpointError, match="has changed since the run that is repeated") as raised:
+            make_plan(settings)
+        assert raised.value.hint == f"name it anew to take it as it is: --lora {copy}:1"
+
+
+def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:
+    sizes = GenerationSizes(
+        height=plan.height,
+        width=plan.width,
+        latent_shape=plan.latent_shape,
+        mode=plan.mode,
+        lengths=plan.lengths,
+        guidance=plan.guidance,
+        loras=LoraRanks.of(plan.loras),
+    )
+    stages = estimate_generation(
+        plan.settings,
+        sizes=sizes,
+        dtype=plan.hardware.dtype,
+        device_type="cpu",
+        offload=offload,
+        parameters=count_parameters(plan.settings, plan.weights),
+        text_folders=plan.weights.paths,
+    )
+    return next(stage for stage in stages if stage.name == "denoise")
+
+
+class TestMemory:
+    @pytest.mark.parametrize("tokens", [None, 16])
+    def test_denoising_takes_what_was_estimated(self, style, everything, tokens):
+        loras = (f"{style}:0.8", str(everything))
+        plan = plan_of(*loras, **{"memory.offload": "none"})
+        transformer = load.load_transformer(plan)
+        transformer.set_sequence_chunk(tokens)
+        text = plan.settings.model
+        with torch.inference_mode(), TensorBytes() as counter:
+            embeds = PromptEmbeds(
+                torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim), torch.zeros(2, text.vec_in_dim)
+            )
+            drawn = sample_latents(replace(plan, timesteps=plan.timesteps[:3]), transformer, embeds, None, seed=0)
+            del drawn, embeds
+        stage = estimated(plan, OffloadPlan(chunk_tokens=tokens))
+        assert stage.data_bytes + stage.activation_bytes == pytest.approx(counter.peak_bytes, rel=0.1)
+        assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
+        alone = estimated(plan_of(**{"memory.offload": "none"}), OffloadPlan(chunk_tokens=tokens))
+        assert stage.weight_bytes > 1.03 * alone.weight_bytes
+
+    @pytest.mark.parametrize("in_8_bits", [False, True])
+    def test_streamed_blocks_bring_their_adapters(self, style, everything, in_8_bits):
+        offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=3, fp8_storage=in_8_bits)
+        plan = plan_of(str(style), str(everything), offload=offload)
+        transformer = load.load_transformer(plan)
+        blocks = [*transformer.double_blocks, *transformer.single_blocks]
+        rest = storage_bytes(transformer.parameters()) - sum(storage_bytes(block.parameters()) for block in blocks)
+        held = streaming_bytes([slot_bytes(block) for block in blocks], resident=3)
+        assert estimated(plan, offload).weight_bytes == rest + held
+
+    def test_profiling_has_them_too(self, everything):
+        plan = plan_of(str(everything))
+        profiled, real = random_transformer(plan), load.load_transformer(plan)
+        assert storage_bytes(profiled.parameters()) == storage_bytes(real.parameters())
+        assert {name for name, _ in profiled.named_parameters()} == {name for name, _ in real.named_parameters()}
+
+    def test_each_of_two_ranks_has_half_of_what_is_divided(self, style):
+        one, two = (
+            plan_of(str(style), **({"parallel.gpus": 2, "parallel.tensor_parallel_degree": 2} if ranks == 2 else {}))
+            for ranks in (1, 2)
+        )
+        bare_one, bare_two = (replace_loras(plan) for plan in (one, two))
+        added = [
+            next(stage.weight_bytes for stage in plan.stages if stage.name == "denoise")
+            - next(stage.weight_bytes for stage in bare.stages if stage.name == "denoise")
+            for plan, bare in ((one, bare_one), (two, bare_two))
+        ]
+        assert 0.4 * added[0] < added[1] < 0.8 * added[0]
+
+
+def replace_loras(plan: ExecutionPlan) -> ExecutionPlan:
+    return make_plan(plan.settings.replace({"loras": ()}))

@@ -1,0 +1,173 @@
+"""Finding weights without a network, and choosing the model that they allow."""
+
+import shlex
+import shutil
+import socket
+
+import huggingface_hub.constants
+import pytest
+import torch
+from tiny_world import demo_settings, released_settings
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.engine.components import weights
+from opensora_cli.engine.components.weights import Component, choose_model, find_weights
+from opensora_cli.settings.enums import ModelChoice, ModelName
+
+
+@pytest.fixture(autouse=True)
+def empty_machine(tmp_path, monkeypatch):
+    """No ckpts, an empty Hugging Face cache, no network, and no CUDA."""
+
+    def refuse(*_):
+        raise AssertionError("a request was made")
+
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def put_into_hub(repo, source, tmp_path):
+    """Lay `source` out as the Hugging Face cache has what it downloaded."""
+    folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
+    shutil.copytree(source, folder / "snapshots" / "abc123")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc123")
+    return folder / "snapshots" / "abc123"
+
+
+def without_folder(world, tmp_path):
+    return released_settings(world, tmp_path, runtime__weights=None)
+
+
+def test_named_folder(world, tmp_path):
+    found = find_weights(released_settings(world, tmp_path))
+    assert found.complete
+    assert found.path(Component.TRANSFORMER) == world.released / "Open_Sora_v2.safetensors"
+    assert found.path(Component.T5) == world.released / "google/t5-v1_1-xxl"
+
+
+def test_named_folder_is_the_only_one(world, tmp_path):
+    shutil.copytree(world.released, "ckpts")
+    found = find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "elsewhere")))
+    assert not found.paths
+
+
+def test_working_directory(world, tmp_path):
+    shutil.copytree(world.released, "ckpts")
+    assert find_weights(without_folder(world, tmp_path)).complete
+
+
+def test_hugging_face_cache(world, tmp_path):
+    snapshot = put_into_hub("hpcai-tech/Open-Sora-v2", world.released, tmp_path)
+    assert find_weights(without_folder(world, tmp_path)).path(Component.VAE) == snapshot / "hunyuan_vae.safetensors"
+
+
+def test_components_from_several_places(world, tmp_path):
+    shutil.copytree(world.released, "ckpts", ignore=shutil.ignore_patterns("google", "hunyuan*"))
+    put_into_hub("hpcai-tech/Open-Sora-v2", world.released, tmp_path)
+    shutil.rmtree(tmp_path / "hub/models--hpcai-tech--Open-Sora-v2/snapshots/abc123/google")
+    own = put_into_hub("google/t5-v1_1-xxl", world.released / "google/t5-v1_1-xxl", tmp_path)
+    found = find_weights(without_folder(world, tmp_path))
+    assert found.complete
+    assert found.path(Component.TRANSFORMER).parent.name == "ckpts"
+    assert found.path(Component.VAE).parent.name == "abc123"
+    assert found.path(Component.T5) == own
+
+
+def test_everything_missing_is_named_at_once(world, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        find_weights(without_folder(world, tmp_path)).require()
+    message = caught.value.message
+    for name in ("Open_Sora_v2.safetensors", "hunyuan_vae.safetensors", "google/t5-v1_1-xxl", "openai/clip-vit"):
+        assert name in message
+    assert "ckpts" in message
+    assert "Hugging Face cache" in message
+    assert caught.value.hint == "osora ckpt download open-sora-v2"
+
+
+def test_half_a_download_names_the_rest(world, tmp_path):
+    folder = tmp_path / "my weights"
+    shutil.copytree(world.released, folder)
+    (folder / "google/t5-v1_1-xxl/tokenizer.json").unlink()
+    (folder / "hunyuan_vae.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        find_weights(released_settings(world, tmp_path, runtime__weights=str(folder))).require()
+    assert "Open_Sora_v2" not in caught.value.message
+    assert "hunyuan_vae.safetensors, google/t5-v1_1-xxl/spiece.model or tokenizer.json" in caught.value.message
+    assert caught.value.hint == f"osora ckpt download open-sora-v2 --to {shlex.quote(str(folder))}"
+
+
+def test_only_what_is_needed_is_required(world, tmp_path):
+    (tmp_path / "w").mkdir()
+    shutil.copy(world.released / "hunyuan_vae.safetensors", tmp_path / "w")
+    found = find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "w")))
+    found.require([Component.VAE])
+    with pytest.raises(CheckpointError):
+        found.require([Component.VAE, Component.CLIP])
+
+
+def test_demo_is_in_the_package(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "packaged_demo", lambda: world.demo)
+    # OSORA_WEIGHTS is usually set for the released model.
+    for folder in (None, str(world.released)):
+        found = find_weights(demo_settings(world, tmp_path, runtime__weights=folder))
+        assert found.path(Component.TRANSFORMER) == world.demo / "transformer.safetensors"
+
+
+def test_demo_in_a_named_folder_wins(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "packaged_demo", lambda: tmp_path / "nowhere")
+    assert find_weights(demo_settings(world, tmp_path)).path(Component.CLIP) == world.demo / "clip"
+
+
+def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "packaged_demo", lambda: tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"transformer\.safetensors, vae\.safetensors, t5/") as caught:
+        find_weights(demo_settings(world, tmp_path, runtime__weights=None)).require()
+    assert "install" in caught.value.hint
+
+
+def test_auto_without_anything():
+    decision = choose_model(ModelChoice.AUTO)
+    assert decision.name is ModelName.DEMO
+    assert "weights of open-sora-v2 are missing and there is no CUDA device" in decision.line()
+
+
+def test_auto_with_weights_but_without_cuda(world):
+    decision = choose_model(ModelChoice.AUTO, weights=str(world.released))
+    assert decision.name is ModelName.DEMO
+    assert decision.reason == "there is no CUDA device"
+
+
+@pytest.mark.usefixtures("cuda")
+def test_auto_with_weights_and_cuda(world):
+    decision = choose_model(ModelChoice.AUTO, weights=str(world.released))
+    assert decision.name is ModelName.OPEN_SORA_V2
+    assert str(world.released) in decision.reason
+
+
+@pytest.mark.usefixtures("cuda")
+def test_auto_with_cuda_but_without_some_weights(world, tmp_path):
+    shutil.copytree(world.released, tmp_path / "w", ignore=shutil.ignore_patterns("openai"))
+    decision = choose_model(ModelChoice.AUTO, weights=str(tmp_path / "w"))
+    assert decision.name is ModelName.DEMO
+    assert decision.reason == f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
+
+
+@pytest.mark.usefixtures("cuda")
+def test_auto_for_the_cpu(world):
+    decision = choose_model(ModelChoice.AUTO, weights=str(world.released), device="cpu")
+    assert decision.name is ModelName.DEMO
+    assert decision.reason == "the CPU was asked for"
+
+
+@pytest.mark.parametrize("choice", [ModelChoice.DEMO, ModelChoice.OPEN_SORA_V2])
+def test_what_is_asked_for_is_not_questioned(choice):
+    assert choose_model(choice).name == choice

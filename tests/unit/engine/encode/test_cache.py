@@ -1,0 +1,271 @@
+"""Encoded clips on disk: what is kept comes back, what others made is refused, what is broken is said."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.core.exceptions import CheckpointError, FileProblem
+from opensora_cli.data.batches import ClipRequest
+from opensora_cli.engine.encode.cache import HEADER_FILE, CacheWriter, ClipCache, is_cache_of, key_of, write_header
+from opensora_cli.engine.encode.encoding import EmptyPrompt
+
+IDENTITY = {"autoencoder": "a", "T5": "t"}
+REQUEST = ClipRequest(
+    path="a.mp4",
+    caption="a sea",
+    motion_score=None,
+    start=0,
+    interval=1,
+    num_frames=5,
+    height=32,
+    width=48,
+    fps=24.0,
+)
+EMPTY = EmptyPrompt(torch.arange(8.0).view(2, 4), torch.arange(3.0))
+
+
+def encoded(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "latents": torch.randn(4, 2, 4, 6, generator=generator),
+        "head1": torch.randn(4, 1, 4, 6, generator=generator).bfloat16(),
+        "prompt_embeds": torch.randn(2, 4, generator=generator),
+        "pooled_prompt_embeds": torch.randn(3, generator=generator),
+    }
+
+
+def other(number):
+    return replace(REQUEST, path=f"{number}.mp4")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "cache"
+    write_header(folder, IDENTITY, EMPTY)
+    return folder
+
+
+def fill(folder, numbers, **limits):
+    writer = CacheWriter(folder, **limits)
+    for number in numbers:
+        writer.add(other(number), encoded(number))
+    writer.flush()
+
+
+def test_clips_come_back_bit_for_bit_from_several_files(folder):
+    clip_bytes = sum(tensor.nbytes for tensor in encoded(0).values())
+    fill(folder, range(5), shard_bytes=2 * clip_bytes)
+    assert len(list(folder.glob("clips-*.safetensors"))) == 3
+    cache = pickle.loads(pickle.dumps(ClipCache(folder)))
+    assert len(cache) == 5
+    for number in range(5):
+        assert cache.names(other(number)) == set(encoded(number))
+        clip, wanted = cache.clip(other(number)), encoded(number)
+        assert clip.tensors.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert clip.tensors[name].dtype == tensor.dtype
+            assert torch.equal(clip.tensors[name], tensor)
+    # Files are open now: it still goes to other processes.
+    assert torch.equal(pickle.loads(pickle.dumps(cache)).clip(other(0)).latents(), encoded(0)["latents"])
+
+
+def test_more_of_a_clip_may_come_later(folder):
+    writer, clip = CacheWriter(folder), encoded(0)
+    for names in (["latents", "prompt_embeds"], ["head1"], ["pooled_prompt_embeds"]):
+        writer.add(REQUEST, {name: clip[name] for name in names})
+        writer.flush()
+    cache = ClipCache(folder)
+    assert (len(cache), len(list(folder.glob("clips-*.safetensors")))) == (1, 3)
+    assert cache.names(REQUEST) == set(clip)
+    assert not cache.names(other(1))
+    assert all(torch.equal(tensor, clip[name]) for name, tensor in cache.clip(REQUEST).tensors.items())
+
+
+def test_the_empty_prompt_comes_back(folder):
+    empty = ClipCache(folder).empty_prompt()
+    assert torch.equal(empty.prompt_embeds_LC, EMPTY.prompt_embeds_LC)
+    assert torch.equal(empty.pooled_prompt_embeds_V, EMPTY.pooled_prompt_embeds_V)
+
+
+def test_writing_the_same_again_changes_nothing(folder):
+    fill(folder, range(2))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    fill(folder, range(2))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert len(before) == 2
+
+
+def test_a_clip_of_another_file_takes_the_place_of_the_first(folder):
+    first, second = (10, 5), (10, 3)
+    references, others = ["head1"], ["latents", "prompt_embeds", "pooled_prompt_embeds"]
+
+    def add(file, names, *, hour):
+        writer = CacheWriter(folder)
+        writer.add(REQUEST, {name: encoded(file[1])[name] for name in names}, file=file)
+        writer.flush()
+        shard = max(folder.glob("clips-*"), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(shard, (3600 * hour, 3600 * hour))
+
+    def held(file):
+        cache = ClipCache(folder)
+        tensors = cache.clip(REQUEST).tensors
+        assert all(torch.equal(tensor, encoded(file[1])[name]) for name, tensor in tensors.items())
+        assert cache.names(REQUEST) == cache.names(REQUEST, file=file) == tensors.keys()
+        assert not cache.names(REQUEST, file=second if file == first else first)
+        assert not cache.names(other(1), file=file)
+        return sorted(tensors)
+
+    add(first, [*references, *others], hour=1)
+    assert held(first) == sorted([*references, *others])
+    add(second, others, hour=2)
+    assert held(second) == sorted(others)
+    add(second, references, hour=3)
+    assert held(second) == sorted([*references, *others])
+    add(first, [*references, *others], hour=4)  # back again: the first shard is written anew
+    assert held(first) == sorted([*references, *others])
+    assert len([*folder.glob("clips-*")]) == 3
+
+
+def test_clips_that_earlier_versions_made_are_of_the_files_there_are(folder):
+    tensors = {f"{key_of(REQUEST)}.{name}": HeldEntry(tensor) for name, tensor in encoded(0).items()}
+    clips = json.dumps({key_of(REQUEST): [*encoded(0)]})
+    write_safetensors(folder / "clips-0.safetensors", tensors, metadata={"osora.clips": clips})
+    cache = ClipCache(folder)
+    assert cache.names(REQUEST, file=(10, 5)) == set(encoded(0))
+    assert torch.equal(cache.clip(REQUEST).latents(), encoded(0)["latents"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": "b.mp4"},
+        {"caption": "a lake"},
+        {"motion_score": 4.0},
+        {"start": 3},
+        {"interval": 2},
+        {"num_frames": 9},
+        {"height": 48},
+        {"width": 32},
+        {"fps": 12.0},
+    ],
+)
+def test_a_key_for_everything_that_makes_a_clip(folder, change):
+    CacheWriter(folder).flush()  # nothing to write: no file
+    assert [path.name for path in folder.iterdir()] == [HEADER_FILE]
+    assert key_of(replace(REQUEST, **change)) != key_of(REQUEST)
+    assert set(change) <= {field for field in ClipRequest.__slots__}
+
+
+def test_what_is_lacking_is_named(folder):
+    fill(folder, range(1))
+    with pytest.raises(FileProblem, match=r"lacks 7\.mp4") as error:
+        ClipCache(folder).clip(other(7))
+    assert "osora data cache" in error.value.hint
+
+
+def test_a_cache_of_another_autoencoder_is_refused(folder):
+    with pytest.raises(FileProblem, match=r"was made for another run, which differs in: autoencoder$") as error:
+        is_cache_of(folder, {**IDENTITY, "autoencoder": "b"})
+    assert "train_mmdit.cache=FOLDER" in error.value.hint
+    with pytest.raises(FileProblem, match=r"differs in: T5, autoencoder$"):
+        is_cache_of(folder, {"autoencoder": "b", "T5": "u"})
+
+
+def test_a_cache_of_the_same_things_is_that(folder, tmp_path):
+    assert is_cache_of(folder, dict(reversed(IDENTITY.items())))
+    assert not is_cache_of(tmp_path / "none", IDENTITY)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+@pytest.mark.parametrize("name", [HEADER_FILE, "clips-*.safetensors"])
+def test_a_broken_file_is_named(folder, name, kept):
+    fill(folder, range(2))
+    [path] = folder.glob(name)
+    path.write_bytes(path.read_bytes()[:kept])
+
+    def read():
+        assert is_cache_of(folder, IDENTITY)
+        ClipCache(folder)
+
+    with pytest.raises(CheckpointError, match=path.name) as error:
+        read()
+    assert "delete it" in error.value.hint
+
+
+KILLED = """
+import json, shutil, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+import killing
+from opensora_cli.data.batches import ClipRequest
+from opensora_cli.engine.encode.cache import CacheWriter, ClipCache, is_cache_of, write_header
+from opensora_cli.engine.encode.encoding import EmptyPrompt
+
+torch.set_num_threads(1)
+folder, stride = Path(sys.argv[1]), int(sys.argv[2])
+identity = {"autoencoder": "a"}
+first = ClipRequest(
+    path="0", caption="", motion_score=None, start=0, interval=1, num_frames=1, height=8, width=8, fps=0.0
+)
+clips = {replace(first, path=str(number)): {"latents": torch.full((16,), float(number))} for number in range(4)}
+
+def fill():
+    if not is_cache_of(folder, identity):
+        write_header(folder, identity, EmptyPrompt(torch.zeros(2, 3), torch.zeros(3)))
+    cache, writer = ClipCache(folder), CacheWriter(folder, shard_bytes=2 * 64)
+    for request, tensors in clips.items():
+        if not cache.names(request):
+            writer.add(request, tensors)
+    writer.flush()
+
+def prepare():
+    shutil.rmtree(folder, ignore_errors=True)
+
+found = []
+
+def check():
+    begun = is_cache_of(folder, identity)
+    found.append(len(ClipCache(folder)) if begun else -1)
+    for _ in range(2):  # as it is, and finished
+        cache = ClipCache(folder)
+        for request in clips:
+            if cache.names(request):
+                assert torch.equal(cache.clip(request).latents(), clips[request]["latents"])
+        fill()
+    assert len(ClipCache(folder)) == 4
+    assert len(list(folder.glob("*.safetensors"))) == 3
+
+killing.kill_at_every_step(prepare, fill, check, stride=stride)
+print(json.dumps(found))
+"""
+
+
+def found_after_kills(folder, stride):
+    """How many clips the cache had after each kill; -1: it was not begun."""
+    root = Path(__file__).parents[4]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    command = [sys.executable, "-c", KILLED, str(folder / "cache"), str(stride)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == sorted(found)
+    return set(found)
+
+
+def test_killed_while_it_is_filled_it_has_whole_clips_and_goes_on(tmp_path):
+    assert found_after_kills(tmp_path, 4) == {-1, 0, 2, 4}
+
+
+@pytest.mark.slow
+def test_killed_at_every_step(tmp_path):
+    assert found_after_kills(tmp_path, 1) == {-1, 0, 2, 4}

@@ -1,0 +1,100 @@
+"""Which modes a clip is trained in, and how often."""
+
+import numpy as np
+import pytest
+import torch
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.encode.conditions import (
+    draw_mode,
+    encoded_parts,
+    fitting_modes,
+    prepare_visual_condition_causal,
+)
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.sampling.conditioning import CONDITION_MODES, ReferenceLengths
+
+ALL = dict.fromkeys(CONDITION_MODES, 1.0)
+RELEASED = ReferenceLengths()
+
+
+@pytest.mark.parametrize(
+    ("num_latent_frames", "causal", "left_out"),
+    [
+        (33, True, set()),
+        (18, True, set()),
+        (17, True, {"v2v_head_easy", "v2v_tail_easy"}),
+        (17, False, set()),
+        (16, False, {"v2v_head_easy", "v2v_tail_easy"}),
+        (10, True, {"v2v_head_easy", "v2v_tail_easy"}),
+        (9, True, {name for name in ALL if name.startswith("v2v")}),
+        (9, False, {"v2v_head_easy", "v2v_tail_easy"}),
+        (3, True, {name for name in ALL if name.startswith("v2v")}),
+        (2, True, {"i2v_loop", *(name for name in ALL if name.startswith("v2v"))}),
+        (1, True, set(ALL) - {"t2v"}),
+    ],
+)
+def test_modes_that_would_give_all_are_left_out(num_latent_frames, causal, left_out):
+    fitting = fitting_modes(ALL, num_latent_frames=num_latent_frames, causal=causal, lengths=RELEASED)
+    assert {mode.name for mode in fitting} == set(ALL) - left_out
+
+
+def test_a_picture_is_t2v_though_that_mode_has_no_weight():
+    fitting = fitting_modes({"i2v_head": 1.0}, num_latent_frames=1, causal=True, lengths=RELEASED)
+    assert [mode.name for mode in fitting] == ["t2v"]
+
+
+def test_modes_come_by_weight():
+    weights = {"t2v": 1.0, "i2v_head": 5.0, "i2v_loop": 0.0, "i2v_tail": 2.0}
+    rng = np.random.default_rng(0)
+    drawn = [draw_mode(weights, num_latent_frames=9, causal=True, rng=rng).name for _ in range(4000)]
+    counts = {name: drawn.count(name) for name in set(drawn)}
+    assert counts.keys() == {"t2v", "i2v_head", "i2v_tail"}
+    # Within four standard deviations of 500, 2500 and 1000.
+    assert counts["t2v"] == pytest.approx(500, abs=84)
+    assert counts["i2v_head"] == pytest.approx(2500, abs=123)
+    assert counts["i2v_tail"] == pytest.approx(1000, abs=110)
+
+
+@pytest.mark.parametrize("num_latent_frames", [1, 9])
+def test_every_draw_takes_one_number(num_latent_frames):
+    rng, same = np.random.default_rng(0), np.random.default_rng(0)
+    draw_mode(ALL, num_latent_frames=num_latent_frames, causal=True, rng=rng)
+    same.random()
+    assert rng.random() == same.random()
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(RequestError, match="i2v_heat"):
+        draw_mode({"i2v_heat": 1.0}, num_latent_frames=3, causal=True, rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "causal", "parts"),
+    [
+        ("t2v", True, []),
+        ("i2v_loop", True, [(False, 1), (True, 1)]),
+        ("i2v_loop", False, [(False, 1), (True, 1)]),
+        ("v2v_tail", True, [(True, 33)]),
+        ("v2v_head_easy", True, [(False, 65)]),
+        ("v2v_tail", False, []),
+    ],
+)
+def test_what_is_encoded_on_its_own(mode, causal, parts):
+    found = encoded_parts(CONDITION_MODES[mode], causal=causal, temporal_compression=4)
+    assert [(part.from_end, part.num_frames) for part in found] == parts
+
+
+def test_the_name_that_the_community_knows():
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (4, 8, 8), "spatial_compression_ratio": 4, "sample_size": 32, "sample_tsize": 16}
+    vae = HunyuanVAE(HunyuanVAEConfig(latent_channels=4, layers_per_block=1, norm_num_groups=2, **sizes)).eval()
+    pixels = torch.rand(2, 3, 9, 16, 16) * 2 - 1
+    latents, condition = prepare_visual_condition_causal(pixels, {"i2v_head": 1.0}, vae, rng=np.random.default_rng(0))
+    assert not latents.requires_grad
+    assert torch.allclose(latents, vae.encode(pixels), atol=1e-5)
+    assert condition.shape == (2, 5, 3, 4, 4)
+    assert condition[:, :1].amax(dim=(0, 1, 3, 4)).tolist() == [1, 0, 0]
+    assert torch.allclose(condition[:, 1:, :1], vae.encode(pixels[:, :, :1]), atol=1e-5)
+    assert not condition[:, 1:, 1:].any()

@@ -1,0 +1,321 @@
+"""The estimate against tensors that are really allocated, of a run with random weights on the CPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+
+from opensora_cli.engine.components.configs import count_parameters, mmdit_config, vae_config, vae_tiling
+from opensora_cli.engine.estimate.decoder import EmptyDecoder
+from opensora_cli.engine.estimate.fake_tensors import HOST, empty_module, without_memory
+from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.decode import decode_latents
+from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.references import Reference, encode_references
+from opensora_cli.engine.generate.text import PromptEmbeds, encode_prompts
+from opensora_cli.memory.block_weights import slot_bytes
+from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
+from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.sampling.conditioning import reference_parts
+from opensora_cli.settings.enums import ModelName, OffloadMode
+from opensora_cli.settings.load import load_preset
+
+TOLERANCE = 0.1
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "the demo": {},
+    "higher, longer": {"video.height": 96, "video.width": 64, "video.num_frames": 33, "video.max_frames": 33},
+    "a picture": {"video.height": 128, "video.width": 112, "video.num_frames": 1},
+    "a wide model, two scales": {
+        "model.hidden_size": 384,
+        "model.num_heads": 6,
+        "model.depth": 1,
+        "model.depth_single_blocks": 1,
+        "condition.mode": "i2v_loop",
+        "condition.references": ("any.png",),
+        "sampling.image_guidance_scale": 3.0,
+        "video.num_frames": 9,
+    },
+    "no single blocks, one branch": {
+        "model.depth": 3,
+        "model.depth_single_blocks": 0,
+        "model.mlp_ratio": 6.0,
+        "sampling.guidance_scale": 1.0,
+    },
+    "distilled, bfloat16": {
+        "model.guidance_embed": True,
+        "model.cond_embed": False,
+        "runtime.dtype": "bfloat16",
+        "video.height": 96,
+        "video.width": 96,
+    },
+    "tiles": {
+        "vae.spatial_tiling": True,
+        "vae.temporal_tiling": True,
+        "vae.sample_size": 32,
+        "vae.sample_tsize": 16,
+        "vae.block_out_channels": (8, 16, 32),
+        "vae.layers_per_block": 1,
+        "video.num_frames": 21,
+        "video.max_frames": 21,
+        "video.height": 48,
+        "video.width": 32,
+    },
+}
+
+
+def plan_of(changes: dict[str, object]) -> ExecutionPlan:
+    settings = load_preset(ModelName.DEMO, prompt="raining, sea").replace({"runtime.device": "cpu", **changes})
+    return make_plan(settings)
+
+
+def estimated(plan: ExecutionPlan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
+    sizes = GenerationSizes(
+        height=plan.height,
+        width=plan.width,
+        latent_shape=plan.latent_shape,
+        mode=plan.mode,
+        lengths=plan.lengths,
+        guidance=plan.guidance,
+        mesh=plan.mesh,
+    )
+    stages = estimate_generation(
+        plan.settings,
+        sizes=sizes,
+        dtype=plan.hardware.dtype,
+        device_type=device_type,
+        offload=offload,
+        parameters=count_parameters(plan.settings, plan.weights),
+        text_folders=plan.weights.paths,
+    )
+    return {stage.name: stage for stage in stages}
+
+
+def counted(run: Callable[[], object]) -> int:
+    with torch.inference_mode(), TensorBytes() as counter:
+        kept = run()
+        del kept
+    return counter.peak_bytes
+
+
+def build_transformer(plan: ExecutionPlan, offload: OffloadPlan) -> MMDiT:
+    transformer = MMDiT(mmdit_config(plan.settings.model)).to(plan.hardware.dtype)
+    transformer.set_sequence_chunk(offload.chunk_tokens)
+    return transformer.requires_grad_(False).eval()
+
+
+def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
+    transformer = build_transformer(plan, offload)
+    text, dtype = plan.settings.model, plan.hardware.dtype
+    latents = [torch.zeros(plan.latent_shape, dtype=dtype)] * 2 if plan.mode.needs_reference else None
+
+    def run() -> object:
+        embeds = PromptEmbeds(
+            torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim, dtype=dtype),
+            torch.zeros(2, text.vec_in_dim, dtype=dtype),
+        )
+        return sample_latents(replace(plan, timesteps=plan.timesteps[:3]), transformer, embeds, latents, seed=0)
+
+    return counted(run)
+
+
+def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
+    vae = HunyuanVAE(vae_config(plan.settings.vae)).to(plan.hardware.dtype).requires_grad_(False)
+    plan = replace(plan, offload=offload)
+
+    def run() -> None:
+        for piece in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
+            del piece
+
+    return counted(run)
+
+
+def encode_peak(plan: ExecutionPlan) -> int:
+    vae = HunyuanVAE(vae_config(plan.settings.vae)).to(plan.hardware.dtype).requires_grad_(False)
+    parts = reference_parts(plan.mode, lengths=plan.lengths)
+
+    def run() -> object:
+        references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]
+        return encode_references(references, vae, tiling=vae_tiling(plan.settings.vae))
+
+    return counted(run)
+
+
+def beside_weights(stage: StageMemory) -> int:
+    return stage.data_bytes + stage.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [*((name, None) for name in VARIANTS), ("the demo", 48), ("a picture", 50), ("no single blocks, one branch", 30)],
+)
+def test_denoising_takes_what_was_estimated(name: str, tokens: int | None):
+    plan, offload = plan_of(VARIANTS[name]), OffloadPlan(chunk_tokens=tokens)
+    assert beside_weights(estimated(plan, offload)["denoise"]) == pytest.approx(
+        denoise_peak(plan, offload), rel=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "frames"),
+    [*((name, None) for name in VARIANTS), ("the demo", 4), ("distilled, bfloat16", 8)],
+)
+def test_decoding_takes_what_was_estimated(name: str, frames: int | None):
+    plan, offload = plan_of(VARIANTS[name]), OffloadPlan(chunk_frames=frames)
+    assert beside_weights(estimated(plan, offload)["decode"]) == pytest.approx(
+        decode_peak(plan, offload), rel=TOLERANCE
+    )
+
+
+SMALL_VAE = HunyuanVAEConfig(
+    latent_channels=4,
+    block_out_channels=(8, 8, 16, 16),
+    layers_per_block=1,
+    norm_num_groups=4,
+    sample_size=32,
+    sample_tsize=32,
+)
+"""Tiles of 4 x 4 latents and 8 + 1 latent frames."""
+
+
+def decoded_without_memory(
+    shape: tuple[int, int, int], tiling: Tiling, device_type: str, *, frames: int, store: str, fast: bool
+) -> int:
+    with without_memory(device_type) as device, TensorBytes(device_type=device.type) as counter:
+        vae = empty_module(lambda: HunyuanVAE(SMALL_VAE), device=device, dtype=torch.bfloat16)
+        counter.reset_peak()
+        before = counter.live_bytes
+        options = {"chunk_frames": frames, "store": HOST if store == "host" else device, "canvas": HOST}
+        if fast:
+            vae.decoder = EmptyDecoder(vae, counter, **options)
+        latents = torch.empty(1, SMALL_VAE.latent_channels, *shape, dtype=torch.bfloat16, device=device)
+        pixels = vae.decode(latents, tiling=tiling, **options)
+        del pixels
+        return counter.peak_bytes - before
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "frames", "store", "device_type", "tiling"),
+    [
+        (7, 1, "device", "cpu", Tiling()),
+        pytest.param(7, 1, "host", "cuda", Tiling(), marks=pytest.mark.slow),
+        pytest.param(9, 2, "host", "cuda", Tiling(spatial=True), marks=pytest.mark.slow),
+        (22, 4, "device", "cpu", Tiling()),
+        pytest.param(25, 4, "device", "cuda", Tiling(), marks=pytest.mark.slow),
+        (27, 4, "host", "cuda", Tiling()),
+        (6, 1, "device", "cpu", Tiling(spatial=True)),
+        (13, 3, "device", "cuda", Tiling(temporal=True)),
+        pytest.param(16, 5, "host", "cuda", Tiling(), marks=pytest.mark.slow),
+    ],
+)
+def test_a_few_chunks_tell_what_all_of_them_take(
+    num_frames: int, frames: int, store: str, device_type: str, tiling: Tiling
+):
+    shape = num_frames, 5, 4
+    fast, whole = (
+        decoded_without_memory(shape, tiling, device_type, frames=frames, store=store, fast=fast)
+        for fast in (True, False)
+    )
+    assert fast == whole
+
+
+def test_encoding_takes_what_was_estimated():
+    plan = plan_of(
+        {"condition.mode": "v2v_head", "condition.references": ("any.mp4",), "video.width": 80, "video.height": 64}
+    )
+    assert beside_weights(estimated(plan, OffloadPlan())["encode"]) == pytest.approx(encode_peak(plan), rel=TOLERANCE)
+
+
+def test_reading_the_prompts_takes_what_was_estimated():
+    plan = plan_of({"text.t5_max_length": 24})
+    t5, clip = load.load_t5(plan), load.load_clip(plan)
+    expected = counted(lambda: encode_prompts(plan.settings, t5, clip))
+    stage = estimated(plan, OffloadPlan())["text"]
+    assert beside_weights(stage) == pytest.approx(expected, rel=TOLERANCE)
+    assert stage.weight_bytes == sum(storage_bytes(encoder.model.parameters()) for encoder in (t5, clip))
+
+
+def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
+    layers = load.load_t5(plan_of({})).blocks
+    whole = sum(storage_bytes(layer.parameters()) for layer in layers)
+    of_ranks = [
+        estimated(plan_of({"parallel.gpus": ranks}), OffloadPlan())["text"].weight_bytes for ranks in (1, 2, 3, 4, 5)
+    ]
+    saved = [(of_ranks[0] - held) / whole for held in of_ranks]
+    # Of four heads, two of three ranks have one, and five cannot share them.
+    assert saved[1] == pytest.approx(1 / 2, abs=0.02)
+    assert 1 / 2 < saved[2] < 2 / 3
+    assert saved[3] == pytest.approx(3 / 4, abs=0.02)
+    assert saved[4] == 0
+
+
+def test_of_chunks_only_one_is_computed_at_a_time():
+    plan = plan_of(VARIANTS["higher, longer"])
+    whole, few = (estimated(plan, OffloadPlan(chunk_tokens=tokens))["denoise"] for tokens in (None, 16))
+    assert few.activation_bytes < 0.8 * whole.activation_bytes
+    whole, few = (estimated(plan, OffloadPlan(chunk_frames=frames))["decode"] for frames in (None, 1))
+    assert few.activation_bytes < 0.7 * whole.activation_bytes
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("resident", [1, 3, 100])
+def test_weights_of_offloaded_blocks_are_what_streaming_holds(resident: int, in_8_bits: bool):
+    plan = plan_of({})
+    offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=resident, fp8_storage=in_8_bits)
+    transformer = build_transformer(plan, OffloadPlan())
+    stacks = [transformer.double_blocks, transformer.single_blocks]
+    blocks = [block for stack in stacks for block in stack]
+    rest = storage_bytes(transformer.parameters()) - sum(storage_bytes(block.parameters()) for block in blocks)
+    if in_8_bits:
+        for block in blocks:
+            store_in_fp8(block)
+    with stream_blocks(stacks, device="cpu", resident=resident, source="mapped") as figures:
+        held = figures.device_bytes
+    assert estimated(plan, offload)["denoise"].weight_bytes == rest + held
+
+
+def test_models_stay_where_nothing_is_offloaded():
+    plan = plan_of({"condition.mode": "i2v_head", "condition.references": ("any.png",)})
+    none, model = (estimated(plan, OffloadPlan(mode=mode)) for mode in (OffloadMode.NONE, OffloadMode.MODEL))
+    assert list(none) == ["text", "encode", "denoise", "decode"]
+    assert none["denoise"].weight_bytes - model["denoise"].weight_bytes == none["decode"].weight_bytes > 0
+
+
+def test_of_the_text_encoder_only_some_layers_stay_when_it_is_streamed():
+    plan = plan_of({})
+    layers = load.load_t5(plan).blocks
+    whole, streamed = (estimated(plan, OffloadPlan(stream_text=chosen))["text"] for chosen in (False, True))
+    saved = sum(storage_bytes(layer.parameters()) for layer in layers)
+    held = streaming_bytes([slot_bytes(layer) for layer in layers], resident=2)
+    assert whole.weight_bytes - streamed.weight_bytes == saved - held
+
+
+def test_on_cuda_the_host_holds_pixels_and_waiting_frames():
+    plan = plan_of(VARIANTS["tiles"])
+    offloads = OffloadPlan(chunk_frames=4), OffloadPlan(chunk_frames=4, store_on_host=True)
+    on_cpu = estimated(plan, offloads[0])["decode"]
+    on_device, on_host = (estimated(plan, offload, "cuda")["decode"] for offload in offloads)
+    latents = 4 * prod(plan.latent_shape)
+    assert on_device.data_bytes == latents
+    assert on_cpu.data_bytes == latents
+    assert on_host.activation_bytes < on_device.activation_bytes < on_cpu.activation_bytes
+
+
+def test_the_released_model_is_estimated_without_its_weights():
+    changes = {"runtime.device": "cpu", "runtime.dtype": "bfloat16", "memory.offload": "none"}
+    plan = make_plan(load_preset("256px", prompt="a boat").replace(changes))
+    stages = {stage.name: stage for stage in plan.stages}
+    # Its latent tokens, queries, keys, values and what attention gives are there together, each 3072 wide.
+    tokens = plan.video_tokens + 512
+    assert stages["denoise"].activation_bytes > 5 * tokens * 3072 * 2
+    assert stages["denoise"].weight_bytes == pytest.approx(23.8e9, rel=0.01)

@@ -1,0 +1,129 @@
+"""What is given up to fit a memory, in which order."""
+
+from dataclasses import replace
+
+import pytest
+
+from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
+from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.generate import MemorySettings
+
+BLOCKS = 10
+
+
+def estimate(plan):
+    """Ten blocks of 10 bytes, an autoencoder of 5, T5 of 40; chunks cut what comes on top."""
+    blocks = plan.resident_blocks if plan.mode is OffloadMode.BLOCKS else BLOCKS
+    kept = 5 if plan.mode is OffloadMode.NONE else 0
+    tokens = {8192: 20, 2048: 10}[plan.chunk_tokens]
+    decoder = (plan.chunk_frames or 20) + (0 if plan.chunk_frames is None or plan.store_on_host else 40)
+    return (
+        StageMemory("text", 8 if plan.stream_text else 40, 1),
+        StageMemory("denoise", 10 * blocks + kept, 2, tokens),
+        StageMemory("decode", 5, 3, decoder),
+    )
+
+
+def choose(budget, **memory):
+    settings = MemorySettings(**memory)
+    return choose_offload(settings, estimate, budget=budget, num_blocks=BLOCKS, host_weights=HostWeights.PINNED)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (140, {}),
+        # 5 % stay free.
+        (133, {"mode": OffloadMode.MODEL}),
+        (125, {"mode": OffloadMode.BLOCKS, "resident_blocks": 9}),
+        (60, {"mode": OffloadMode.BLOCKS, "resident_blocks": 3}),
+        (40, {"mode": OffloadMode.BLOCKS, "resident_blocks": 1, "stream_text": True}),
+        (
+            25,
+            {
+                "mode": OffloadMode.BLOCKS,
+                "resident_blocks": 1,
+                "chunk_tokens": 2048,
+                "stream_text": True,
+                "chunk_frames": 4,
+                "store_on_host": True,
+            },
+        ),
+    ],
+)
+def test_least_that_fits(budget, expected):
+    assert choose(budget) == OffloadPlan(**expected)
+    assert all(stage.total_bytes <= 0.95 * budget for stage in estimate(choose(budget)))
+
+
+def test_decoding_in_chunks():
+    chosen = choose(26)
+    assert (chosen.chunk_frames, chosen.store_on_host) == (4, True)
+    assert (choose(10).chunk_frames, choose(10).store_on_host) == (1, True)
+
+
+def test_where_nothing_fits_the_least_is_taken():
+    chosen = choose(5)
+    assert chosen == OffloadPlan(
+        mode=OffloadMode.BLOCKS,
+        resident_blocks=1,
+        chunk_tokens=2048,
+        chunk_frames=1,
+        store_on_host=True,
+        stream_text=True,
+    )
+
+
+def test_without_a_transformer_none_is_offloaded():
+    plan = choose_offload(
+        MemorySettings(offload="blocks"),
+        lambda plan: tuple(stage for stage in estimate(plan) if stage.name == "decode"),
+        budget=1000,
+        num_blocks=BLOCKS,
+        host_weights=HostWeights.PINNED,
+    )
+    assert plan == OffloadPlan()
+
+
+def test_modes_by_name():
+    assert choose(1000, offload="model") == OffloadPlan(mode=OffloadMode.MODEL)
+    assert choose(1000, offload="blocks") == OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=9)
+    # What was asked for is not exceeded.
+    assert choose(60, offload="none") == OffloadPlan()
+
+
+def test_numbers_by_name():
+    plan = choose(1000, resident_blocks=3, host_weights="mapped", fp8_storage=True)
+    assert plan == OffloadPlan(
+        mode=OffloadMode.BLOCKS, resident_blocks=3, host_weights=HostWeights.MAPPED, fp8_storage=True
+    )
+
+
+def test_stronger_is_less_until_there_is_nothing_left():
+    for stage in ("text", "denoise", "decode"):
+        plan, needs = OffloadPlan(), []
+        while plan is not None:
+            needs += [each.total_bytes for each in estimate(plan) if each.name == stage]
+            plan = stronger_offload(plan, stage, num_blocks=BLOCKS)
+        assert len(needs) > 1
+        assert needs == sorted(set(needs), reverse=True)
+    assert stronger_offload(OffloadPlan(), "encode", num_blocks=BLOCKS) is None
+
+
+def test_stronger_keeps_the_rest():
+    plan = OffloadPlan(fp8_storage=True, stream_text=True)
+    assert stronger_offload(plan, "denoise", num_blocks=BLOCKS) == replace(
+        plan, mode=OffloadMode.BLOCKS, resident_blocks=5, chunk_tokens=2048
+    )
+
+
+def test_lines_name_what_is_given_up():
+    assert OffloadPlan().lines() == []
+    plan = choose(5, fp8_storage=True)
+    assert plan.lines() == [
+        "blocks of the transformer on the device: 1, the others pinned",
+        "T5 layer by layer",
+        "tokens at a time: 2048",
+        "decoded frames at a time: 1, the rest on the host",
+        "weights stored in 8 bits (storage, not compute; not exact)",
+    ]

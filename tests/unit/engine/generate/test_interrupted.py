@@ -1,0 +1,331 @@
+"""What is left when a run ends early: results and latents stay, temporary files do not, and the way on is named."""
+
+import errno
+import json
+import os
+import shutil
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_world import demo_settings, released_settings
+
+from opensora_cli.core import files as core_files
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.engine.generate import decode as finish
+from opensora_cli.engine.generate import denoise, load, outputs
+from opensora_cli.engine.generate.latents import load_latents
+from opensora_cli.engine.generate.run import generate, generate_from_request, plan_generation
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest
+
+LATENTS = "raining-sea_seed42.latents.safetensors"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def raising(error):
+    def replacement(*_args, **_options):
+        raise error
+
+    return replacement
+
+
+def go_on(path, reporter, **changes):
+    overrides = {"from_latents": Given(str(path), "--from-latents"), **changes}
+    return generate_from_request(GenerateRequest(overrides=overrides), reporter=reporter)
+
+
+class TestCtrlC:
+    @pytest.mark.parametrize(
+        ("module", "function"),
+        [
+            (load, "load_t5"),
+            (load, "load_clip"),
+            (denoise, "encode_prompts"),
+            (denoise, "encode_references"),
+            (load, "load_transformer"),
+            (denoise, "denoise"),
+            (denoise, "save_latents"),
+        ],
+    )
+    def test_before_any_latents(self, world, tmp_path, monkeypatch, module, function):
+        monkeypatch.setattr(module, function, raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(released_settings(world, tmp_path, condition__references=str(world.picture)))
+        assert caught.value.args == ("nothing was finished yet: run it again to start anew",)
+        assert names(tmp_path) == []
+
+    @pytest.mark.parametrize(
+        ("module", "function"),
+        [(load, "load_vae"), (finish, "decode_latents"), (finish, "write_media"), (finish, "write_sidecar")],
+    )
+    def test_after_the_latents(self, world, tmp_path, monkeypatch, reporter, module, function):
+        expected = generate(released_settings(world, tmp_path / "expected")).videos[0].path.read_bytes()
+        with monkeypatch.context() as patched:
+            patched.setattr(module, function, raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt) as caught:
+                generate(released_settings(world, tmp_path / "out"))
+        latents = tmp_path / "out" / LATENTS
+        assert caught.value.args == (f"go on with: osora generate --from-latents {latents}",)
+        assert names(tmp_path / "out") == [LATENTS]
+        video = go_on(latents, reporter).videos[0]
+        assert video.path.read_bytes() == expected
+        assert "denoise" not in reporter.stages
+        assert names(tmp_path / "out") == [LATENTS, "raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
+
+    def test_while_writing_the_file(self, world, tmp_path, monkeypatch):
+        """In the middle of the atomic writer, after its temporary file was made."""
+        real = core_files._flush_to_disk
+
+        def interrupt_media(path):
+            if path.is_file() and b"ftyp" in path.read_bytes()[:16]:
+                raise KeyboardInterrupt
+            real(path)
+
+        monkeypatch.setattr(core_files, "_flush_to_disk", interrupt_media)
+        with pytest.raises(KeyboardInterrupt):
+            generate(released_settings(world, tmp_path))
+        assert names(tmp_path) == [LATENTS]
+
+    def test_second_sample(self, world, tmp_path, monkeypatch):
+        decode = finish.decode_latents
+        done = []
+
+        def second_time(*args, **options):
+            if done:
+                raise KeyboardInterrupt
+            done.append(1)
+            return decode(*args, **options)
+
+        monkeypatch.setattr(finish, "decode_latents", second_time)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3"))
+        folder = tmp_path / "my out"
+        assert caught.value.args[0].splitlines() == [
+            f"finished: {folder}/raining-sea_seed42.mp4",
+            f"go on with: osora generate --from-latents '{folder}/raining-sea_seed43.latents.safetensors'",
+            f"go on with: osora generate --from-latents '{folder}/raining-sea_seed44.latents.safetensors'",
+        ]
+        assert names(folder) == [
+            "raining-sea_seed42.mp4",
+            "raining-sea_seed42.mp4.json",
+            "raining-sea_seed43.latents.safetensors",
+            "raining-sea_seed44.latents.safetensors",
+        ]
+
+    def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch):
+        sample = denoise.sample_latents
+
+        def second_time(*args, seed, **options):
+            if seed == 43:
+                raise KeyboardInterrupt
+            return sample(*args, seed=seed, **options)
+
+        monkeypatch.setattr(denoise, "sample_latents", second_time)
+        with pytest.raises(KeyboardInterrupt, match="seed42"):
+            generate(released_settings(world, tmp_path, sampling__num_samples="3"))
+        assert names(tmp_path) == [LATENTS]
+
+
+class TestFailures:
+    def test_full_disk_while_saving_the_result(self, world, tmp_path, monkeypatch, reporter):
+        real = core_files._flush_to_disk
+
+        def full(path):
+            if path.is_file() and b"ftyp" in path.read_bytes()[:16]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(path)
+
+        monkeypatch.setattr(core_files, "_flush_to_disk", full)
+        with pytest.raises(OutputError, match="No space left") as caught:
+            generate(released_settings(world, tmp_path), reporter=reporter)
+        assert caught.value.exit_code == 3
+        assert names(tmp_path) == [LATENTS]
+        assert reporter.warnings == [f"go on with: osora generate --from-latents {tmp_path / LATENTS}"]
+
+    def test_full_disk_while_saving_the_latents(self, world, tmp_path, monkeypatch, reporter):
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(core_files, "_flush_to_disk", raising(full))
+        with pytest.raises(OutputError, match="No space left"):
+            generate(released_settings(world, tmp_path), reporter=reporter)
+        assert names(tmp_path) == []
+        assert reporter.warnings == []
+
+    def test_space_is_checked_before_loading(self, world, tmp_path, monkeypatch, reporter):
+        monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        for run in (generate, plan_generation):
+            with pytest.raises(OutputError, match=r"0\.0 MiB free.*need 1\.\d MiB"):
+                run(released_settings(world, tmp_path), reporter=reporter)
+
+    def test_space_for_the_latents_of_all_samples(self, world, tmp_path, monkeypatch):
+        usage = shutil.disk_usage(tmp_path)
+        needed = []
+        for count in ("1", "1000"):
+            settings = released_settings(world, tmp_path, sampling__num_samples=count)
+            monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=0))
+            with pytest.raises(OutputError) as caught:
+                generate(settings)
+            needed.append(float(caught.value.message.rpartition("need ")[2].removesuffix(" MiB")))
+        # 4 x 3 x 2 x 4 floats a sample, and a tenth of a byte a pixel.
+        assert needed[1] - needed[0] == pytest.approx(999 * (4 * 96 + 0.1 * 9 * 16 * 32) / 2**20, abs=0.11)
+
+    def test_folder_that_cannot_be_written(self, world, tmp_path, monkeypatch, reporter):
+        monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+        (tmp_path / "file").write_text("no folder")
+        for output in (tmp_path / "file" / "sub", tmp_path / "file", tmp_path / "file" / "clip.mp4"):
+            for run in (generate, plan_generation):
+                with pytest.raises(OutputError, match="cannot write") as caught:
+                    run(released_settings(world, output), reporter=reporter)
+                assert "--out" in caught.value.hint
+        assert names(tmp_path) == ["file"]
+
+    def test_name_that_is_too_long(self, world, tmp_path):
+        with pytest.raises(OutputError, match="File name too long"):
+            generate(released_settings(world, tmp_path / f"{'a' * 250}.mp4"))
+
+    def test_dry_run_makes_nothing(self, world, tmp_path, reporter):
+        plan_generation(released_settings(world, tmp_path / "a" / "b"), reporter=reporter)
+        assert names(tmp_path) == []
+
+    def test_out_of_memory(self, world, tmp_path, monkeypatch, reporter):
+        monkeypatch.setattr(
+            finish, "decode_latents", raising(torch.OutOfMemoryError("CUDA out of memory. Tried 3 GiB"))
+        )
+        with pytest.raises(HardwareError, match="out of memory in the stage decode: CUDA out of memory"):
+            generate(released_settings(world, tmp_path), reporter=reporter)
+        assert names(tmp_path) == [LATENTS]
+        monkeypatch.setattr(finish, "decode_latents", raising(RuntimeError("a bug")))
+        with pytest.raises(RuntimeError, match="a bug"):
+            generate(released_settings(world, tmp_path, output__overwrite="true"), reporter=reporter)
+
+    def test_too_little_memory_is_said_before_loading(self, world, tmp_path, monkeypatch):
+        monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+        memory = psutil.virtual_memory()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+        with pytest.raises(HardwareError, match="KiB free"):
+            generate(released_settings(world, tmp_path))
+
+    def test_missing_weights_that_would_not_fit(self, world, tmp_path, reporter):
+        settings = released_settings(world, tmp_path, runtime__weights=str(tmp_path), memory__limit="10kB")
+        with pytest.raises(CheckpointError, match="are missing"):
+            generate(settings, reporter=reporter)
+        assert len(reporter.warnings) == 1
+        assert "would not run here either: the stage" in reporter.warnings[0]
+
+    def test_latents_of_an_unfinished_run_are_not_overwritten(self, world, tmp_path, monkeypatch):
+        monkeypatch.setattr(finish, "decode_latents", raising(RuntimeError("a bug")))
+        with pytest.raises(RuntimeError):
+            generate(released_settings(world, tmp_path))
+        with pytest.raises(OutputError, match="from a run that did not finish") as caught:
+            generate(released_settings(world, tmp_path))
+        assert f"--from-latents {tmp_path / LATENTS}" in caught.value.hint
+
+    def test_latents_need_not_be_saved(self, world, tmp_path, monkeypatch):
+        monkeypatch.setattr(finish, "decode_latents", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt, match="nothing was finished"):
+            generate(released_settings(world, tmp_path, output__save_latents="false"))
+        assert names(tmp_path) == []
+
+    def test_failed_overwriting_leaves_the_old_file(self, world, tmp_path, monkeypatch):
+        video = generate(released_settings(world, tmp_path)).videos[0].path
+        before = video.read_bytes()
+        monkeypatch.setattr(finish, "write_media", raising(OutputError("disk on fire")))
+        with pytest.raises(OutputError):
+            generate(released_settings(world, tmp_path, sampling__num_inference_steps="1", output__overwrite="true"))
+        assert video.read_bytes() == before
+
+
+class TestFromLatents:
+    @pytest.fixture
+    def saved(self, world, tmp_path, monkeypatch):
+        with monkeypatch.context() as patched:
+            patched.setattr(load, "load_vae", raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                generate(demo_settings(world, tmp_path, sampling__seed="5"))
+        return tmp_path / "raining-sea_seed5.latents.safetensors"
+
+    def test_settings_come_from_the_file(self, world, tmp_path, saved, reporter):
+        result = go_on(saved, reporter)
+        assert result.videos[0].path == tmp_path / "raining-sea_seed5.mp4"
+        assert result.plan.settings.model.name == "demo"
+        assert (result.plan.settings.prompt, result.plan.settings.sampling.seed) == ("raining, sea", 5)
+
+    def test_sidecar_is_that_of_an_uninterrupted_run(self, world, tmp_path, saved, reporter):
+        document = json.loads(go_on(saved, reporter).videos[0].sidecar.read_text())
+        assert document["settings"]["from_latents"] is None
+        assert document["seed"] == 5
+
+    def test_output_can_be_another(self, tmp_path, saved, reporter):
+        result = go_on(saved, reporter, **{"output.path": Given(str(tmp_path / "x.gif"), "--out")})
+        assert result.videos[0].path == tmp_path / "x.gif"
+
+    def test_failing_again_names_the_same_file(self, saved, monkeypatch, reporter):
+        monkeypatch.setattr(finish, "write_media", raising(OutputError("disk on fire")))
+        with pytest.raises(OutputError):
+            go_on(saved, reporter)
+        assert reporter.warnings == [f"go on with: osora generate --from-latents {saved}"]
+        assert saved.exists()
+
+    def test_other_size(self, saved, reporter):
+        with pytest.raises(RequestError, match=r"holds latents of .* and the settings ask for"):
+            go_on(saved, reporter, **{"video.num_frames": Given("13", "--num-frames")})
+
+    def test_no_such_file(self, tmp_path, reporter):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            go_on(tmp_path / "none.safetensors", reporter)
+
+    def test_truncated(self, saved, reporter):
+        saved.write_bytes(saved.read_bytes()[:-10])
+        with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+            go_on(saved, reporter)
+
+    def test_other_safetensors(self, world, reporter):
+        with pytest.raises(CheckpointError, match="holds no latents of osora"):
+            go_on(world.demo / "vae.safetensors", reporter)
+
+    def test_without_settings(self, saved):
+        save_file(load_file(saved), saved, metadata={"schema": "osora.latents/1"})
+        with pytest.raises(CheckpointError, match="does not say which settings"):
+            load_latents(saved)
+
+
+class TestBrokenWeights:
+    @pytest.fixture
+    def weights(self, world, tmp_path):
+        shutil.copytree(world.released, tmp_path / "weights")
+        return tmp_path / "weights"
+
+    @pytest.mark.parametrize("name", ["Open_Sora_v2.safetensors", "hunyuan_vae.safetensors"])
+    def test_truncated(self, world, tmp_path, weights, name):
+        path = weights / name
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match="truncated") as caught:
+            generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
+        assert name in caught.value.message
+
+    @pytest.mark.parametrize(
+        ("name", "key"),
+        [("Open_Sora_v2.safetensors", "img_in.weight"), ("hunyuan_vae.safetensors", "decoder.conv_in.conv.weight")],
+    )
+    def test_wrong_shape(self, world, tmp_path, weights, name, key):
+        state = load_file(weights / name)
+        state[key] = state[key][:1].clone()
+        save_file(state, weights / name)
+        with pytest.raises(CheckpointError, match="of another shape") as caught:
+            generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
+        assert key in caught.value.message
+
+    def test_settings_of_another_model(self, world, tmp_path):
+        with pytest.raises(CheckpointError, match="missing"):
+            generate(released_settings(world, tmp_path, model__depth="2"))
+
+    def test_broken_text_encoder(self, world, tmp_path, weights):
+        (weights / "google/t5-v1_1-xxl/config.json").write_text("{")
+        with pytest.raises(CheckpointError, match="does not describe a text encoder"):
+            generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))

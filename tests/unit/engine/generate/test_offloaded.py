@@ -1,0 +1,182 @@
+"""Generating in less memory: the same videos, and a second attempt when the memory is not enough."""
+
+import pytest
+import torch
+from tiny_world import released_settings
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate import decode
+from opensora_cli.engine.generate import denoise as draw
+from opensora_cli.engine.generate import load as build
+from opensora_cli.engine.generate.denoise import draw_samples
+from opensora_cli.engine.generate.loaded import KeptVAE
+from opensora_cli.engine.generate.outputs import sample_files
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.record import RunRecord
+from opensora_cli.engine.generate.references import read_references
+from opensora_cli.engine.generate.run import generate
+from opensora_cli.media.read import read_video
+from opensora_cli.settings.enums import HostWeights, OffloadMode
+
+PICTURE = {"condition__mode": "i2v_head", "model__depth_single_blocks": "1", "output__save_latents": "false"}
+BLOCK_BY_BLOCK = {
+    "mode": OffloadMode.BLOCKS,
+    "resident_blocks": 1,
+    "host_weights": HostWeights.MAPPED,
+    "chunk_tokens": 2048,
+}
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+
+@pytest.fixture
+def plan(world, tmp_path):
+    return make_plan(released_settings(world, tmp_path, condition__references=str(world.picture), **PICTURE))
+
+
+def with_offload(plan, **offload):
+    return ExecutionPlan(
+        **{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"offload": OffloadPlan(**offload)}
+    )
+
+
+def latents_and_frames(plan, reporter):
+    """Return the latents of the one sample, and the frames of its video."""
+    record = RunRecord(reporter)
+    vae = KeptVAE(plan, record)
+    settings = plan.settings
+    with torch.inference_mode():
+        references = read_references(
+            settings.condition.references,
+            plan.mode,
+            height=plan.height,
+            width=plan.width,
+            fit=settings.condition.fit,
+            causal=True,
+            temporal_compression=settings.vae.time_compression_ratio,
+            lengths=plan.lengths,
+            fps=settings.video.fps,
+        )
+        [sample] = draw_samples(plan, sample_files(plan), references, vae, record)
+        frames = torch.cat([*decode.decode_latents(plan, vae.on_device(), sample.latents_CTHW)])
+        return sample.latents_CTHW, frames
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"mode": OffloadMode.MODEL},
+        {"mode": OffloadMode.BLOCKS, "resident_blocks": 1, "host_weights": HostWeights.MAPPED},
+        {"mode": OffloadMode.BLOCKS, "resident_blocks": 2, "host_weights": HostWeights.PINNED},
+        {"stream_text": True},
+    ],
+    ids=str,
+)
+def test_moving_weights_changes_nothing(plan, offload, reporter):
+    latents, frames = latents_and_frames(plan, reporter)
+    moved_latents, moved_frames = latents_and_frames(with_offload(plan, **offload), reporter)
+    assert torch.equal(moved_latents, latents)
+    assert torch.equal(moved_frames, frames)
+
+
+@pytest.mark.parametrize(
+    "offload", [{"chunk_tokens": 5}, {"chunk_frames": 2}, {"chunk_frames": 1, "store_on_host": True}], ids=str
+)
+def test_chunks_change_no_more_than_rounding(plan, offload, reporter):
+    latents, frames = latents_and_frames(plan, reporter)
+    chunked_latents, chunked_frames = latents_and_frames(with_offload(plan, **offload), reporter)
+    assert torch.allclose(chunked_latents, latents, atol=1e-5)
+    assert (chunked_frames.int() - frames.int()).abs().max() <= 1
+
+
+def test_weights_in_8_bits_change_little(plan, reporter):
+    latents, _ = latents_and_frames(plan, reporter)
+    coarse, _ = latents_and_frames(with_offload(plan, fp8_storage=True), reporter)
+    streamed, _ = latents_and_frames(
+        with_offload(plan, fp8_storage=True, mode=OffloadMode.BLOCKS, resident_blocks=1), reporter
+    )
+    assert not torch.equal(coarse, latents)
+    assert (coarse - latents).norm() < 0.05 * latents.norm()
+    assert torch.equal(streamed, coarse)
+
+
+def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
+    """The blocks are on the CPU before and after their turn, whatever the mode."""
+    loaded = []
+    load = build.load_transformer
+
+    def remember(plan, group, neighbours, advance):
+        loaded.append((load(plan, group=group, advance=advance), plan.offload))
+        return loaded[-1][0]
+
+    monkeypatch.setattr(build, "load_transformer", remember)
+    latents_and_frames(with_offload(plan, **BLOCK_BY_BLOCK), reporter)
+    [(transformer, _)] = loaded
+    state = transformer.state_dict()
+    fresh = load(plan).state_dict()
+    assert state.keys() == fresh.keys()
+    assert all(torch.equal(state[name], fresh[name]) for name in fresh)
+
+
+def test_what_was_chosen_is_said(world, tmp_path, reporter):
+    settings = released_settings(world, tmp_path, memory__offload="blocks", memory__resident_blocks="1")
+    generate(settings, reporter=reporter)
+    assert "memory: blocks of the transformer on the device: 1, the others mapped" in reporter.notes
+
+
+class TestSecondAttempt:
+    @pytest.mark.parametrize(
+        ("module", "name", "stage", "stronger"),
+        [
+            (draw, "encode_prompts", "text", {"stream_text": True}),
+            (draw, "sample_latents", "denoise", BLOCK_BY_BLOCK),
+            (build, "load_transformer", "load", BLOCK_BY_BLOCK),
+            (decode, "decode_latents", "decode", {"chunk_frames": 4, "store_on_host": True}),
+        ],
+    )
+    def test_each_stage(self, world, tmp_path, monkeypatch, reporter, module, name, stage, stronger):
+        settings = released_settings(world, tmp_path)
+        expected = generate(settings.replace({"output.path": str(tmp_path / "plain.mp4")}))
+        calls, function = [], getattr(module, name)
+
+        def failing(*args, **options):
+            calls.append(args)
+            if len(calls) == 1:
+                raise OUT_OF_MEMORY
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, failing)
+        result = generate(settings.replace({"output.path": str(tmp_path / "again.mp4")}), reporter=reporter)
+        assert len(calls) == 2
+        [warning] = [text for text in reporter.warnings if "out of memory" in text]
+        assert warning.startswith(f"out of memory in the stage {stage}: CUDA out of memory")
+        assert warning.endswith(f"trying once more with: {'; '.join(OffloadPlan(**stronger).lines())}")
+        shown, again = (read_video(each.videos[0].path).frames_THWC.int() for each in (expected, result))
+        # What rounding changes, compression spreads.
+        assert (shown - again).abs().float().mean() < 2
+
+    def test_what_is_drawn_is_not_drawn_again(self, world, tmp_path, monkeypatch, reporter):
+        seeds, sample_latents = [], draw.sample_latents
+
+        def failing(plan, *args, seed, **options):
+            seeds.append(seed)
+            if len(seeds) == 2:
+                raise OUT_OF_MEMORY
+            return sample_latents(plan, *args, seed=seed, **options)
+
+        monkeypatch.setattr(draw, "sample_latents", failing)
+        result = generate(released_settings(world, tmp_path, sampling__num_samples="3"), reporter=reporter)
+        assert [seed - seeds[0] for seed in seeds] == [0, 1, 1, 2]
+        assert len(result.videos) == 3
+
+    def test_there_is_no_third(self, world, tmp_path, monkeypatch, reporter):
+        calls = []
+
+        def failing(plan, *args, **options):
+            calls.append(plan)
+            raise OUT_OF_MEMORY
+
+        monkeypatch.setattr(draw, "sample_latents", failing)
+        with pytest.raises(HardwareError, match="out of memory in the stage denoise"):
+            generate(released_settings(world, tmp_path), reporter=reporter)
+        assert len(calls) == 2

@@ -1,0 +1,256 @@
+"""Plans of the released presets without their weights, and what does not fit."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tiny_world import RELEASED_SIZES, demo_settings, released_settings
+
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.engine.components import configs
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate import hardware
+from opensora_cli.engine.estimate.hardware import GIB, Hardware
+from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+
+H200 = Hardware(torch.device("cuda", 0), "a large card", torch.bfloat16, 139 * GIB, 141 * GIB)
+
+
+@pytest.fixture
+def large_card(monkeypatch):
+    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: H200)
+
+
+def released_preset(tmp_path, **changes):
+    overrides = {"prompt": "raining, sea", "runtime.weights": str(tmp_path / "none"), **changes}
+    given = {key: Given(value, "the test") for key, value in overrides.items()}
+    return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.OPEN_SORA_V2)
+
+
+@pytest.mark.usefixtures("large_card")
+@pytest.mark.parametrize(
+    ("resolution", "size", "latent_shape", "tokens"),
+    [
+        ("256px", (192, 336), (16, 33, 24, 42), 33 * 12 * 21),
+        ("768px", (576, 1024), (16, 33, 72, 128), 33 * 36 * 64),
+    ],
+)
+def test_released_presets_without_weights(tmp_path, resolution, size, latent_shape, tokens):
+    made = make_plan(released_preset(tmp_path, **{"video.resolution": resolution}))
+    assert (made.height, made.width) == size
+    assert made.latent_shape == latent_shape
+    assert made.video_tokens == tokens
+    assert made.evaluations_per_sample == 80
+    assert len(made.timesteps) == 51
+    assert made.fits
+    weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
+    assert weight_bytes["denoise"] == 2 * 11_891_390_528
+    assert weight_bytes["decode"] == 2 * 246_478_803
+    assert weight_bytes["text"] == 2 * (4_762_310_656 + 123_060_480)
+    assert made.peak_bytes == max(stage.total_bytes for stage in made.stages)
+    assert made.offload.lines() == []
+    assert all(stage.activation_bytes > 0 for stage in made.stages)
+    assert made.latent_bytes == 2 * torch.Size(latent_shape).numel()
+
+
+@pytest.mark.usefixtures("large_card")
+def test_image_to_video_evaluations(tmp_path):
+    changes = {"condition.mode": "i2v_head", "condition.references": "a.png"}
+    made = make_plan(released_preset(tmp_path, **changes))
+    assert made.evaluations_per_sample == 110
+    assert "encode" in [stage.name for stage in made.stages]
+
+
+@pytest.mark.slow
+# In chunks, as at 768px, what is left is mostly q, k and v, and of these the exchange holds two shares more.
+@pytest.mark.parametrize(("resolution", "share"), [("256px", 0.65), ("768px", 1.0)])
+def test_two_cards_of_24_gib(tmp_path, resolution, share):
+    card = Hardware(torch.device("cuda", 0), "a card of 24 GiB", torch.bfloat16, 23 * GIB, 24 * GIB)
+    alone, together = (
+        make_plan(released_preset(tmp_path, **{"video.resolution": resolution, "parallel.gpus": gpus}), hardware=card)
+        for gpus in (1, 2)
+    )
+    assert together.fits
+    assert together.offload.mode == "blocks"
+    assert together.offload.host_weights == "mapped"  # so that both read one copy
+    assert together.mesh == MeshShape(ulysses=2)
+    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, together)]
+    assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
+
+
+def test_distilled_model_evaluates_once_a_step(world, tmp_path):
+    made = make_plan(released_settings(world, tmp_path, model__guidance_embed="true"))
+    assert made.evaluations_per_sample == 2
+
+
+def test_constants_of_the_released_text_encoders():
+    """The sizes of google/t5-v1_1-xxl and openai/clip-vit-large-patch14, as their config.json have them."""
+    t5 = transformers.T5Config(
+        d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
+    )
+    clip = transformers.CLIPTextConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
+    )
+    with torch.device("meta"):
+        models = {Component.T5: transformers.T5EncoderModel(t5), Component.CLIP: transformers.CLIPTextModel(clip)}
+    for component, model in models.items():
+        assert configs._RELEASED_PARAMETERS[component] == sum(p.numel() for p in model.parameters())
+
+
+def test_weight_bytes_are_those_of_the_files(world, tmp_path):
+    made = make_plan(released_settings(world, tmp_path))
+    counts = configs.count_parameters(made.settings, made.weights)
+    assert made.weights.complete
+    for component, name in ((Component.TRANSFORMER, "Open_Sora_v2"), (Component.VAE, "hunyuan_vae")):
+        size = (world.released / f"{name}.safetensors").stat().st_size
+        item = 2 if component is Component.TRANSFORMER else 4
+        assert 0 < size - counts[component] * item < 0.9 * size  # a header, and nothing else
+    t5 = transformers.T5EncoderModel.from_pretrained(world.released / "google/t5-v1_1-xxl")
+    assert counts[Component.T5] == sum(p.numel() for p in t5.parameters())
+
+
+def on_machine_with(free_bytes, monkeypatch, dtype=torch.float32):
+    small = Hardware(torch.device("cpu"), "a small machine", dtype, free_bytes, GIB)
+    monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
+
+
+# Its transformer outweighs all else, so that offloading matters.
+HEAVY = {"model__depth_single_blocks": "12"}
+
+
+def test_too_little_memory(world, tmp_path, monkeypatch):
+    on_machine_with(300_000, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path))
+    assert not made.fits
+    message = r"the stage decode needs \d+\.\d+ KiB, and cpu \(a small machine\) has 292\.97 KiB free"
+    with pytest.raises(HardwareError, match=message) as caught:
+        made.require_fit()
+    assert caught.value.exit_code == 4
+
+
+def test_limit_of_memory(world, tmp_path, monkeypatch):
+    on_machine_with(10 * GIB, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path, memory__limit="100kB"))
+    assert made.budget_bytes == 100_000
+    with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
+        made.require_fit()
+    assert "of 97.66 KiB allowed: does not fit" in "\n".join(made.lines())
+    assert make_plan(released_settings(world, tmp_path, memory__limit="20GB")).budget_bytes == 10 * GIB
+
+
+def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
+    on_machine_with(GIB, monkeypatch)
+    assert make_plan(released_settings(world, tmp_path, **HEAVY)).offload == OffloadPlan(host_weights="mapped")
+    on_machine_with(600_000, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path, **HEAVY))
+    assert made.fits
+    assert made.offload.mode == "blocks"
+    assert made.offload.host_weights == "mapped"
+    assert 1 < made.offload.resident_blocks < 13
+    document = json.loads(json.dumps(made.to_json()))
+    assert document["offload"]["resident_blocks"] == made.offload.resident_blocks
+    assert f"on the device: {made.offload.resident_blocks}, the others mapped" in "\n".join(made.lines())
+
+
+def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
+    on_machine_with(600_000, monkeypatch)
+    made = make_plan(released_settings(world, tmp_path, memory__offload="none", **HEAVY))
+    with pytest.raises(HardwareError, match="the stage denoise needs") as caught:
+        made.require_fit()
+    fitting = caught.value.hint
+    assert fitting.startswith("--offload auto (")
+    assert fitting.endswith(" would fit")
+    on_machine_with(20_000, monkeypatch)
+    with pytest.raises(HardwareError) as caught:
+        make_plan(released_settings(world, tmp_path)).require_fit()
+    assert caught.value.hint == "use a device with more memory, or --model demo"
+
+
+def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
+    made = make_plan(released_settings(world, tmp_path, from_latents="x.safetensors"))
+    assert [stage.name for stage in made.stages] == ["decode"]
+    assert made.components == (Component.VAE,)
+    assert made.evaluations_per_sample == 0
+
+
+def test_height_and_width_win_over_resolution(world, tmp_path):
+    made = make_plan(released_settings(world, tmp_path, video__height="48", video__width="16"))
+    assert (made.height, made.width) == (48, 16)
+    assert made.latent_shape == (4, 3, 6, 2)
+
+
+def test_documents(world, tmp_path):
+    made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
+    document = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    assert document["schema"] == "osora.plan/1"
+    assert document["model_evaluations"] == 3 * made.evaluations_per_sample
+    assert document["missing_weights"] == []
+    assert document["settings"]["sampling"]["num_samples"] == 3
+    text = "\n".join(made.lines())
+    assert "3 x 64x64, 17 frames" in text
+    assert f"{made.video_tokens} video" in text
+    assert "fits" in text
+
+
+def test_missing_weights_are_in_the_plan(tmp_path):
+    made = make_plan(released_preset(tmp_path, **RELEASED_SIZES))
+    assert "Open_Sora_v2.safetensors" in made.to_json()["missing_weights"]
+    assert "missing   Open_Sora_v2.safetensors" in made.lines()
+
+
+def test_sizes_that_contradict_each_other(world, tmp_path):
+    with pytest.raises(RequestError, match=r"vae\.sample_size"):
+        make_plan(released_settings(world, tmp_path, vae__sample_size="30"))
+
+
+def test_tiles_are_counted_as_the_decoder_runs(world, tmp_path):
+    for frames, height, width in ((9, 16, 32), (37, 48, 16), (5, 16, 64)):
+        settings = released_settings(
+            world, tmp_path, video__height=str(height), video__width=str(width), vae__temporal_tiling="true"
+        )
+        shape = (4, (frames - 1) // 4 + 1, height // 8, width // 8)
+        vae = HunyuanVAE(configs.vae_config(settings.vae))
+        runs = []
+        vae.decoder.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        with torch.no_grad():
+            vae.decode(torch.zeros(1, *shape), tiling=configs.vae_tiling(settings.vae))
+        assert len(runs) == configs.count_decoder_tiles(shape, settings.vae)
+    assert configs.count_decoder_tiles((4, 10, 8, 8), settings.vae) > 1
+
+
+class TestHardware:
+    def test_auto_without_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        found = hardware.pick_hardware("auto", "auto")
+        assert (found.device.type, found.dtype) == ("cpu", torch.float32)
+        assert 0 < found.free_bytes <= found.total_bytes
+
+    def test_auto_with_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 7))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+        assert hardware.pick_hardware("auto", "auto") == Hardware(torch.device("cuda", 0), "card", torch.bfloat16, 3, 7)
+        assert hardware.pick_hardware("cuda:1", "float32").device == torch.device("cuda", 1)
+        with pytest.raises(HardwareError, match="this machine has cuda:0, cuda:1"):
+            hardware.pick_hardware("cuda:2", "auto")
+
+    def test_no_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        for name in ("cuda", "cuda:1"):
+            with pytest.raises(HardwareError, match=f"device={name} is not there") as caught:
+                hardware.pick_hardware(name, "auto")
+            assert "--device cpu" in caught.value.hint
+
+    def test_peak_memory_of_a_cpu(self):
+        device = torch.device("cpu")
+        hardware.start_peak_memory(device)
+        assert 0.05 < hardware.peak_memory_gib(device)["peak_resident_gib"] < 1000

@@ -1,0 +1,489 @@
+"""Whole generations with a shrunken model: every mode and preset, the same bytes twice, what lies beside a result."""
+
+import json
+import math
+import socket
+
+import pytest
+import torch
+from tiny_world import demo_settings, moving_frames, released_settings
+
+from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.generate import decode as finish
+from opensora_cli.engine.generate import denoise
+from opensora_cli.engine.generate import load as build
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
+from opensora_cli.engine.generate.run import (
+    generate,
+    generate_from_request,
+    plan_from_request,
+    plan_generation,
+    resolve_generate_settings,
+)
+from opensora_cli.engine.generate.text import PromptEmbeds
+from opensora_cli.media.read import read_video
+from opensora_cli.media.tags import read_metadata
+from opensora_cli.media.write import write_media
+from opensora_cli.sampling.conditioning import CONDITION_MODES
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, read_sidecar
+
+MODES = list(CONDITION_MODES)
+
+
+def references_for(world, mode):
+    if mode == "t2v":
+        return ""
+    if mode == "i2v_loop":
+        return f"{world.picture};{world.other_picture}"
+    return str(world.picture if mode.startswith("i2v") else world.video)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_the_released_model(world, tmp_path, reporter, mode):
+    """With its own lengths: 8 and 16 latent frames given, and one more."""
+    settings = released_settings(
+        world,
+        tmp_path,
+        condition__mode=mode,
+        condition__references=references_for(world, mode),
+        video__num_frames="73",
+    )
+    result = generate(settings, reporter=reporter)
+    clip = read_video(result.videos[0].path)
+    assert tuple(clip.frames_THWC.shape) == (73, 16, 32, 3)
+    assert clip.fps == 24
+    psnr = result.videos[0].given_frames_psnr_db
+    assert (psnr is None) == (mode == "t2v")
+    assert psnr is None or 3 < psnr < 99
+    assert reporter.warnings == []
+    assert names(tmp_path) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_the_demo(world, tmp_path, mode):
+    settings = demo_settings(world, tmp_path, condition__mode=mode, condition__references=references_for(world, mode))
+    result = generate(settings)
+    assert read_video(result.videos[0].path).frames_THWC.shape[:3] == (17, 64, 64)
+
+
+@pytest.mark.parametrize(("resolution", "size"), [("256px", (192, 336)), ("768px", (576, 1024))])
+def test_every_released_preset_at_its_size(world, tmp_path, resolution, size):
+    settings = released_settings(
+        world,
+        tmp_path,
+        video__height=None,
+        video__width=None,
+        video__resolution=resolution,
+        video__num_frames="1",
+        vae__sample_size="256",
+        sampling__num_inference_steps="1",
+        output__format="png",
+    )
+    result = generate(settings)
+    assert (result.plan.height, result.plan.width) == size
+    assert result.videos[0].path.suffix == ".png"
+
+
+def test_stages_and_their_progress(world, tmp_path, reporter):
+    settings = released_settings(
+        world, tmp_path, condition__references=str(world.picture), sampling__num_inference_steps="12"
+    )
+    result = generate(settings, reporter=reporter)
+    shown = ["load", "text", "load", "encode", "load", "denoise", "decode", "save"]
+    assert reporter.stages == shown
+    assert reporter.notes[0] == "condition: i2v_head, which suits the reference given"
+    assert reporter.totals["denoise"] == result.plan.evaluations_per_sample
+    for stage in ("denoise", "decode"):
+        assert reporter.advanced[stage] == reporter.totals[stage]
+    assert set(result.timings_s) == set(shown)
+    assert result.peak_memory_gib["peak_resident_gib"] > 0
+
+
+def test_same_seed_same_bytes(world, tmp_path):
+    first, second, other = (
+        generate(released_settings(world, tmp_path / name, sampling__seed=seed)).videos[0].path.read_bytes()
+        for name, seed in (("a", "7"), ("b", "7"), ("c", "8"))
+    )
+    assert first == second
+    assert first != other
+
+
+def test_no_request_is_made(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a request was made"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("a request was made"))
+    assert generate(released_settings(world, tmp_path)).videos[0].path.exists()
+
+
+def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
+    several = generate(released_settings(world, tmp_path / "several", sampling__seed="5", sampling__num_samples="3"))
+    assert [video.path.name for video in several.videos] == [f"raining-sea_seed{seed}.mp4" for seed in (5, 6, 7)]
+    alone = generate(released_settings(world, tmp_path / "alone", sampling__seed="7"))
+    assert several.videos[2].path.read_bytes() == alone.videos[0].path.read_bytes()
+    assert several.videos[0].path.read_bytes() != several.videos[1].path.read_bytes()
+
+
+@pytest.mark.parametrize("mode", ["i2v_head", "i2v_tail", "i2v_loop"])
+def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch, mode):
+    given, decoded = [], []
+    encode, decode = denoise.encode_references, finish.decode_latents
+    monkeypatch.setattr(denoise, "encode_references", lambda *a, **k: given.extend(encode(*a, **k)) or given)
+    monkeypatch.setattr(
+        finish,
+        "decode_latents",
+        lambda plan, vae, latents, **k: decoded.append(latents) or decode(plan, vae, latents, **k),
+    )
+    generate(
+        released_settings(
+            world,
+            tmp_path,
+            condition__mode=mode,
+            condition__references=references_for(world, mode),
+            sampling__num_samples="2",
+        )
+    )
+    assert len(decoded) == 2
+    for latents in decoded:
+        if mode != "i2v_tail":
+            torch.testing.assert_close(latents[:, 0], given[0][:, 0], rtol=0, atol=0)
+        if mode != "i2v_head":
+            torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
+    assert not torch.equal(decoded[0][:, 1], decoded[1][:, 1])
+
+
+def test_video_references_are_not_put_back(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(denoise, "restore_references", lambda *_: pytest.fail("only pictures are put back"))
+    settings = released_settings(
+        world, tmp_path, condition__references=str(world.video), condition__mode="v2v_head", video__num_frames="37"
+    )
+    generate(settings)
+
+
+class CountingTransformer:
+    """Says zero, and remembers what it was shown."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, packed_latents, **inputs):
+        self.calls.append(inputs)
+        return torch.zeros_like(packed_latents)
+
+
+@pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_head", 110), ("i2v_loop", 110)])
+def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
+    transformer = CountingTransformer()
+    monkeypatch.setattr(build, "load_transformer", lambda plan, group, neighbours, advance: transformer)
+    settings = released_settings(
+        world,
+        tmp_path,
+        condition__mode=mode,
+        condition__references=references_for(world, mode),
+        sampling__num_inference_steps="50",
+    )
+    result = generate(settings, reporter=reporter)
+    assert len(transformer.calls) == evaluations
+    assert result.plan.evaluations_per_sample == evaluations
+    assert reporter.totals["denoise"] == reporter.advanced["denoise"] == evaluations
+
+
+def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
+    transformer = CountingTransformer()
+    embeds = PromptEmbeds(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[3.0], [4.0]]))
+    settings = released_settings(
+        world,
+        tmp_path,
+        condition__mode="i2v_head",
+        condition__references=str(world.picture),
+        sampling__num_inference_steps="1",
+    )
+    plan = make_plan(settings)
+    reference = torch.full((4, 1, 2, 4), 0.5)
+    latents = denoise.sample_latents(plan, transformer, embeds, [reference], seed=0)
+    shown = [
+        (
+            call["prompt_embeds_BLC"].item(),
+            call["pooled_prompt_embeds_BV"].item(),
+            call["conditioning_BNK"].abs().sum().item() > 0,
+            call["embedded_guidance_B"],
+        )
+        for call in transformer.calls
+    ]
+    assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
+    assert transformer.calls[0]["timesteps_B"].item() == 1.0
+    torch.testing.assert_close(latents[0, :, :1], reference)
+
+
+def test_distilled_model_is_told_its_guidance(world, tmp_path):
+    transformer = CountingTransformer()
+    embeds = PromptEmbeds(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[3.0], [4.0]]))
+    settings = released_settings(
+        world, tmp_path, model__guidance_embed="true", model__cond_embed="false", sampling__embedded_guidance="3.5"
+    )
+    denoise.sample_latents(make_plan(settings), transformer, embeds, None, seed=0)
+    assert len(transformer.calls) == 2
+    for call in transformer.calls:
+        assert call["embedded_guidance_B"].item() == 3.5
+        assert call["conditioning_BNK"] is None
+        assert call["prompt_embeds_BLC"].item() == 1.0
+
+
+def test_sidecar_makes_the_same_file_again(world, tmp_path):
+    settings = released_settings(world, tmp_path / "a", sampling__num_samples="2", output__overwrite="true")
+    video = generate(settings).videos[1]
+    document = json.loads(video.sidecar.read_text())
+    assert document["schema"] == "osora.generate/1"
+    assert document["prompt"] == "raining, sea"
+    assert document["full_prompt"] == "raining, sea. 24 FPS. 4 motion score."
+    assert (document["seed"], document["settings"]["sampling"]["seed"]) == (43, 43)
+    assert document["settings"]["output"]["overwrite"] is False
+    assert document["versions"]["torch"] == torch.__version__
+    assert set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
+    assert document["peak_resident_gib"] > 0
+    request = GenerateRequest(
+        overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=read_sidecar(video.sidecar)
+    )
+    again = generate_from_request(request, reporter=SilentReporter())
+    assert [path.name for path in (video.path, again.videos[0].path)] == ["raining-sea_seed43.mp4"] * 2
+    assert again.videos[0].path.read_bytes() == video.path.read_bytes()
+
+
+def test_sidecar_knows_where_its_references_are(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(world.picture.parent)
+    result = generate(released_settings(world, tmp_path, condition__references=world.picture.name))
+    document = json.loads(result.videos[0].sidecar.read_text())
+    assert document["settings"]["condition"]["references"] == [str(world.picture)]
+    assert document["condition_mode"] == "i2v_head"
+    assert document["given_frames_psnr_db"] == pytest.approx(result.videos[0].given_frames_psnr_db, abs=0.01)
+
+
+def test_tags(world, tmp_path):
+    prompt = 'a "boat"\nat night, 海 🚢'
+    path = generate(released_settings(world, tmp_path, prompt=prompt)).videos[0].path
+    tags = read_metadata(path)
+    assert tags["prompt"] == prompt
+    assert tags["seed"] == "42"
+
+
+def test_no_metadata(world, tmp_path):
+    video = generate(released_settings(world, tmp_path, output__metadata="false")).videos[0]
+    assert video.sidecar is None
+    assert names(tmp_path) == ["raining-sea_seed42.mp4"]
+    assert b"raining" not in video.path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "num_samples", "expected"),
+    [
+        ("clip.mp4", 1, ["clip.mp4"]),
+        ("clip.gif", 2, ["clip_000.gif", "clip_001.gif"]),
+        ("clip.webp", 1, ["clip.webp"]),
+        ("clip.png", 1, ["clip"]),
+    ],
+)
+def test_named_files(world, tmp_path, path, num_samples, expected):
+    settings = released_settings(
+        world, tmp_path / path, sampling__num_samples=str(num_samples), output__metadata="false"
+    )
+    result = generate(settings)
+    assert names(tmp_path) == expected
+    assert result.lines() == [str(tmp_path / name) for name in expected]
+
+
+def test_png_sequence_keeps_its_name_in_the_sidecar(world, tmp_path):
+    video = generate(released_settings(world, tmp_path / "v1.5.png", sampling__num_samples="2")).videos[1]
+    assert video.path.name == "v1.5_001"
+    document = json.loads(video.sidecar.read_text())
+    assert document["settings"]["output"]["path"] == str(tmp_path / "v1.5_001.png")
+
+
+@pytest.mark.parametrize("which", ["raining-sea_seed43.mp4", "raining-sea_seed43.mp4.json"])
+def test_existing_files_stay(world, tmp_path, monkeypatch, which):
+    (tmp_path / which).write_text("mine")
+    load = build.load_t5
+    monkeypatch.setattr(build, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+    with pytest.raises(OutputError, match="exists already") as caught:
+        generate(released_settings(world, tmp_path, sampling__num_samples="2"))
+    assert "--overwrite" in caught.value.hint
+    assert (tmp_path / which).read_text() == "mine"
+    monkeypatch.setattr(build, "load_t5", load)
+    generate(released_settings(world, tmp_path, sampling__num_samples="2", output__overwrite="true"))
+    assert (tmp_path / which).read_bytes() != b"mine"
+
+
+def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):
+    decode = finish.decode_latents
+
+    def meanwhile(*args, **options):
+        (tmp_path / "raining-sea_seed42.mp4").write_text("of another run")
+        return decode(*args, **options)
+
+    monkeypatch.setattr(finish, "decode_latents", meanwhile)
+    with pytest.raises(OutputError, match="exists already"):
+        generate(released_settings(world, tmp_path), reporter=reporter)
+    assert (tmp_path / "raining-sea_seed42.mp4").read_text() == "of another run"
+    assert "--from-latents" in reporter.warnings[-1]
+    assert (tmp_path / "raining-sea_seed42.latents.safetensors").exists()
+
+
+def test_result_document(world, tmp_path):
+    result = generate(released_settings(world, tmp_path, sampling__num_samples="2"))
+    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert [output["seed"] for output in document["outputs"]] == [42, 43]
+    assert document["model_evaluations"] == 8
+    assert document["settings"]["prompt"] == "raining, sea"
+
+
+class TestPrompts:
+    def test_five_thousand_characters(self, world, tmp_path, reporter):
+        prompt = "a boat on the sea at night, " * 180
+        assert len(prompt) > 5000
+        result = generate(released_settings(world, tmp_path, prompt=prompt), reporter=reporter)
+        assert reporter.warnings == ["the prompt is too long and is cut: T5 after 16 tokens, CLIP after 16 tokens"]
+        assert len(result.videos[0].path.name) < 255
+        assert json.loads(result.videos[0].sidecar.read_text())["prompt"] == prompt
+
+    @pytest.mark.parametrize(
+        "prompt", ["🌊🚢", "夜の海に赤い船", 'say "sea", it\'s\n\tnight', "../../etc/passwd", "-sea"]
+    )
+    def test_any_text(self, world, tmp_path, prompt):
+        result = generate(released_settings(world, tmp_path / "out", prompt=prompt, sampling__num_inference_steps="1"))
+        assert result.videos[0].path.parent == tmp_path / "out"
+        assert read_metadata(result.videos[0].path)["prompt"] == prompt
+
+    def test_unknown_words_of_the_demo(self, world, tmp_path, reporter):
+        generate(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
+        assert reporter.warnings == [
+            'the demo model does not know "dragon", "Zebra"; it knows places: sea, desert; weathers: raining'
+        ]
+
+    def test_many_unknown_words_are_one_warning(self, world, tmp_path, reporter):
+        prompt = " ".join(f"word{i}" for i in range(14))
+        generate(demo_settings(world, tmp_path, prompt=prompt), reporter=reporter)
+        assert len(reporter.warnings) == 1
+        assert '"word9" and 4 more words' in reporter.warnings[0]
+
+    def test_the_released_model_is_not_asked(self, world, tmp_path, reporter):
+        generate(released_settings(world, tmp_path, prompt="a dragon"), reporter=reporter)
+        assert reporter.warnings == []
+
+    def test_the_negative_prompt_gets_no_suffix(self, world, tmp_path, monkeypatch):
+        encoded = []
+        encode = build.T5Encoder.encode
+        monkeypatch.setattr(build.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts))
+        generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
+        assert encoded == [["raining, sea. 24 FPS. 2 motion score.", "night"]]
+
+
+class TestReferences:
+    @pytest.mark.parametrize(
+        ("files", "mode"),
+        [(["picture"], "i2v_head"), (["picture", "other_picture"], "i2v_loop"), (["video"], "v2v_head")],
+    )
+    def test_suggested_mode(self, world, tmp_path, reporter, files, mode):
+        references = ";".join(str(getattr(world, name)) for name in files)
+        settings = released_settings(world, tmp_path, condition__references=references, video__num_frames="37")
+        assert plan_generation(settings, reporter=reporter).mode.name == mode
+
+    def test_no_mode_suits(self, world, tmp_path, reporter):
+        settings = released_settings(world, tmp_path, condition__references=f"{world.video};{world.picture}")
+        with pytest.raises(RequestError, match="no condition mode suits these 2 references") as caught:
+            plan_generation(settings, reporter=reporter)
+        assert "--cond" in caught.value.hint
+
+    def test_suggested_mode_is_validated(self, world, tmp_path, reporter):
+        settings = released_settings(world, tmp_path, condition__references=str(world.video))
+        with pytest.raises(RequestError, match=r"video\.num_frames=9 leaves nothing to make"):
+            plan_generation(settings, reporter=reporter)
+
+    def test_too_short_video(self, world, tmp_path):
+        settings = released_settings(
+            world, tmp_path, condition__mode="v2v_tail", condition__references="short.mp4", video__num_frames="73"
+        )
+        write_media([moving_frames(20)], tmp_path / "short.mp4", fps=24, format="mp4")
+        settings = settings.replace({"condition.references": (str(tmp_path / "short.mp4"),)})
+        with pytest.raises(MediaError, match="has 20 frames, but 33 are needed"):
+            generate(settings)
+
+    def test_broken_references_stop_the_dry_run_too(self, world, tmp_path, reporter):
+        (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+        for mode in (None, "i2v_head"):
+            settings = released_settings(
+                world, tmp_path, condition__mode=mode, condition__references=str(tmp_path / "broken.png")
+            )
+            with pytest.raises(MediaError):
+                plan_generation(settings, reporter=reporter)
+
+    def test_picture_for_a_video_mode(self, world, tmp_path):
+        settings = released_settings(
+            world,
+            tmp_path,
+            condition__mode="v2v_head",
+            condition__references=str(world.picture),
+            video__num_frames="73",
+        )
+        with pytest.raises(MediaError, match="is a picture, not a video"):
+            generate(settings)
+
+    def test_other_rate_is_reported(self, world, tmp_path, reporter):
+        settings = released_settings(
+            world,
+            tmp_path,
+            condition__mode="v2v_head",
+            condition__references=str(world.video),
+            video__num_frames="73",
+            video__fps="12",
+        )
+        plan_generation(settings, reporter=reporter)
+        assert len(reporter.warnings) == 1
+        assert (
+            "24 frames a second and the video 12: what it shows will move at 50% of its speed" in reporter.warnings[0]
+        )
+
+
+class TestRequests:
+    def test_auto_says_in_one_line(self, world, tmp_path, reporter, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        request = GenerateRequest(
+            overrides={
+                "prompt": Given("sea", "PROMPT"),
+                "output.path": Given(str(tmp_path), "--out"),
+                "runtime.weights": Given(str(world.released), "--weights"),
+            }
+        )
+        settings = resolve_generate_settings(request, reporter=reporter)
+        assert settings.model.name == "demo"
+        assert reporter.notes == ["model: demo (there is no CUDA device)"]
+
+    def test_weights_from_the_environment(self, world, tmp_path, reporter):
+        request = GenerateRequest(
+            overrides={"prompt": Given("sea", "PROMPT"), "runtime.model_choice": Given("open-sora-v2", "--model")},
+            environment={"OSORA_WEIGHTS": str(world.released), "OSORA_OUTPUT__PATH": str(tmp_path)},
+        )
+        assert plan_from_request(request, reporter=reporter).weights.complete
+        assert reporter.notes == []
+
+
+@pytest.mark.parametrize("pieces", [[4], [1, 3], [1, 1, 1, 1]])
+def test_psnr_of_given_frames(pieces):
+    # Only the first and the last count.
+    frames = torch.tensor([100, 0, 0, 100], dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 2, 2, 3)
+    head = Reference(torch.full((3, 1, 2, 2), 110 / 127.5 - 1), at_head=True)
+    tail = Reference(torch.full((3, 1, 2, 2), 100 / 127.5 - 1), at_head=False)
+
+    def measured(*references):
+        psnr = GivenFramesPSNR(references, num_frames=4)
+        for piece in frames.split(pieces):
+            psnr.add(piece)
+        return psnr.db
+
+    assert measured() is None
+    assert measured(tail) == 99
+    assert measured(head) == pytest.approx(10 * math.log10(255**2 / 100))
+    assert measured(head, tail) == pytest.approx(10 * math.log10(255**2 / 50))

@@ -1,0 +1,370 @@
+"""`osora vae reconstruct`: windows over long videos, every kind of autoencoder, files that fail, what is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError, OutputError
+from opensora_cli.data.scenes import render_scene, sample_scene
+from opensora_cli.engine.components.configs import new_autoencoder
+from opensora_cli.engine.vae import reconstruct as vae_reconstruct
+from opensora_cli.engine.vae.reconstruct import reconstruct, windows
+from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.similarity import psnr_db, ssim
+from opensora_cli.media.write import write_media
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.settings.components import VAESettings
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_reconstruct_settings
+
+TINY: dict[str, dict[str, Any]] = {
+    "hunyuan": {
+        "latent_channels": 4,
+        "block_out_channels": (8, 8, 8),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "sample_size": 16,
+        "sample_tsize": 16,
+        "spatial_compression_ratio": 4,
+    },
+    "dc_ae": {
+        "dc_ae": {
+            "latent_channels": 8,
+            "block_types": ("res", "efficientvit", "efficientvit"),
+            "width_list": (8, 32, 32),
+            "encoder_depth_list": (1, 1, 1),
+            "decoder_depth_list": (1, 1, 1),
+            "temporal": (True, True, False),
+            "spatial_tile_size": 16,
+            "temporal_tile_size": 16,
+        }
+    },
+    "flux_ae": {"flux_ae": {"ch": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "z_channels": 4, "tile_size": 16}},
+}
+
+
+def frames(count: int, height: int = 24, width: int = 20) -> Tensor:
+    """Smooth frames (T,H,W,3) that grow brighter, no two of them alike."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    pictures = [
+        torch.stack([8 + 6 * index + 0 * rows, 20 + 2 * columns + 3 * index, 20 + 3 * rows + 3 * index], dim=-1)
+        for index in range(count)
+    ]
+    return torch.stack(pictures).to(torch.uint8)
+
+
+def write_video(path: Path, count: int, **size: int) -> str:
+    write_media([frames(count, **size)], path, fps=12, format="mp4")
+    return str(path)
+
+
+def write_picture(path: Path, **size: int) -> str:
+    write_media([frames(1, **size)], path, fps=1, format="png")
+    return str(path)
+
+
+def tiny_settings(folder: Path, kind: str, files: list[str], **changes: object) -> ReconstructSettings:
+    """Settings of a tiny autoencoder, whose random weights are written."""
+    settings = ReconstructSettings(files=tuple(files), vae={"kind": kind, **TINY[kind]})
+    torch.manual_seed(0)
+    weights = folder / "weights" / "vae.safetensors"
+    weights.parent.mkdir(exist_ok=True)
+    save_file(new_autoencoder(settings.vae).state_dict(), weights)
+    where = {"runtime.weights": str(weights.parent), "output.folder": str(folder / "out"), "runtime.device": "cpu"}
+    return settings.replace({**where, **changes})
+
+
+def demo_settings(folder: Path, files: list[str]) -> ReconstructSettings:
+    overrides = {"files": Given(tuple(files), "FILE")}
+    settings = load_reconstruct_settings(config=None, overrides=overrides, environment={})
+    return settings.replace({"output.folder": str(folder / "out"), "runtime.device": "cpu"})
+
+
+# --- windows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (1, [([0], 1)]),
+        (3, [([0, 1, 2], 3)]),
+        (4, [([0, 1, 2, 3], 4)]),
+        (5, [([0, 1, 2, 3], 4), ([1, 2, 3, 4], 1)]),
+        (11, [([0, 1, 2, 3], 4), ([4, 5, 6, 7], 4), ([7, 8, 9, 10], 3)]),
+        (0, []),
+    ],
+)
+def test_windows_are_whole_and_bring_every_frame_once(count: int, expected: list[tuple[list[int], int]]) -> None:
+    numbered = (torch.full((1, 1, 3), index, dtype=torch.uint8) for index in range(count))
+    found = [(window.frames_THWC[:, 0, 0, 0].tolist(), window.num_new) for window in windows(numbered, 4)]
+    assert found == expected
+
+
+def test_windows_are_read_one_at_a_time() -> None:
+    taken = []
+
+    def numbered() -> Any:
+        for index in range(100):
+            taken.append(index)
+            yield torch.zeros(1, 1, 3, dtype=torch.uint8)
+
+    stream = windows(numbered(), 8)
+    next(stream)
+    next(stream)
+    assert len(taken) == 16
+
+
+def test_frames_that_change_their_size_are_refused() -> None:
+    with pytest.raises(MediaError, match="frames change their size"):
+        list(windows(iter([torch.zeros(2, 2, 3), torch.zeros(2, 3, 3)]), 4))
+
+
+# --- the demo ------------------------------------------------------------------------------------------------------
+
+
+class Dimmed:
+    """Stands in for an autoencoder: gives back what it gets, a tenth darker."""
+
+    grid = new_autoencoder(VAESettings.model_validate(TINY["hunyuan"])).grid
+    config = grid
+
+    def encode(self, pixels_BCTHW: Tensor, **_: object) -> Tensor:
+        assert pixels_BCTHW.shape[2] % 4 == 1
+        return pixels_BCTHW
+
+    def decode(self, latents_BCTHW: Tensor, **_: object) -> Tensor:
+        return (latents_BCTHW + 1) * 0.9 - 1
+
+
+def test_every_frame_of_a_long_video_stands_beside_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vae_reconstruct, "load_autoencoder", lambda *_, **__: Dimmed())
+    video = write_video(tmp_path / "long.mp4", 40, height=32, width=48)
+    result = reconstruct(demo_settings(tmp_path, [video]))
+    [row] = result.rows
+    assert row.output is not None
+    assert (row.num_frames, row.height, row.width, row.error) == (40, 32, 48, None)
+    shown = read_video(row.output)
+    assert shown.frames_THWC.shape == (40, 32, 96, 3)
+    assert shown.fps == pytest.approx(12)
+    given = frames(40, height=32, width=48)
+    dimmed = (given.float() * 0.9).round().to(torch.uint8)
+    for index in range(40):
+        left, right = shown.frames_THWC[index].chunk(2, dim=1)
+        assert most_alike(left, given) == most_alike(right, dimmed) == index
+        assert row.psnr_db[index] == pytest.approx(psnr_db(given[index], dimmed[index]), abs=0.5)
+        assert row.ssim[index] == pytest.approx(ssim(given[index], dimmed[index]), abs=0.02)
+
+
+def most_alike(picture_HWC: Tensor, clip_THWC: Tensor) -> int:
+    return max(range(len(clip_THWC)), key=lambda index: psnr_db(picture_HWC, clip_THWC[index]))
+
+
+def test_the_demo_brings_its_own_world_back(tmp_path: Path) -> None:
+    scene = render_scene(sample_scene(np.random.default_rng(1)), size=64, num_frames=5, fps=12.0)
+    write_media([torch.from_numpy(scene)], tmp_path / "scene.mp4", fps=12, format="mp4")
+    [row] = reconstruct(demo_settings(tmp_path, [str(tmp_path / "scene.mp4")])).rows
+    assert min(row.psnr_db) > 25
+    assert min(row.ssim) > 0.9
+
+
+def test_a_picture_comes_back_without_loss_of_the_file(tmp_path: Path) -> None:
+    picture = write_picture(tmp_path / "odd.png", height=33, width=30)
+    result = reconstruct(demo_settings(tmp_path, [picture]))
+    [row] = result.rows
+    assert row.output == tmp_path / "out" / "odd_reconstructed.png"
+    shown = read_picture(row.output)
+    assert shown.shape == (32, 56, 3)
+    left, right = shown.chunk(2, dim=1)
+    # Cropped in the middle.
+    assert torch.equal(left, frames(1, height=33, width=30)[0, :32, 1:29])
+    assert row.psnr_db == (psnr_db(left, right),)
+    assert row.ssim == (ssim(left, right),)
+    assert row.psnr_db[0] > 20
+
+
+def test_the_sidecar_says_how_it_was_made(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4", 5, height=32, width=32)
+    settings = demo_settings(tmp_path, [video])
+    [row] = reconstruct(settings).rows
+    sidecar = json.loads((tmp_path / "out" / "a_reconstructed.mp4.json").read_text(encoding="utf-8"))
+    assert sidecar["schema"] == "osora.vae-reconstruct-file/1"
+    assert len(sidecar["frame_psnr_db"]) == len(sidecar["frame_ssim"]) == 5
+    assert sidecar["psnr_db"] == pytest.approx(sum(row.psnr_db) / 5, abs=1e-3)
+    assert ReconstructSettings.model_validate(sidecar["settings"]) == settings
+    assert {"versions", "device", "dtype", "weights", "timings_s"} <= sidecar.keys()
+
+
+def test_no_sidecar_where_none_is_wanted(tmp_path: Path) -> None:
+    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
+    reconstruct(settings.replace({"output.metadata": False}))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a_reconstructed.png"]
+
+
+# --- every kind ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temporal_tiling", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [
+        ("hunyuan", 7, 5),
+        ("hunyuan", 21, 21),
+        ("dc_ae", 7, 1),  # a clip of one latent frame would come back as a picture
+        ("dc_ae", 11, 8),
+        ("dc_ae", 23, 23),
+        ("flux_ae", 7, 7),
+    ],
+)
+def test_every_kind_gives_back_what_it_can(
+    tmp_path: Path, kind: str, count: int, expected: int, temporal_tiling: bool
+) -> None:
+    video = write_video(tmp_path / "a.mp4", count)
+    settings = tiny_settings(tmp_path, kind, [video], **{"clip.num_frames": 20, "vae.temporal_tiling": temporal_tiling})
+    [row] = reconstruct(settings).rows
+    assert row.error is None
+    assert row.num_frames == len(row.psnr_db) == len(row.ssim) == expected
+    assert row.output is not None
+    assert read_video(row.output).frames_THWC.shape == (expected, 24, 40, 3)
+
+
+def test_no_more_than_a_clip_is_encoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    load = vae_reconstruct.load_autoencoder
+
+    def watched(*args: Any, **options: Any) -> Autoencoder:
+        vae = load(*args, **options)
+        encode = vae.encode
+
+        def counted(pixels_BCTHW: Tensor, **more: Any) -> Tensor:
+            lengths.append(pixels_BCTHW.shape[2])
+            return encode(pixels_BCTHW, **more)
+
+        monkeypatch.setattr(vae, "encode", counted)
+        return vae
+
+    monkeypatch.setattr(vae_reconstruct, "load_autoencoder", watched)
+    video = write_video(tmp_path / "a.mp4", 30)
+    reconstruct(tiny_settings(tmp_path, "hunyuan", [video], **{"clip.num_frames": 12}))
+    assert lengths == [9, 9, 9, 9]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_files_that_fail_do_not_stop_the_others(tmp_path: Path) -> None:
+    (tmp_path / "bad.mp4").write_text("no video", encoding="utf-8")
+    files = [
+        str(tmp_path / "gone.mp4"),
+        write_picture(tmp_path / "small.png", height=10, width=40),
+        str(tmp_path / "bad.mp4"),
+        write_picture(tmp_path / "good.png"),
+    ]
+    result = reconstruct(demo_settings(tmp_path, files))
+    assert [row.error is None for row in result.rows] == [False, False, False, True]
+    assert "40x10 pixels are too few for this autoencoder: it needs 12x12" in str(result.rows[1].error)
+    assert all(Path(row.file).name in str(row.error) for row in result.failed)
+    with pytest.raises(BatchError, match="3 of 4 files could not be reconstructed") as caught:
+        result.require_whole()
+    assert caught.value.exit_code == 5
+    assert len(caught.value.message.split("\n")) == 4
+    document = result.to_json()
+    assert document["mean_psnr_db"] == pytest.approx(result.rows[3].psnr_db[0], abs=1e-3)
+    assert [*document["files"][0]] == ["file", "error"]  # type: ignore[index]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "good_reconstructed.png",
+        "good_reconstructed.png.json",
+    }
+
+
+def test_a_batch_without_a_result_has_no_means(tmp_path: Path) -> None:
+    result = reconstruct(demo_settings(tmp_path, [str(tmp_path / "gone.mp4")]))
+    assert result.to_json()["mean_psnr_db"] is None
+    assert len(result.lines()) == 1
+
+
+def test_one_file_out_of_memory_is_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(HunyuanVAE, "encode_moments", fail)
+    [row] = reconstruct(demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])).rows
+    assert "out of memory: use fewer clip.num_frames" in str(row.error)
+
+
+def test_bugs_are_not_taken_for_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(HunyuanVAE, "encode_moments", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        reconstruct(demo_settings(tmp_path, [write_picture(tmp_path / "a.png")]))
+
+
+def test_an_interruption_says_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write_picture(tmp_path / "a.png"), write_picture(tmp_path / "b.png", height=16)]
+    encode = HunyuanVAE.encode_moments
+
+    def interrupted(vae: HunyuanVAE, pixels_BCTHW: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        if pixels_BCTHW.shape[3] == 16:
+            raise KeyboardInterrupt
+        return encode(vae, pixels_BCTHW, **options)
+
+    monkeypatch.setattr(HunyuanVAE, "encode_moments", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"^finished: .*a_reconstructed\.png$"):
+        reconstruct(demo_settings(tmp_path, files))
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".png"]
+
+
+def test_existing_results_are_kept(tmp_path: Path) -> None:
+    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
+    reconstruct(settings)
+    before = (tmp_path / "out" / "a_reconstructed.png").read_bytes()
+    with pytest.raises(OutputError, match=r"a_reconstructed\.png exists already") as caught:
+        reconstruct(settings)
+    assert caught.value.hint == "use --overwrite, or another --out"
+    reconstruct(settings.replace({"output.overwrite": True}))
+    assert (tmp_path / "out" / "a_reconstructed.png").read_bytes() == before
+
+
+def test_a_result_never_takes_the_place_of_a_source(tmp_path: Path) -> None:
+    files = [write_picture(tmp_path / "a.png"), write_picture(tmp_path / "a_reconstructed.png")]
+    settings = demo_settings(tmp_path, files).replace({"output.folder": str(tmp_path), "output.overwrite": True})
+    with pytest.raises(OutputError, match="is one of the files to be reconstructed"):
+        reconstruct(settings)
+
+
+def test_files_of_one_name_are_numbered(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    files = [write_picture(folder / "a.png") for folder in (tmp_path, tmp_path / "other")]
+    result = reconstruct(demo_settings(tmp_path, files))
+    assert [row.output.name for row in result.rows if row.output] == ["a_reconstructed.png", "a_reconstructed_2.png"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "repo", "hint"),
+    [
+        ("dc_ae", "any/repo", "osora ckpt download open-sora-v2-dc-ae --to {folder}"),
+        ("hunyuan", None, None),
+    ],
+)
+def test_missing_weights_say_how_to_get_them(tmp_path: Path, kind: str, repo: str | None, hint: str | None) -> None:
+    settings = tiny_settings(
+        tmp_path, kind, ["a.png"], **{"weights.file": "gone.safetensors", "weights.hub_repo": repo}
+    )
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors") as caught:
+        reconstruct(settings)
+    assert caught.value.hint == (hint and hint.format(folder=tmp_path / "weights"))
+
+
+def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
+    tiny_settings(tmp_path, "dc_ae", ["a.png"])
+    where = {"runtime.weights": str(tmp_path / "weights"), "output.folder": str(tmp_path / "out")}
+    with pytest.raises(CheckpointError, match=r"vae\.safetensors"):
+        reconstruct(ReconstructSettings(files=("a.png",), vae={"kind": "flux_ae", **TINY["flux_ae"]}).replace(where))

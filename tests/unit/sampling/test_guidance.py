@@ -1,0 +1,162 @@
+"""Three-branch guidance: its result, and how few evaluations it takes."""
+
+import itertools
+
+import pytest
+import torch
+
+from opensora_cli.sampling.conditioning import CONDITION_MODES, condition_mode
+from opensora_cli.sampling.guidance import (
+    Branch,
+    Guidance,
+    GuidanceScales,
+    branches_needed,
+    combine_branches,
+    count_evaluations,
+    guidance_scales_at,
+    oscillating_scale,
+)
+
+PRESET = Guidance()
+T2V, I2V, V2V = (condition_mode(name) for name in ("t2v", "i2v_head", "v2v_head"))
+
+
+def _scales(step, guidance, mode, *, steps=50, frames=5):
+    return guidance_scales_at(step, guidance, mode=mode, num_inference_steps=steps, num_latent_frames=frames)
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "evaluations"),
+    [
+        ("t2v", 50, 80),
+        ("i2v_head", 50, 110),
+        ("i2v_loop", 50, 110),
+        ("v2v_tail", 50, 110),
+        ("t2v", 14, 26),
+        ("i2v_tail", 14, 38),
+        ("t2v", 10, 20),
+        ("i2v_head", 11, 33),
+        ("i2v_head", 12, 34),
+    ],
+)
+def test_evaluations_with_the_presets(mode, steps, evaluations):
+    counted = count_evaluations(PRESET, mode=CONDITION_MODES[mode], num_inference_steps=steps, num_latent_frames=33)
+    assert counted == evaluations
+
+
+def test_evaluations_without_oscillation():
+    steady = Guidance(text_oscillation=False, image_oscillation=False, temporal_image_scaling=False)
+    assert count_evaluations(steady, mode=T2V, num_inference_steps=50, num_latent_frames=33) == 100
+    assert count_evaluations(steady, mode=I2V, num_inference_steps=50, num_latent_frames=33) == 150
+
+
+def test_evaluations_without_guidance():
+    unguided = Guidance(guidance_scale=1.0, image_guidance_scale=1.0)
+    for mode in CONDITION_MODES.values():
+        assert count_evaluations(unguided, mode=mode, num_inference_steps=7, num_latent_frames=33) == 7
+
+
+COND, UNCOND, UNCOND2 = Branch.COND, Branch.UNCOND, Branch.UNCOND2
+
+
+@pytest.mark.parametrize(
+    ("text", "image", "branches"),
+    [
+        (7.5, (3.0,), (UNCOND2, UNCOND, COND)),
+        (1.0, (3.0,), (UNCOND2, UNCOND, COND)),
+        (7.5, (1.0,), (UNCOND, COND)),
+        (1.0, (1.0,), (COND,)),
+        (3.0, (3.0,), (UNCOND2, COND)),
+        (0.0, (3.0,), (UNCOND2, UNCOND)),
+        (0.0, (1.0,), (UNCOND,)),
+        (0.0, (0.0,), (UNCOND2,)),
+        (7.5, (1.0, 2.0, 3.0), (UNCOND2, UNCOND, COND)),
+        (7.5, (1.0, 1.0, 1.0), (UNCOND, COND)),
+        (1.0, (1.0, 1.0, 1.0), (COND,)),
+        (1.0, (1.0, 1.0, 3.0), (UNCOND2, UNCOND, COND)),
+    ],
+)
+def test_only_branches_that_count_are_needed(text, image, branches):
+    scales = GuidanceScales(text, image)
+    assert branches_needed(scales) == branches
+    velocities = _velocities(frames=3)
+    # The left-out branches are left out for good: with any other values the result is the same.
+    guided = combine_branches({branch: velocities[branch] for branch in branches}, scales)
+    torch.testing.assert_close(guided, _published_formula(velocities, scales, tokens_per_frame=4))
+
+
+def _velocities(*, frames, batch=2, tokens_per_frame=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, frames * tokens_per_frame, 6)
+    return {branch: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for branch in Branch}
+
+
+def _published_formula(velocities, scales, *, tokens_per_frame):
+    cond, uncond, uncond2 = (velocities[branch] for branch in (COND, UNCOND, UNCOND2))
+    image = torch.tensor(scales.image, dtype=cond.dtype)
+    if len(scales.image) > 1:
+        image = torch.cat([value.expand(tokens_per_frame) for value in image])[:, None]
+    return uncond2 + image * (uncond - uncond2) + scales.text * (cond - uncond)
+
+
+def test_every_needed_branch_changes_the_result():
+    for text, image in itertools.product([0.0, 1.0, 3.0, 7.5], [(0.0,), (1.0,), (3.0,), (1.0, 2.0, 3.0)]):
+        scales = GuidanceScales(text, image)
+        velocities = _velocities(frames=3)
+        before = combine_branches(velocities, scales)
+        for branch in Branch:
+            changed = combine_branches({**velocities, branch: velocities[branch] + 1.0}, scales)
+            assert torch.equal(changed, before) == (branch not in branches_needed(scales)), (text, image, branch)
+
+
+def test_guidance_keeps_the_dtype_of_the_model():
+    velocities = _velocities(frames=3, dtype=torch.bfloat16)
+    for scales in (GuidanceScales(7.5, (3.0,)), GuidanceScales(7.5, (1.0, 2.0, 3.0))):
+        assert combine_branches(velocities, scales).dtype is torch.bfloat16
+
+
+def test_scales_for_frames_need_tokens_of_frames():
+    with pytest.raises(ValueError, match="12 tokens do not divide into 5 latent frames"):
+        combine_branches(_velocities(frames=3), GuidanceScales(7.5, (1.0, 1.5, 2.0, 2.5, 3.0)))
+
+
+def test_oscillation_starts_at_step_ten_and_spares_even_steps():
+    assert [oscillating_scale(7.5, step) for step in range(8, 14)] == [7.5, 7.5, 7.5, 1.0, 7.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text_oscillation", "image_oscillation", "scales"),
+    [(True, True, (1.0, 1.0)), (True, False, (1.0, 3.0)), (False, True, (7.5, 1.0)), (False, False, (7.5, 3.0))],
+)
+def test_text_and_image_oscillate_on_their_own(text_oscillation, image_oscillation, scales):
+    guidance = Guidance(
+        text_oscillation=text_oscillation, image_oscillation=image_oscillation, temporal_image_scaling=False
+    )
+    at_odd_step = _scales(11, guidance, I2V)
+    assert (at_odd_step.text, *at_odd_step.image) == scales
+    assert _scales(10, guidance, I2V) == GuidanceScales(7.5, (3.0,))
+
+
+def test_image_guidance_grows_along_the_clip_and_fades_over_the_run():
+    assert _scales(0, PRESET, I2V).image == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0])
+    assert _scales(25, PRESET, I2V).image == (1.0,)
+    assert _scales(24, PRESET, I2V).image[-1] == pytest.approx(3.0 - 2.0 * 24 / 50)
+    assert _scales(48, PRESET, I2V).image == pytest.approx([1.0, 1.02, 1.04, 1.06, 1.08])
+
+
+def test_image_guidance_is_even_where_no_picture_is_given():
+    assert _scales(0, PRESET, V2V).image == (3.0,)
+    assert _scales(0, PRESET, T2V).image == (1.0,)
+
+
+def test_image_guidance_of_one_or_less_is_not_scaled():
+    assert _scales(0, Guidance(image_guidance_scale=1.0), I2V).image == (1.0,)
+    assert _scales(0, Guidance(image_guidance_scale=0.5), I2V).image == (0.5,)
+
+
+def test_what_the_branches_see():
+    assert {branch: (branch.uses_prompt, branch.uses_conditioning) for branch in Branch} == {
+        COND: (True, True),
+        UNCOND: (False, True),
+        UNCOND2: (False, False),
+    }

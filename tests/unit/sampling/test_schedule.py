@@ -1,0 +1,98 @@
+"""Noise and timesteps."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.sampling.schedule import (
+    flow_shift_for,
+    flow_timesteps,
+    latent_size,
+    noise_latents,
+    sample_seeds,
+)
+
+
+def test_timesteps_fall_from_one_to_zero():
+    timesteps = flow_timesteps(50, tokens_per_frame=2304, num_latent_frames=33)
+    assert (timesteps[0], timesteps[-1], len(timesteps)) == (1.0, 0.0, 51)
+    assert all(later < earlier for earlier, later in pairwise(timesteps))
+
+
+def test_automatic_shift():
+    assert flow_shift_for(tokens_per_frame=256, num_latent_frames=1) == 1.0
+    assert flow_shift_for(tokens_per_frame=4096, num_latent_frames=1) == 3.0
+    assert flow_shift_for(tokens_per_frame=2176, num_latent_frames=9) == pytest.approx(6.0)
+
+
+def test_given_shift_replaces_the_automatic_one():
+    timesteps = flow_timesteps(2, tokens_per_frame=2304, num_latent_frames=33, flow_shift=3.0)
+    assert timesteps == pytest.approx([1.0, 0.75, 0.0])
+
+
+def test_a_shift_of_one_spaces_evenly():
+    assert flow_timesteps(4, tokens_per_frame=9999, num_latent_frames=9, flow_shift=1.0) == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("steps", [0, -3])
+def test_no_steps_are_refused(steps):
+    with pytest.raises(RequestError, match=f"num_inference_steps={steps} must be at least 1"):
+        flow_timesteps(steps, tokens_per_frame=256, num_latent_frames=1)
+
+
+@pytest.mark.parametrize("shift", [0.0, -1.0, math.nan, math.inf])
+def test_a_useless_shift_is_refused(shift):
+    with pytest.raises(RequestError, match=r"flow_shift=.* must be a positive number"):
+        flow_timesteps(5, tokens_per_frame=256, num_latent_frames=1, flow_shift=shift)
+
+
+@pytest.mark.parametrize(
+    ("size", "latent"), [((192, 336), (24, 42)), ((193, 336), (26, 42)), ((1, 1), (2, 2)), ((360, 640), (46, 80))]
+)
+def test_latent_size_covers_every_pixel(size, latent):
+    assert latent_size(*size) == latent
+
+
+def test_latent_size_of_another_autoencoder():
+    assert latent_size(576, 1000, spatial_compression=32, patch_size=1) == (18, 32)
+
+
+def _noise(seeds, **changes):
+    options = {"num_latent_frames": 3, "height": 32, "width": 48, "device": "cpu", "dtype": torch.float32} | changes
+    return noise_latents(seeds, **options)
+
+
+def test_noise_is_one_seeded_randn():
+    expected = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(42))
+    assert torch.equal(_noise([42]), expected)
+
+
+def test_noise_is_drawn_in_its_own_dtype():
+    expected = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(7), dtype=torch.bfloat16)
+    drawn = _noise([7], dtype=torch.bfloat16)
+    assert drawn.dtype is torch.bfloat16
+    assert torch.equal(drawn, expected)
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    seeds = sample_seeds(42, 3)
+    assert seeds == [42, 43, 44]
+    batch = _noise(seeds)
+    assert batch.shape == (3, 16, 3, 4, 6)
+    for index, seed in enumerate(seeds):
+        assert torch.equal(batch[index : index + 1], _noise([seed]))
+    assert not torch.equal(batch[0], batch[1])
+
+
+def test_noise_leaves_the_global_generator_alone():
+    before = torch.random.get_rng_state()
+    _noise([1, 2])
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_noise_of_another_autoencoder():
+    drawn = _noise([0], latent_channels=128, spatial_compression=32, patch_size=1, height=64, width=96)
+    assert drawn.shape == (1, 128, 3, 2, 3)

@@ -1,0 +1,107 @@
+"""Sizes, ratios and lengths."""
+
+import pytest
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.sampling.sizes import (
+    ASPECT_RATIOS,
+    RESOLUTIONS,
+    check_num_frames,
+    image_size,
+    inference_sizes,
+    num_latent_frames,
+    num_pixels,
+    training_sizes,
+)
+
+
+def test_well_known_sizes():
+    assert image_size("768px", "16:9") == (576, 1024)
+    assert image_size("256px", "1:1") == (256, 256)
+    assert image_size("720p", "16:9") == (720, 1280)
+
+
+def test_resolutions_beyond_the_table():
+    assert image_size("64px", "1:1") == (64, 64)
+    assert image_size("128px", "1:1") == (128, 128)
+
+
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+@pytest.mark.parametrize("multiple", [16, 32])
+def test_sizes_are_multiples_near_the_number_of_pixels(resolution, multiple):
+    inference, training = (sizes(resolution, multiple=multiple) for sizes in (inference_sizes, training_sizes))
+    assert tuple(inference) == ASPECT_RATIOS
+    for height, width in [*inference.values(), *training.values()]:
+        assert height % multiple == width % multiple == 0
+    for ratio, (height, width) in inference.items():
+        assert height * width <= num_pixels(resolution)
+        if ratio in training:
+            trained = training[ratio][0] * training[ratio][1]
+            assert abs(trained - num_pixels(resolution)) <= abs(height * width - num_pixels(resolution))
+
+
+def test_training_has_no_size_twice():
+    sizes = training_sizes("256px")
+    assert len(set(sizes.values())) == len(sizes)
+    # 1.85:1 would be the size of 16:9 again.
+    assert "1.85:1" not in sizes
+    assert inference_sizes("256px")["1.85:1"] == inference_sizes("256px")["16:9"]
+
+
+@pytest.mark.parametrize(("resolution", "nearest"), [("256", "256px"), ("768P", "768px"), ("720", "720p")])
+def test_unknown_resolution_names_the_nearest(resolution, nearest):
+    with pytest.raises(RequestError, match="is not a resolution like 256px, 360p") as error:
+        image_size(resolution, "16:9")
+    assert error.value.hint == f"did you mean {nearest}?"
+
+
+@pytest.mark.parametrize("resolution", ["", "0px", "-256px", "256 px", "256px2", "999999px"])
+def test_a_resolution_that_is_none_is_refused(resolution):
+    with pytest.raises(RequestError, match=r"video\.resolution="):
+        num_pixels(resolution)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "nearest"),
+    [("16:10", "8:5"), ("21:9", "2.39:1"), ("16x9", "16:9"), ("32:18", "16:9"), ("1:20", "1:2.39")],
+)
+def test_unknown_ratio_names_the_nearest(ratio, nearest):
+    with pytest.raises(RequestError, match=r"is not one of 2\.39:1, 2:1, 16:9") as error:
+        image_size("256px", ratio)
+    assert error.value.hint == f"the nearest is {nearest}"
+
+
+@pytest.mark.parametrize("ratio", ["", "0:0", "1:0", "wide", "16:9:1"])
+def test_a_ratio_that_is_none_is_refused(ratio):
+    with pytest.raises(RequestError, match=r"video\.aspect_ratio="):
+        image_size("256px", ratio)
+
+
+def test_too_small_a_resolution_is_refused():
+    with pytest.raises(RequestError, match=r"video\.resolution=16px has no frame of .* in multiples of 16 pixels"):
+        image_size("16px", "1:1")
+
+
+@pytest.mark.parametrize("num_frames", [1, 5, 17, 33, 129])
+def test_valid_lengths(num_frames):
+    check_num_frames(num_frames, maximum=129)
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "nearest"), [(130, 129), (128, 129), (127, 125), (126, 125), (500, 129), (0, 1), (-7, 1), (2, 1)]
+)
+def test_invalid_lengths_name_the_nearest(num_frames, nearest):
+    with pytest.raises(RequestError, match=f"num_frames={num_frames} must be a multiple of 4 plus 1") as error:
+        check_num_frames(num_frames, maximum=129)
+    assert error.value.hint == f"the nearest is {nearest}"
+
+
+def test_an_uneven_maximum_is_rounded_down():
+    with pytest.raises(RequestError, match="from 1 to 17") as error:
+        check_num_frames(20, maximum=20)
+    assert error.value.hint == "the nearest is 17"
+
+
+@pytest.mark.parametrize(("num_frames", "latent"), [(1, 1), (5, 2), (17, 5), (33, 9), (129, 33)])
+def test_latent_frames(num_frames, latent):
+    assert num_latent_frames(num_frames) == latent
