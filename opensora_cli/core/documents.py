@@ -1,0 +1,30 @@
+"""The form of every result: one pydantic model, which is the JSON document that `--json` prints."""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+
+
+class Document(BaseModel):
+    """A frozen record whose fields, in order, are its JSON form.
+
+    Fields hold what JSON can say (text, numbers, lists, mappings, other documents, and paths, which become text);
+    what a program needs and JSON does not show is a field with `exclude=True`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    SCHEMA: ClassVar[str | None] = None
+    """The name and version under the key `schema`; None: this is a part of another document."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        if cls.SCHEMA is not None:
+            described["properties"] = {"schema": {"const": cls.SCHEMA}, **described.get("properties", {})}
+        return described
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document as plain dictionaries, lists, text and numbers."""
+        fields = self.model_dump(mode="json")
+        return fields if self.SCHEMA is None else {"schema": self.SCHEMA, **fields}
