@@ -2,9 +2,18 @@
 
 import types
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from opensora_cli.core.sizes import parse_bytes
 
@@ -21,6 +30,19 @@ def _read_bytes(value: object, info: ValidationInfo) -> object:
 
 ByteSize = Annotated[PositiveInt, BeforeValidator(_read_bytes)]
 """Bytes; as text also with a unit: `4GB` (powers of 1000), `4GiB` (powers of 1024)."""
+
+
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
+
+
+def _check_plot_ending(value: str, info: ValidationInfo) -> str:
+    if PurePath(value).suffix.lower() not in PLOT_ENDINGS:
+        raise ValueError(f"{info.field_name}={value} must end in .png, .svg or .pdf")
+    return value
+
+
+PlotFile = Annotated[str, AfterValidator(_check_plot_ending)]
+"""A file for a chart, whose ending is its format."""
 
 
 class Section(BaseModel):

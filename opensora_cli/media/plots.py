@@ -1,0 +1,52 @@
+"""Charts as files, through matplotlib, which is an extra and imported only when a chart is asked for."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.files import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# No dates or versions, and the same ids in every SVG: equal data give equal bytes.
+_METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
+}
+
+
+def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
+    """Return an empty figure of so many inches. It belongs to no window and to no global state of matplotlib.
+
+    Call it before long work, too, to find out early that matplotlib is missing.
+
+    Raises:
+        HardwareError: matplotlib cannot be imported.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise HardwareError(f"charts need matplotlib ({error})", hint="pip install 'osora[plot]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_figure(figure: "Figure", path: str | os.PathLike[str], *, replace: bool = False) -> None:
+    """Write a figure, whole or not at all; the ending of `path` (.png, .svg or .pdf) is its format.
+
+    Args:
+        figure: of `new_figure`.
+        path: the file; missing folders are made.
+        replace: whether it may take the place of an existing file.
+
+    Raises:
+        OutputError: it cannot be written, or exists and must not be replaced.
+    """
+    import matplotlib
+
+    format_ = Path(path).suffix.lower().lstrip(".")
+    same_ids_and_plain_text = matplotlib.rc_context({"svg.hashsalt": "osora", "svg.fonttype": "none"})
+    with atomic_path(path, replace=replace) as temporary, same_ids_and_plain_text:
+        figure.savefig(temporary, format=format_, dpi=150, metadata=_METADATA[format_])
