@@ -7,7 +7,7 @@ from golden.compare import read_golden_file
 from shared_tokens import mesh_of
 from torch import Tensor
 
-from opensora_cli.models.attention import sdpa
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.layout import converter

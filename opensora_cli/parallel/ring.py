@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from opensora_cli.parallel.attention_parts import accumulation_dtype, merge, part_kernel
+from opensora_cli.core.attention import AttentionBackend, AttentionFn, PartKernel, accumulation_dtype
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.parallel.lengths import SequenceLengths
 
 
@@ -23,11 +24,19 @@ class RingAttention:
     with their gradients behind them, so that no more is kept for it than by attention of one process.
 
     Args:
+        attention: an `AttentionBackend` that computes in parts.
         group: the ranks, in the order of the ring.
         lengths: how many tokens each has (`of_ring`) whenever this is called.
+
+    Raises:
+        RequestError: the attention does not compute in parts.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
+    def __init__(self, attention: AttentionFn, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
+        if not isinstance(attention, AttentionBackend) or attention.part_kernel is None:
+            name = attention.name if isinstance(attention, AttentionBackend) else repr(attention)
+            raise RequestError(f"attention={name} does not compute in parts, which ring attention needs")
+        self._part_kernel = attention.part_kernel
         self._group = group
         self._lengths = lengths
 
@@ -43,19 +52,41 @@ class RingAttention:
             raise ValueError(f"{sorted(tokens)} tokens at place {rank} of a ring whose ranks should have {lengths}")
         # Outside of the function that keeps them, so that only what is sent is kept.
         k_BHND, v_BHND = k_BHND.contiguous(), v_BHND.contiguous()
-        out: Tensor = _Ring.apply(q_BHND, k_BHND, v_BHND, self._group, lengths)  # type: ignore[no-untyped-call]
+        kernel = self._part_kernel(q_BHND, k_BHND, v_BHND)
+        out: Tensor = _Ring.apply(q_BHND, k_BHND, v_BHND, kernel, self._group, lengths)  # type: ignore[no-untyped-call]
         return out
+
+
+def merge(out_BHND: Tensor, lse_BHN: Tensor, part_BHND: Tensor, part_lse_BHN: Tensor) -> Tensor:
+    """Merge one more part into `out_BHND`, in place, and return the new log-sum-exp.
+
+    No exponential of a score is taken, so that none overflows: only a weight in 0..1, and the logarithm's stable sum.
+
+    Args:
+        out_BHND: the parts before, in at least fp32.
+        lse_BHN: their log-sum-exp.
+        part_BHND: the part, in any dtype.
+        part_lse_BHN: its log-sum-exp.
+    """
+    weight_BHN1 = torch.sigmoid(part_lse_BHN - lse_BHN)[..., None].to(out_BHND.dtype)
+    out_BHND.lerp_(part_BHND.to(out_BHND.dtype), weight_BHN1)
+    return torch.logaddexp(lse_BHN, part_lse_BHN)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, lengths: tuple[int, ...]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kernel: PartKernel,
+        group: dist.ProcessGroup,
+        lengths: tuple[int, ...],
     ) -> Tensor:
-        attend = part_kernel(q, k, v).attend
         out: Tensor | None = None
         for tensors in _going_round([k, v], group, lengths):
-            part, part_lse = attend(q, tensors[0], tensors[1])
+            part, part_lse = kernel.attend(q, tensors[0], tensors[1])
             if out is None:
                 out, lse = part.to(accumulation_dtype(q.dtype)), part_lse
             else:
@@ -65,7 +96,7 @@ class _Ring(torch.autograd.Function):
         assert out is not None
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.lengths = group, lengths
+        ctx.kernel, ctx.group, ctx.lengths = kernel, group, lengths
         return out
 
     @staticmethod
@@ -73,12 +104,11 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group, lengths = ctx.group, ctx.lengths
-        gradients = part_kernel(q, k, v).gradients
         dtype = accumulation_dtype(q.dtype)
         grad_q = torch.zeros_like(q, dtype=dtype)
         coming: _Coming | None = None
         for step, tensors in zip(range(len(lengths)), _going_round([k, v], group, lengths), strict=True):
-            part_q, *sums = gradients(gradient, q, tensors[0], tensors[1], out, lse)
+            part_q, *sums = ctx.kernel.gradients(gradient, q, tensors[0], tensors[1], out, lse)
             grad_q += part_q
             del part_q
             if coming is None:
@@ -88,7 +118,7 @@ class _Ring(torch.autograd.Function):
             # After those keys and values, and at last to the rank that these came from.
             coming = _pass_on(sums, group, lengths, step) if len(lengths) > 1 else None
         grad_k, grad_v = sums if coming is None else coming.wait()
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
 class _Coming:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.attention_parts import Attention
 from opensora_cli.parallel.collectives import (
     copy_to_group,
     gather_forward_split_backward,
@@ -19,18 +19,21 @@ from opensora_cli.parallel.shares import shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 
 
-def sequence_attention(attention: Attention, mesh: ParallelMesh, lengths: SequenceLengths) -> Attention:
+def sequence_attention(attention: AttentionFn, mesh: ParallelMesh, lengths: SequenceLengths) -> AttentionFn:
     """Return attention between the tokens of all sequence-parallel ranks, to hand into a model in place of `attention`.
 
     Ulysses goes around the ring (USP, Fang & Zhao 2024); where both have one rank it is `attention` itself.
 
     Args:
-        attention: for the tokens of one process; a ring does without, because it needs each part's log-sum-exp.
+        attention: for the tokens of one process; a ring takes an `AttentionBackend` that can compute in parts.
         mesh: its axes `ring` and `ulysses` say which scheme.
         lengths: the one that the `SequenceParallel` around the model has.
+
+    Raises:
+        RequestError: there is a ring, and the attention does not compute in parts.
     """
     if mesh.shape.ring > 1:
-        attention = RingAttention(mesh.group("ring"), lengths)
+        attention = RingAttention(attention, mesh.group("ring"), lengths)
     if mesh.shape.ulysses > 1:
         attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths)
     return attention

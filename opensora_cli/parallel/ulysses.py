@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.attention_parts import Attention
 from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.shares import shares
 
@@ -26,7 +26,7 @@ class UlyssesAttention:
         lengths: how many tokens each has (`of_ulysses`) whenever this is called.
     """
 
-    def __init__(self, attention: Attention, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
+    def __init__(self, attention: AttentionFn, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
         self._attention = attention
         self._group = group
         self._lengths = lengths

@@ -16,7 +16,7 @@ from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import storage_bytes
-from opensora_cli.models.attention import sdpa
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.low_rank import LowRankLinear
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from shared_tokens import attention_bytes, attention_errors, draw, mesh_of
 
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.ring import RingAttention
 
@@ -67,7 +68,7 @@ def _sent() -> tuple[list[int], list[int]]:
         return begin(transfers)
 
     with patch.object(dist, "batch_isend_irecv", watched):
-        out = RingAttention(mesh.group("ring"), lengths)(*given)
+        out = RingAttention(sdpa, mesh.group("ring"), lengths)(*given)
         forward = list(sent)
         out.sum().backward()
     return forward, sent[len(forward) :]

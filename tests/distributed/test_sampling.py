@@ -21,7 +21,7 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention import sdpa
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.sampling.conditioning import reference_parts
 from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.load import load_preset

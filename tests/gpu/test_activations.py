@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager, used_and_total
-from opensora_cli.models import attention
+from opensora_cli.models.attention.math import math
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def on_cuda(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def model_and_inputs(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
     """Of some hundred microseconds for each kernel, so that copies and computation do overlap."""
-    model = transformer(depth=3, single=5, hidden=512, attention=attention.math).to("cuda", dtype)
+    model = transformer(depth=3, single=5, hidden=512, attention=math).to("cuda", dtype)
     return model, on_cuda(inputs(model, tokens=1500, text=100))
 
 

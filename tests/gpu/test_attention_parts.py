@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opensora_cli.parallel import attention_parts
-from opensora_cli.parallel.attention_parts import MATH, PartKernel, accumulation_dtype, merge, part_kernel
+from opensora_cli.core.attention import PartKernel, accumulation_dtype
+from opensora_cli.models.attention import sdpa as kernels
+from opensora_cli.models.attention.math import MATH_PARTS
+from opensora_cli.models.attention.sdpa import part_kernel
 from opensora_cli.parallel.mesh import backend_of
+from opensora_cli.parallel.ring import merge
 from opensora_cli.parallel.shares import shares
 
 pytestmark = [
@@ -37,11 +40,11 @@ def draw(dtype: torch.dtype, width: int) -> list[Tensor]:
 def kernel_of(name: str, *tensors: Tensor) -> PartKernel:
     """Return a kernel, which must be the one that is chosen where torch allows no other."""
     if name == "math":
-        return MATH
+        return MATH_PARTS
     backend = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}[name]
     with sdpa_kernel(backend):
         kernel = part_kernel(*tensors)
-    assert kernel is {"flash": attention_parts._FLASH, "efficient": attention_parts._EFFICIENT}[name]
+    assert kernel is {"flash": kernels._FLASH, "efficient": kernels._EFFICIENT}[name]
     return kernel
 
 
@@ -79,10 +82,10 @@ def test_parts_make_the_whole(name: str, dtype: torch.dtype, tolerance: float, w
 
 
 def test_what_is_chosen() -> None:
-    assert part_kernel(*draw(torch.bfloat16, 128)[:3]) is attention_parts._FLASH
-    assert part_kernel(*draw(torch.float32, 128)[:3]) is attention_parts._EFFICIENT
-    assert part_kernel(*draw(torch.bfloat16, 12)[:3]) is MATH
-    assert part_kernel(*draw(torch.float64, 128)[:3]) is MATH
+    assert part_kernel(*draw(torch.bfloat16, 128)[:3]) is kernels._FLASH
+    assert part_kernel(*draw(torch.float32, 128)[:3]) is kernels._EFFICIENT
+    assert part_kernel(*draw(torch.bfloat16, 12)[:3]) is MATH_PARTS
+    assert part_kernel(*draw(torch.float64, 128)[:3]) is MATH_PARTS
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.bench_comm.wire import StepSizes, Traffic, step_traffic
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train.flow import get_batch_loss
-from opensora_cli.models.attention import AttentionFn, sdpa
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.parallel.lengths import SequenceLengths
@@ -88,7 +89,7 @@ class DenoisingStep:
         lengths = SequenceLengths(ring=shape.ring, ulysses=shape.ulysses, ring_rank=dist.get_rank(group) % shape.ring)
         attention: AttentionFn = sdpa
         if shape.ring > 1:
-            attention = RingAttention(group, lengths)
+            attention = RingAttention(sdpa, group, lengths)
         elif shape.ulysses > 1:
             attention = UlyssesAttention(sdpa, group, lengths)
         model = SequenceParallel(

@@ -19,13 +19,12 @@ from opensora_cli.engine.encode.cache import ClipCache
 from opensora_cli.engine.encode.encoding import Encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, weights_folders
 from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.mmdit import Export, MMDiTTask, bf16_products, export_transformer
-from opensora_cli.models.attention import AttentionFn, sdpa
+from opensora_cli.engine.train.mmdit import Export, MMDiTTask, export_transformer
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings, TrainAttention
+from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
 # What a text encoder's folder has that changes what it makes of a caption.
 _FILES_OF_ENCODERS = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
@@ -112,11 +111,6 @@ def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: R
         "captions": f"add_fps={chosen.add_fps}, add_motion_score={chosen.add_motion_score}",
         "precision": str(frozen_dtype(chosen, device)).removeprefix("torch."),
     }
-
-
-def training_attention(settings: MMDiTTrainSettings) -> AttentionFn:
-    """Return how the transformer computes its attention."""
-    return bf16_products if settings.attention is TrainAttention.BF16_PRODUCTS else sdpa
 
 
 def build_mmdit_task(

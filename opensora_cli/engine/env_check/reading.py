@@ -18,7 +18,6 @@ from types import ModuleType
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
 from opensora_cli.engine.env_check.facts import (
@@ -34,7 +33,7 @@ from opensora_cli.engine.env_check.facts import (
     WeightFacts,
 )
 from opensora_cli.engine.env_check.presets import preset_here
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import backend_names
 
 _SMI_SECONDS = 5
 _WEIGHT_BYTES = 2
@@ -286,7 +285,7 @@ def read_weights(environment: Mapping[str, str]) -> WeightFacts:
 def read_backends() -> tuple[BackendFacts, ...]:
     """Return the ways to compute attention."""
     return tuple(
-        BackendFacts(name=name, package=_package(source), in_registry=_is_backend(name))
+        BackendFacts(name=name, package=_package(source), in_registry=name in backend_names())
         for name, source in _BACKEND_PACKAGES.items()
     )
 
@@ -302,14 +301,6 @@ def _package(source: tuple[str, str] | None) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
-
-
-def _is_backend(name: str) -> bool:
-    try:
-        attention_backend(name)
-    except RequestError:
-        return False
-    return True
 
 
 def read_encoder() -> EncoderFacts:

@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opensora_cli.models.attention import AttentionFn, sdpa
+from opensora_cli.core.attention import AttentionFn, accumulation_dtype
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
-from opensora_cli.parallel.attention_parts import accumulation_dtype
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares
 

@@ -5,23 +5,18 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.estimate.hardware import Hardware
 from opensora_cli.engine.generate.load import release_memory
 from opensora_cli.engine.generate.record import is_out_of_memory
 from opensora_cli.engine.mem_profile.report import AttentionCost, mib
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.settings.components import ModelSettings
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-_KINDS = {
-    "standard (math)": SDPBackend.MATH,
-    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-}
 _REPEATS = 3
 
 
@@ -38,32 +33,31 @@ def attention_costs(
     """
     found = []
     head_dim = model.hidden_size // model.num_heads
-    with reporter.stage("attention", total=len(_KINDS) * len(lengths), unit="runs") as progress:
-        for kind, backend in _KINDS.items():
+    kernels = {kind: kernel for name in backend_names() for kind, kernel in attention_backend(name).compared}
+    with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
+        for kind, kernel in kernels.items():
             for tokens in lengths:
-                found.append(_cost(kind, backend, hardware, (1, model.num_heads, tokens, head_dim)))
+                found.append(_cost(kind, kernel, hardware, (1, model.num_heads, tokens, head_dim)))
                 release_memory(hardware.device)
                 progress.advance()
     return tuple(found)
 
 
-def _cost(kind: str, backend: SDPBackend, hardware: Hardware, shape: tuple[int, int, int, int]) -> AttentionCost:
+def _cost(kind: str, kernel: ComparedKernel, hardware: Hardware, shape: tuple[int, int, int, int]) -> AttentionCost:
     tokens = shape[2]
     # Scores and weights of all pairs, in fp32 and in the dtype of the inputs.
     standard_bytes = shape[1] * tokens**2 * 2 * (4 + hardware.dtype.itemsize)
-    if backend is SDPBackend.MATH and standard_bytes > hardware.free_bytes:
+    if kernel.holds_all_scores and standard_bytes > hardware.free_bytes:
         reason = f"about {mib(standard_bytes)} needed, {mib(hardware.free_bytes)} free"
         return AttentionCost(kind=kind, tokens=tokens, reason=reason)
-    if backend is SDPBackend.EFFICIENT_ATTENTION and hardware.device.type == "cpu":
+    if not kernel.runs_on_cpu and hardware.device.type == "cpu":
         return AttentionCost(kind=kind, tokens=tokens, reason="torch has no such kernel for a CPU")
     try:
         q, k, v = (torch.zeros(shape, dtype=hardware.dtype, device=hardware.device) for _ in range(3))
-        with torch.inference_mode(), sdpa_kernel(backend), warnings.catch_warnings():
+        with torch.inference_mode(), warnings.catch_warnings():
             # Torch warns of every kernel that it does not have; the table says so too.
             warnings.simplefilter("ignore")
-            memory, seconds = memory_and_time(
-                lambda: functional.scaled_dot_product_attention(q, k, v), device=hardware.device, repeats=_REPEATS
-            )
+            memory, seconds = memory_and_time(lambda: kernel.attend(q, k, v), device=hardware.device, repeats=_REPEATS)
     except RuntimeError as error:
         reason = "out of memory" if is_out_of_memory(error) else "this device has no such kernel for these sizes"
         return AttentionCost(kind=kind, tokens=tokens, reason=reason)

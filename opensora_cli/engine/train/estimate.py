@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.configs import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.encode.frozen import find_frozen_parts, frozen_dtype, training_attention
+from opensora_cli.engine.encode.frozen import find_frozen_parts, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import give_empty_weights, without_memory
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
@@ -27,6 +27,7 @@ from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.vae import build_vae_task
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -256,7 +257,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
 
     encoders = Encoders(vae, t5=t5, clip=clip, dtype=dtype, tiling=vae_tiling(settings.vae))
     task = MMDiTTask(
-        MMDiT(mmdit_config(model), attention=training_attention(settings.train_mmdit)),
+        MMDiT(mmdit_config(model), attention=attention_backend(settings.train_mmdit.attention)),
         settings=settings.train_mmdit,
         grid=settings.vae.grid,
         empty_prompt=EmptyPrompt(t5([""])[0], clip([""])[0]),

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.load import fill_module, read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.encode.frozen import training_attention
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.settings.optimizer import Compute
@@ -33,7 +33,7 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
         HardwareError: an adapter needs a library that is missing.
     """
     transformer = transformer_on_meta(settings.model)
-    transformer.set_attention(training_attention(settings.train_mmdit))
+    transformer.set_attention(attention_backend(settings.train_mmdit.attention))
     if settings.lora.is_on:
         add_lora(transformer.to(weights_dtype(settings)), settings.lora, seed=settings.loop.seed)
     return transformer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.attention import AttentionFn
+from opensora_cli.core.attention import AttentionFn
 from opensora_cli.models.mmdit.chunks import cut, joined, over_tokens, spans
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.rotary import rotate

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.models.attention import AttentionFn, sdpa
+from opensora_cli.core.attention import AttentionFn
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
     TIME_EMBEDDING_WIDTH,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import auto_grad_checkpoint, set_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention import sdpa
+from opensora_cli.models.attention.sdpa import sdpa
 
 
 def manager() -> ActivationManager:

@@ -1,15 +1,50 @@
-"""The attention functions and their registry."""
+"""The attention backends, whole and by parts of the keys, and their registry."""
 
 import pytest
 import torch
+from torch.nn import functional
 
+from opensora_cli.core.attention import accumulation_dtype
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.attention import attention_backend, math, sdpa
+from opensora_cli.models import attention
+from opensora_cli.models.attention import attention_backend, backend_names
+from opensora_cli.models.attention.math import MATH_PARTS, math
+from opensora_cli.models.attention.sdpa import part_kernel, sdpa
+from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.parallel.ring import RingAttention, merge
+
+WIDTH = 8
+ADDED = """
+from torch import Tensor
+from opensora_cli.core.attention import AttentionBackend, ComparedKernel
+from opensora_cli.models.attention.math import MATH_PARTS, math
+
+calls = []
+
+def attend(q, k, v, /):
+    calls.append(q.shape)
+    return math(q, k, v)
+
+def part_kernel(q, k, v):
+    calls.append("parts")
+    return MATH_PARTS
+
+added = AttentionBackend("added", attend, part_kernel=part_kernel, compared=(("added", ComparedKernel(attend)),))
+"""
 
 
-def test_sdpa_equals_math():
-    q, k, v = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(sdpa(q, k, v), math(q, k, v), atol=1e-6)
+def draw(*lengths, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, n, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for n in lengths]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("sdpa", 1e-6), ("bf16_products", 0.03)])
+def test_every_backend_computes_what_the_reference_does(name, tolerance):
+    q, k, v = draw(7, 7, 7, dtype=torch.float32)
+    out = attention_backend(name)(q, k, v)
+    assert out.dtype is torch.float32
+    assert torch.allclose(out, math(q, k, v), atol=tolerance)
+    assert set(backend_names()) == {"math", "sdpa", "bf16_products"}
 
 
 def test_math_is_softmax_of_scaled_products():
@@ -19,23 +54,112 @@ def test_math_is_softmax_of_scaled_products():
     assert math(q, k, v).item() == pytest.approx(torch.tensor(2.0 * 3.0 / 2.0).sigmoid().item())
 
 
-def test_math_keeps_fp32_under_autocast():
-    q, k, v = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+def test_math_keeps_fp32_under_autocast_and_returns_the_dtype_of_values():
+    q, k, v = draw(5, 5, 5, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = math(q, k, v)
+        parts = MATH_PARTS.attend(q, k, v)
     assert torch.equal(inside, math(q, k, v))
+    assert all(map(torch.equal, parts, MATH_PARTS.attend(q, k, v)))
+    assert math(q, k, v.bfloat16()).dtype is torch.bfloat16
 
 
-def test_math_returns_the_dtype_of_values():
-    q, k, v = torch.ones(3, 1, 1, 2, 4, dtype=torch.bfloat16)
-    assert math(q, k, v).dtype == torch.bfloat16
-
-
-def test_registry():
-    assert attention_backend("sdpa") is sdpa
-    assert attention_backend("math") is math
-
-
-def test_unknown_backend_names_the_nearest():
-    with pytest.raises(RequestError, match=r"attention='spda' .*sdpa or math.*mean 'sdpa'"):
+def test_an_unknown_backend_is_refused_with_the_nearest_name():
+    with pytest.raises(RequestError, match=r"attention='spda' .*math or sdpa.*mean 'sdpa'"):
         attention_backend("spda")
+
+
+def test_a_file_in_the_package_is_a_backend_for_models_rings_and_comparison(tmp_path, monkeypatch):
+    (tmp_path / "added.py").write_text(ADDED)
+    monkeypatch.setattr(attention, "__path__", [*attention.__path__, str(tmp_path)])
+    monkeypatch.delitem(attention.__dict__, "added", raising=False)
+    assert "added" in backend_names()
+    backend = attention_backend("added")
+    calls = backend.attend.__globals__["calls"]
+
+    config = MMDiTConfig(
+        in_channels=4,
+        vec_in_dim=4,
+        context_in_dim=4,
+        hidden_size=16,
+        num_heads=2,
+        depth=1,
+        depth_single_blocks=1,
+        axes_dim=(2, 2, 4),
+        cond_embed=False,
+        patch_size=1,
+    )
+    given = {
+        "position_ids_BN3": torch.zeros(1, 3, 3),
+        "timesteps_B": torch.ones(1),
+        "prompt_embeds_BLC": torch.ones(1, 2, 4),
+        "pooled_prompt_embeds_BV": torch.ones(1, 4),
+    }
+    MMDiT(config, attention=backend)(torch.ones(1, 3, 4), **given)
+    assert calls == [(1, 2, 5, 8)] * 2
+    assert dict(backend.compared).keys() == {"added"}
+    assert RingAttention(backend, None, None)._part_kernel is backend.part_kernel
+
+
+@pytest.mark.parametrize("backend", [attention_backend("bf16_products"), functional.scaled_dot_product_attention])
+def test_a_ring_refuses_attention_without_parts(backend):
+    with pytest.raises(RequestError, match="does not compute in parts"):
+        RingAttention(backend, None, None)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "math"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "cuts", "scale"),
+    [
+        (torch.float64, 1e-12, (1, 1, 5), 60.0),
+        (torch.float32, 2e-6, (7,), 60.0),
+        (torch.float32, 2e-6, (3, 4), 1.0),
+        (torch.bfloat16, 0.03, (3, 4), 60.0),
+    ],
+)
+def test_parts_make_the_whole(dtype, tolerance, cuts, scale, kernel):
+    q, k, v = draw(5, 7, 7, dtype=dtype)
+    # At 60, scores of 1e4, of which no exponential is finite.
+    q, k = q * scale, k * scale
+    scores = q.double() @ k.double().mT / WIDTH**0.5
+    expected = scores.softmax(-1) @ v.double()
+    attend = kernel_of(kernel, q, k, v).attend
+    parts = [attend(q, *part) for part in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True)]
+    assert all(part.dtype is dtype for part, _ in parts)
+    (out, lse), *others = parts
+    out = out.to(accumulation_dtype(dtype))
+    for part, part_lse in others:
+        lse = merge(out, lse, part, part_lse)
+    assert lse.dtype is out.dtype is accumulation_dtype(dtype)
+    of_scores = 10 * torch.finfo(lse.dtype).eps * scale**2
+    assert (out.double() - expected).abs().max() <= tolerance + of_scores
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "math"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 0.03)]
+)
+def test_gradients_of_parts_make_those_of_the_whole(dtype, tolerance, kernel):
+    q, k, v, gradient = draw(5, 7, 7, 5, dtype=dtype)
+    exact = [tensor.double().clone().requires_grad_() for tensor in (q, k, v)]
+    expected = torch.autograd.grad(functional.scaled_dot_product_attention(*exact), exact, gradient.double())
+    # As a model hands it back: heads behind tokens in memory.
+    gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    chosen = kernel_of(kernel, q, k, v)
+    out, lse = chosen.attend(q, k, v)
+    pieces = zip(k.split((3, 4), 2), v.split((3, 4), 2), strict=True)
+    of_q, of_k, of_v = zip(*(chosen.gradients(gradient, q, *piece, out, lse) for piece in pieces), strict=True)
+    for found, exact_one in zip((sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2)), expected, strict=True):
+        assert found.dtype is dtype
+        assert (found.double() - exact_one).abs().max() < tolerance
+
+
+def kernel_of(name, *tensors):
+    fused = sdpa.part_kernel(*tensors)
+    assert fused is not MATH_PARTS
+    return fused if name == "fused" else math.part_kernel(*tensors)
+
+
+def test_devices_without_fused_kernels_compute_parts_as_written():
+    assert part_kernel(*(tensor.to("meta") for tensor in draw(5, 7, 7, dtype=torch.float32))) is MATH_PARTS

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.attention import math, sdpa
+from opensora_cli.models.attention.math import math
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, Split, repeated_blocks
 from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, sinusoidal_embedding

@@ -6,7 +6,8 @@ from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.models.attention import math, sdpa
+from opensora_cli.models.attention.math import math
+from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.chunks import joined, over_tokens, spans
 
@@ -241,7 +242,7 @@ def test_the_reference_attention_takes_some_queries_at_a_time(monkeypatch):
     whole = math(q.requires_grad_(), k, v)
     assert whole.requires_grad
     matrix_bytes = 2 * 4 * 50 * 50 * 4
-    monkeypatch.setattr("opensora_cli.models.attention._LARGEST_MATRIX", 2 * 4 * 50 * 3)
+    monkeypatch.setattr("opensora_cli.models.attention.math._LARGEST_MATRIX", 2 * 4 * 50 * 3)
     with torch.no_grad(), TensorBytes() as counter:
         blockwise = math(q, k, v)
     torch.testing.assert_close(blockwise, whole)

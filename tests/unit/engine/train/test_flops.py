@@ -5,9 +5,9 @@ import torch
 from tiny_transformer import inputs, transformer
 from torch.utils.flop_counter import FlopCounterMode
 
+from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops, training_flops
-from opensora_cli.models.attention import AttentionFn
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.settings.lora import LoraSettings
 

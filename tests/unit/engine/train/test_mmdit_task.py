@@ -14,9 +14,8 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, Encoders, encode_for_cache, part_name
-from opensora_cli.engine.train.mmdit import MMDiTTask, bf16_products, fresh_clip
+from opensora_cli.engine.train.mmdit import MMDiTTask, fresh_clip
 from opensora_cli.engine.train.task import Chance
-from opensora_cli.models.attention import math
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
@@ -443,14 +442,6 @@ def test_weights_are_exported_in_half_precision(vae, tmp_path):
     exported = load_file(tmp_path / "transformer.safetensors")
     assert exported.keys() == module.state_dict().keys()
     assert all(torch.equal(exported[name], weight.half()) for name, weight in module.state_dict().items())
-
-
-def test_attention_is_attention():
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
-    out = bf16_products(q, k, v)
-    assert out.dtype == torch.float32
-    assert torch.allclose(out, math(q, k, v), atol=0.03)
 
 
 def test_parts_have_names():

@@ -1,0 +1,31 @@
+"""Attention backends: the file `NAME.py` defines the backend `NAME`, and is imported when it is first asked for.
+
+Adding a backend is adding a file.
+"""
+
+import difflib
+import importlib
+import pkgutil
+
+from opensora_cli.core.attention import AttentionBackend
+from opensora_cli.core.exceptions import RequestError
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names of all backends; importing none of them."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def attention_backend(name: str) -> AttentionBackend:
+    """Return the backend called `name`.
+
+    Raises:
+        RequestError: there is no such backend; the message names the nearest one.
+    """
+    names = backend_names()
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise RequestError(f"attention={name!r} is not a backend: use {' or '.join(names)}{meant}")
+    backend: AttentionBackend = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    return backend
