@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from opensora_cli.core.conditions import T2V, condition_mode
 from opensora_cli.engine.components.configs import vae_tiling
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.plan import ExecutionPlan
@@ -22,12 +23,7 @@ from opensora_cli.media.resize import fit_frames
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.sampling.conditioning import (
-    T2V,
-    condition_mode,
-    prepare_inference_condition,
-    restore_references,
-)
+from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import denoise
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents

@@ -31,6 +31,7 @@ import torch
 from checkpoint_stall import measure as measure_checkpoints
 from plain_loop import PlainLoop
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scene_clips import SceneClip
@@ -45,7 +46,6 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.task import BatchSource
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.write import write_media
-from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -65,7 +65,7 @@ def demo_settings(*, batch_size: int, compute: str, changes: Mapping[str, str] |
         "optimizer.warmup_steps": "0",
         "optimizer.decay_steps": "0",
         "train_mmdit.cache": "none",
-        **{f"train_mmdit.mode_weights.{mode}": str(int(mode is ConditionMode.T2V)) for mode in ConditionMode},
+        **{f"train_mmdit.mode_weights.{mode}": str(int(mode == "t2v")) for mode in CONDITION_MODES},
         **(changes or {"data.scenes.batch_size": str(batch_size)}),
     }
     overrides = {key: Given(value, "the benchmark") for key, value in given.items()}

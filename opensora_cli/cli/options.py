@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.settings.enums import (
     AspectRatio,
-    ConditionMode,
     DType,
     Fit,
     ModelChoice,
@@ -77,11 +77,12 @@ NumSamples = Annotated[
 
 # From what.
 Condition = Annotated[
-    ConditionMode | None,
+    str | None,
     typer.Option(
         "--cond",
         metavar="MODE",
-        help=f"Which part of the video is given: {', '.join(ConditionMode)}. Without it, what suits the references.",
+        help=f"Which part of the video is given: {', '.join(CONDITION_MODES)}. Without it, what suits the references.",
+        autocompletion=lambda: list(CONDITION_MODES),
         rich_help_panel=_REFERENCE,
     ),
 ]

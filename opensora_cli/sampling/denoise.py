@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from opensora_cli.sampling.conditioning import ConditionMode
+from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.sampling.guidance import (
     Branch,
     Guidance,

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import torch
 
-from opensora_cli.sampling.conditioning import ConditionMode
+from opensora_cli.core.conditions import ConditionMode
 
 OSCILLATION_START = 10
 """The first step from which odd steps may be unguided."""

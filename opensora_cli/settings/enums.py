@@ -49,50 +49,6 @@ class AspectRatio(StrEnum):
     TALL_1_2_39 = "1:2.39"
 
 
-class ConditionMode(StrEnum):
-    """Which part of the video is given.
-
-    A name says where the given frames come from (nothing, pictures, or a video), where they stand, and for `easy`
-    that there are more of them.
-    """
-
-    T2V = "t2v"
-    I2V_HEAD = "i2v_head"
-    I2V_TAIL = "i2v_tail"
-    I2V_LOOP = "i2v_loop"
-    V2V_HEAD = "v2v_head"
-    V2V_TAIL = "v2v_tail"
-    V2V_HEAD_EASY = "v2v_head_easy"
-    V2V_TAIL_EASY = "v2v_tail_easy"
-
-    @property
-    def takes_reference(self) -> bool:
-        """Whether a picture or video must be given."""
-        return not self.value.startswith("t2v")
-
-    @property
-    def takes_video(self) -> bool:
-        """Whether the reference is read as a video, from which more than one frame is given."""
-        return self.value.startswith("v2v")
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether both ends of the video are given."""
-        return "_loop" in self.value
-
-    @property
-    def is_easy(self) -> bool:
-        """Whether the longer of the two video references is given."""
-        return self.value.endswith("_easy")
-
-    @property
-    def max_references(self) -> int:
-        """How many files it can use: a loop takes its two ends from one file or from two."""
-        if not self.takes_reference:
-            return 0
-        return 2 if self.is_loop else 1
-
-
 class Fit(StrEnum):
     """How a reference of another shape is fitted into the video."""
 

@@ -9,11 +9,11 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths, Source
 from opensora_cli.settings.base import ByteSize, Section, split_list
 from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings, ModelSettings, TextSettings, VAESettings
 from opensora_cli.settings.enums import (
     AspectRatio,
-    ConditionMode,
     DType,
     Fit,
     HostWeights,
@@ -23,6 +23,7 @@ from opensora_cli.settings.enums import (
     OutputFormat,
     VAEKind,
 )
+from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.lora import LoraFile
 from opensora_cli.settings.parallel import ParallelSettings
 
@@ -94,7 +95,9 @@ class SamplingSettings(Section):
 class ConditionSettings(Section):
     """What part of the video is given."""
 
-    mode: ConditionMode | None = Field(default=None, description="none: t2v, or what suits the references")
+    mode: str | None = Field(
+        default=None, description=f"{', '.join(CONDITION_MODES)}; none: t2v, or what suits the references"
+    )
     references: tuple[str, ...] = Field(default=(), description="pictures or videos; as text, separated by ;")
     fit: Fit = Field(default=Fit.CROP, description="how a reference of another shape is fitted in")
     video_latent_frames: int = Field(
@@ -108,13 +111,21 @@ class ConditionSettings(Section):
         # The first to see the value (see Section): file names may have commas in them, so only ; separates.
         return split_list(value, separator=";") if isinstance(value, str) else value
 
-    def given_latent_frames(self, mode: ConditionMode) -> int:
-        """Return how many latent frames of the video are given in `mode`."""
-        if not mode.takes_reference:
-            return 0
-        if mode.takes_video:
-            return (self.easy_latent_frames if mode.is_easy else self.video_latent_frames) + 1
-        return 2 if mode.is_loop else 1
+    @field_validator("mode")
+    @classmethod
+    def _mode_exists(cls, value: str | None) -> str | None:
+        if value is not None and value not in CONDITION_MODES:
+            close = nearest(value, CONDITION_MODES)
+            raise ValueError(
+                f"condition.mode={value} must be one of {', '.join(CONDITION_MODES)}"
+                + (f": did you mean {close}?" if close else "")
+            )
+        return value
+
+    @property
+    def lengths(self) -> ReferenceLengths:
+        """Latent frames that the v2v modes give."""
+        return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
 
 class PromptSuffixSettings(Section):
@@ -334,27 +345,29 @@ def _seed_problems(settings: GenerateSettings) -> list[str]:
 
 def _condition_problems(settings: GenerateSettings) -> list[str]:
     condition = settings.condition
-    mode, references = condition.mode, len(condition.references)
-    if mode is None:
+    if condition.mode is None:
         return []
-    if not mode.takes_reference and references:
-        return [f"condition.mode={mode} takes no reference, and {_files(references)} given: drop --cond or --ref"]
-    if mode.takes_reference and not references:
-        kind = "video" if mode.takes_video else "picture"
-        return [f"condition.mode={mode} needs a reference: give the {kind} with --ref FILE"]
+    mode, references = CONDITION_MODES[condition.mode], len(condition.references)
+    if not mode.needs_reference and references:
+        return [f"condition.mode={mode.name} takes no reference, and {_files(references)} given: drop --cond or --ref"]
+    if mode.needs_reference and not references:
+        kind = "video" if mode.source is Source.VIDEO else "picture"
+        return [f"condition.mode={mode.name} needs a reference: give the {kind} with --ref FILE"]
     problems = []
     if references > mode.max_references:
         problems.append(
-            f"condition.mode={mode} takes {_either([str(n + 1) for n in range(mode.max_references)])} "
+            f"condition.mode={mode.name} takes {_either([str(n + 1) for n in range(mode.max_references)])} "
             f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
         )
-    if mode.takes_reference and not settings.model.cond_embed:
-        problems.append(f"condition.mode={mode} needs a model that takes references (model.cond_embed=true): use t2v")
-    given = condition.given_latent_frames(mode)
+    if mode.needs_reference and not settings.model.cond_embed:
+        problems.append(
+            f"condition.mode={mode.name} needs a model that takes references (model.cond_embed=true): use t2v"
+        )
+    given = condition.lengths.given_latent_frames(mode, causal=True)
     if given >= settings.num_latent_frames:
         shortest = given * settings.vae.time_compression_ratio + 1
         problems.append(
-            f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode} "
+            f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode.name} "
             f"gives {given} latent frames: use at least {shortest}"
             + (" or another mode" if shortest > settings.video.max_frames else "")
         )

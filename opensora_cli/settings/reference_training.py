@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.python_config import read_python_config
 
 _AUTOENCODERS = {"hunyuan_vae": "hunyuan", "dc_ae": "dc_ae", "autoencoder_2d": "flux_ae"}
@@ -237,7 +237,7 @@ def _transformer(values: _Values) -> Iterator[tuple[str, object]]:
         yield "init", weights
     yield "model.cond_embed", values.take("model.cond_embed", False)
     modes = values.take("condition_config") or {"t2v": 1}
-    yield from ((f"train_mmdit.mode_weights.{mode}", modes.get(str(mode), 0)) for mode in ConditionMode)
+    yield from ((f"train_mmdit.mode_weights.{mode}", modes.get(mode, 0)) for mode in CONDITION_MODES)
     values.take("grad_ckpt_settings")
     blocks = values.take("model.grad_ckpt_settings")
     if values.take("grad_checkpoint", False):

@@ -1,14 +1,15 @@
 """The transformer's objective."""
 
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, create_model, model_validator
 
+from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, ReferenceLengths
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.enums import ConditionMode, DType
+from opensora_cli.settings.enums import DType
 
 
 class TrainAttention(StrEnum):
@@ -20,21 +21,33 @@ class TrainAttention(StrEnum):
     """Two matrix products in bfloat16, with all weights in between: quicker on a CPU for some hundred tokens."""
 
 
-class ModeWeights(Section):
+_DEFAULT_WEIGHTS = {
+    "t2v": 10.0,
+    "i2v_head": 2.0,
+    "i2v_tail": 1.0,
+    "i2v_loop": 1.0,
+    "v2v_head": 1.0,
+    "v2v_tail": 1.0,
+    "v2v_head_easy": 0.5,
+    "v2v_tail_easy": 0.5,
+}
+"""Of other modes: 0, not trained unless asked for."""
+
+
+def _weight_field(mode: ConditionMode) -> Any:
+    weight = _DEFAULT_WEIGHTS.get(mode.name, 0.0)
+    return float, Field(default=weight, ge=0, le=10**6, description=mode.description)
+
+
+_FIELDS = {mode.name: _weight_field(mode) for mode in CONDITION_MODES.values()}
+
+
+class ModeWeights(create_model("_ModeWeights", __base__=Section, **_FIELDS)):  # type: ignore[misc]
     """How often each condition mode is trained, compared with the others."""
 
-    t2v: float = Field(default=10.0, ge=0, le=10**6, description="nothing is given")
-    i2v_head: float = Field(default=2.0, ge=0, le=10**6, description="the first frame is given")
-    i2v_tail: float = Field(default=1.0, ge=0, le=10**6, description="the last frame is given")
-    i2v_loop: float = Field(default=1.0, ge=0, le=10**6, description="both are given")
-    v2v_head: float = Field(default=1.0, ge=0, le=10**6, description="the first frames are given")
-    v2v_tail: float = Field(default=1.0, ge=0, le=10**6, description="the last frames are given")
-    v2v_head_easy: float = Field(default=0.5, ge=0, le=10**6, description="more of the first frames are given")
-    v2v_tail_easy: float = Field(default=0.5, ge=0, le=10**6, description="more of the last frames are given")
-
-    def by_mode(self) -> dict[ConditionMode, float]:
+    def by_mode(self) -> dict[str, float]:
         """Return the weights of the modes that are trained at all."""
-        weights = {mode: float(getattr(self, mode)) for mode in ConditionMode}
+        weights = {mode: float(getattr(self, mode)) for mode in type(self).model_fields}
         return {mode: weight for mode, weight in weights.items() if weight > 0}
 
     @model_validator(mode="after")
@@ -96,13 +109,10 @@ class MMDiTTrainSettings(Section):
         "at random",
     )
 
-    def given_latent_frames(self, mode: ConditionMode, *, causal: bool = True) -> int:
-        """Return how many latent frames of a clip are given in `mode`."""
-        if mode.takes_video:
-            return (self.easy_latent_frames if mode.is_easy else self.video_latent_frames) + int(causal)
-        if mode.is_loop:
-            return 2
-        return int(mode.takes_reference)
+    @property
+    def lengths(self) -> ReferenceLengths:
+        """Latent frames that the v2v modes give."""
+        return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
     def problems(self, *, model: ModelSettings, grid: LatentGrid, longest: int) -> list[str]:
         """Return what contradicts the transformer, the autoencoder or the clips, one line for each.
@@ -119,10 +129,10 @@ class MMDiTTrainSettings(Section):
                 f"model.in_channels={model.in_channels} must be the autoencoder's latent channels "
                 f"({grid.latent_channels}) x model.patch_size={model.patch_size} squared: use {channels}"
             )
-        modes = self.mode_weights.by_mode()
-        if not model.cond_embed and any(mode.takes_reference for mode in modes):
+        modes = [CONDITION_MODES[name] for name in self.mode_weights.by_mode()]
+        if not model.cond_embed and any(mode.needs_reference for mode in modes):
             problems.append("train_mmdit.mode_weights must be 0 but for t2v with model.cond_embed=false")
-        most = max(self.given_latent_frames(mode, causal=grid.is_causal) for mode in modes)
+        most = max(self.lengths.given_latent_frames(mode, causal=grid.is_causal) for mode in modes)
         if most >= grid.latent_frames(grid.longest_clip(longest)):
             shortest = grid.num_frames(most + 1)
             problems.append(

@@ -34,7 +34,7 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generate", "x", "--cfg-scale", "5"], "--cfg-scale"),
         (["generate", "raining,", "sea"], "quote a text that has blanks in it"),
         (["generate", "-sea, raining"], "put a text that begins with - last, after --"),
-        (["generate", "x", "--cond", "i2v"], "'i2v' is not one of 't2v', 'i2v_head', 'i2v_tail', 'i2v_loop'"),
+        (["generate", "x", "--cond", "i2v"], "condition.mode=i2v must be one of t2v, i2v_head, i2v_tail, i2v_loop"),
         (["generate", "x", "--fit", "zoom"], "'zoom' is not one of 'crop', 'pad', 'stretch'"),
         (["generate", "x", "--format", "avi"], "'avi' is not one of 'mp4', 'gif', 'webp', 'png'"),
         (["generate", "x", "--model", "wan"], "'wan' is not one of 'auto', 'demo', 'open-sora-v2'"),

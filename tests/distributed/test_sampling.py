@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shared_tokens import prompt_exchanges
 
 from opensora_cli.cli.app import main
+from opensora_cli.core.conditions import CONDITION_MODES, reference_parts
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.wire import StepSizes, step_traffic
 from opensora_cli.engine.components.weights import packaged_demo
@@ -22,8 +23,6 @@ from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.sampling.conditioning import reference_parts
-from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.load import load_preset
 
 STEPS = 2
@@ -173,7 +172,7 @@ def test_ways_on_four_ranks(pool, degrees):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", list(ConditionMode))
+@pytest.mark.parametrize("mode", list(CONDITION_MODES))
 @pytest.mark.parametrize("degrees", [*ON_TWO, *ON_FOUR], ids=str)
 def test_every_condition_in_every_way(pool, mode, degrees):
     assert_drawn_alike(pool(prod(degrees.values())), str(mode), degrees)

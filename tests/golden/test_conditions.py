@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from opensora_cli.sampling.conditioning import Source, condition_mode, prepare_inference_condition
+from opensora_cli.core.conditions import Source, condition_mode
+from opensora_cli.sampling.conditioning import prepare_inference_condition
 
 
 def _references(inputs, mode):

@@ -2,10 +2,11 @@
 
 import torch
 
+from opensora_cli.core.conditions import condition_mode, reference_parts
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.sampling.conditioning import condition_mode, prepare_inference_condition, reference_parts
+from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_world import World, demo_settings, make_world
 
+from opensora_cli.core.conditions import condition_mode
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import (
@@ -33,7 +34,6 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references, with_mode
 from opensora_cli.engine.generate.text import encode_prompts
-from opensora_cli.sampling.conditioning import condition_mode
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.exceptions import BatchError, MediaError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import ClipRequest
@@ -19,7 +20,6 @@ from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders, FreshCl
 from opensora_cli.engine.encode.frozen import cache_identity, load_encoders
 from opensora_cli.engine.train.mmdit import fresh_clip
 from opensora_cli.engine.train.together import training_device
-from opensora_cli.sampling.conditioning import ReferenceLengths, ReferencePart
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 RESULT_SCHEMA = "osora.data-cache/1"
@@ -215,9 +215,9 @@ def _fresh(settings: TrainSettings, encoders: Encoders, request: ClipRequest) ->
 def _parts(settings: TrainSettings, *, num_frames: int) -> dict[str, ReferencePart]:
     """Return what the condition modes of the run may ask for of a clip."""
     grid, chosen = settings.vae.grid, settings.train_mmdit
-    lengths = ReferenceLengths(video=chosen.video_latent_frames, easy=chosen.easy_latent_frames)
+    lengths = chosen.lengths
     modes = fitting_modes(
-        {str(mode): weight for mode, weight in chosen.mode_weights.by_mode().items()},
+        chosen.mode_weights.by_mode(),
         num_latent_frames=grid.latent_frames(num_frames),
         causal=grid.is_causal,
         lengths=lengths,

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.sampling.conditioning import (
+from opensora_cli.core.conditions import (
     RELEASED_LENGTHS,
     T2V,
     ConditionMode,
@@ -21,9 +20,10 @@ from opensora_cli.sampling.conditioning import (
     ReferencePart,
     Source,
     condition_mode,
-    prepare_inference_condition,
     reference_parts,
 )
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.sampling.conditioning import prepare_inference_condition
 
 
 def fitting_modes(
@@ -38,7 +38,7 @@ def fitting_modes(
     fitting = {
         mode: weight
         for mode, weight in modes.items()
-        if (mode.at_head + mode.at_tail) * lengths.latent_frames(mode, causal=causal) < num_latent_frames
+        if lengths.given_latent_frames(mode, causal=causal) < num_latent_frames
     }
     return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
 

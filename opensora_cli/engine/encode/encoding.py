@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.encode.conditions import cut_part
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
-from opensora_cli.sampling.conditioning import ReferencePart
 
 TextEncoder = Callable[[list[str]], Tensor]
 """Captions to their embeddings: (B,L,C) of T5, (B,V) of CLIP."""

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
 from opensora_cli.engine.components.configs import mmdit_config, vae_config, vae_tiling
 from opensora_cli.engine.components.loras import LoraRanks, add_empty_loras
 from opensora_cli.engine.components.weights import Component
@@ -37,12 +38,7 @@ from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.conditioning import (
-    ConditionMode,
-    ReferenceLengths,
-    prepare_inference_condition,
-    reference_parts,
-)
+from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.guidance import (
     Guidance,

@@ -1,8 +1,8 @@
 """What the guidance of a plan costs: branches and evaluations of the model."""
 
+from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.conditioning import ConditionMode
 from opensora_cli.sampling.guidance import Guidance, branches_needed, count_evaluations, guidance_scales_at
 from opensora_cli.settings.generate import GenerateSettings
 

@@ -8,6 +8,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.division import choose_mesh, describe_mesh
@@ -19,7 +20,6 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choos
 from opensora_cli.engine.generate.evaluations import evaluations_of, guidance_of, require_branches
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.conditioning import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.sampling.guidance import Guidance
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
@@ -258,7 +258,7 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
     )
     latent_shape = (settings.vae.latent_channels, settings.num_latent_frames, rows, columns)
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
-    lengths = ReferenceLengths(video=settings.condition.video_latent_frames, easy=settings.condition.easy_latent_frames)
+    lengths = settings.condition.lengths
     guidance = guidance_of(settings)
     sampling = settings.sampling
 

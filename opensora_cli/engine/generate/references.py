@@ -8,13 +8,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.progress import Reporter
-from opensora_cli.media.read import is_picture, read_picture, read_video
-from opensora_cli.media.resize import Fit, fit_frames
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import NO_TILING, Tiling
-from opensora_cli.sampling.conditioning import (
+from opensora_cli.core.conditions import (
     RELEASED_LENGTHS,
     ConditionMode,
     ReferenceLengths,
@@ -22,6 +16,12 @@ from opensora_cli.sampling.conditioning import (
     condition_mode,
     reference_parts,
 )
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.media.read import is_picture, read_picture, read_video
+from opensora_cli.media.resize import Fit, fit_frames
+from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
 from opensora_cli.engine.components.loras import LoraRanks, add_empty_loras
@@ -29,7 +30,6 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.sampling.conditioning import reference_parts
 from opensora_cli.settings.enums import OffloadMode
 
 WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"

@@ -20,7 +20,6 @@ from opensora_cli.engine.train.files import TRANSFORMER_FILE, write_weights
 from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.sampling.conditioning import ReferenceLengths
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
 from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
@@ -91,8 +90,8 @@ class MMDiTTask:
         self._encoders = encoders
         self._device = torch.device(device)
         self._export = export
-        self._weights = {str(mode): weight for mode, weight in settings.mode_weights.by_mode().items()}
-        self._lengths = ReferenceLengths(video=settings.video_latent_frames, easy=settings.easy_latent_frames)
+        self._weights = settings.mode_weights.by_mode()
+        self._lengths = settings.lengths
 
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import opensora_cli
+from opensora_cli.core.conditions import T2V
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import vae_tiling
@@ -25,7 +26,6 @@ from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.validation import evaluating
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.sampling.conditioning import T2V
 from opensora_cli.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.sampling.guidance import Guidance
 from opensora_cli.sampling.packing import pack_latents, position_ids, unpack_latents

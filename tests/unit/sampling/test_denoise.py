@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.sampling.conditioning import condition_mode
+from opensora_cli.core.conditions import condition_mode
 from opensora_cli.sampling.denoise import denoise, denoise_distilled, euler_step
 from opensora_cli.sampling.guidance import Branch, Guidance, count_evaluations
 from opensora_cli.sampling.schedule import flow_timesteps

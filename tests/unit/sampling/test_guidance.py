@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from opensora_cli.sampling.conditioning import CONDITION_MODES, condition_mode
+from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
 from opensora_cli.sampling.guidance import (
     Branch,
     Guidance,

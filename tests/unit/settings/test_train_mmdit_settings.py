@@ -2,9 +2,9 @@
 
 import pytest
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.train_mmdit import MMDiTTrainSettings, ModeWeights
 
 MODEL = ModelSettings()
@@ -13,7 +13,7 @@ DC_AE = LatentGrid(latent_channels=128, time_compression_ratio=4, spatial_compre
 
 
 def only(*modes):
-    return MMDiTTrainSettings(mode_weights=ModeWeights(**{mode: float(mode in modes) for mode in ConditionMode}))
+    return MMDiTTrainSettings(mode_weights=ModeWeights(**{mode: float(mode in modes) for mode in CONDITION_MODES}))
 
 
 def problems(settings, *, model=MODEL, grid=CAUSAL, longest=129):

@@ -16,6 +16,7 @@ import tiny_world
 import torch
 from torch import nn
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, CheckpointError, FileProblem, MediaError, RequestError
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.data import cache_filling
@@ -30,7 +31,6 @@ from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.settings.enums import ConditionMode
 
 CPU = torch.device("cpu")
 
@@ -307,7 +307,7 @@ def test_a_cache_of_other_weights_is_refused(weights, tmp_path):
 
 def test_another_mode_adds_its_references_alone(weights, tmp_path, monkeypatch):
     all_modes = settings_of(weights, tmp_path / "cache")
-    few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in ConditionMode if mode != "t2v"})
+    few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in CONDITION_MODES if mode != "t2v"})
     cache_clips(few)
     [request, *_] = cache_filling._requests(few)
     assert ClipCache(tmp_path / "cache").names(request) == set(ALWAYS_CACHED)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.conditions import (
     draw_mode,
@@ -13,7 +14,6 @@ from opensora_cli.engine.encode.conditions import (
 )
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.sampling.conditioning import CONDITION_MODES, ReferenceLengths
 
 ALL = dict.fromkeys(CONDITION_MODES, 1.0)
 RELEASED = ReferenceLengths()

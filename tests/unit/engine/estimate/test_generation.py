@@ -7,6 +7,7 @@ from math import prod
 import pytest
 import torch
 
+from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config, vae_config, vae_tiling
 from opensora_cli.engine.estimate.decoder import EmptyDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, empty_module, without_memory
@@ -26,7 +27,6 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import Tiling
-from opensora_cli.sampling.conditioning import reference_parts
 from opensora_cli.settings.enums import ModelName, OffloadMode
 from opensora_cli.settings.load import load_preset
 

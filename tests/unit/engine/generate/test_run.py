@@ -6,8 +6,10 @@ import socket
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny_world import demo_settings, moving_frames, released_settings
 
+from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import decode as finish
@@ -26,7 +28,6 @@ from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.media.read import read_video
 from opensora_cli.media.tags import read_metadata
 from opensora_cli.media.write import write_media
-from opensora_cli.sampling.conditioning import CONDITION_MODES
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, read_sidecar
 
@@ -34,11 +35,12 @@ MODES = list(CONDITION_MODES)
 
 
 def references_for(world, mode):
-    if mode == "t2v":
+    row = CONDITION_MODES[mode]
+    if not row.needs_reference:
         return ""
-    if mode == "i2v_loop":
+    if row.max_references == 2:
         return f"{world.picture};{world.other_picture}"
-    return str(world.picture if mode.startswith("i2v") else world.video)
+    return str(world.picture if row.gives_pictures else world.video)
 
 
 def names(folder):
@@ -71,6 +73,20 @@ def test_every_mode_of_the_demo(world, tmp_path, mode):
     settings = demo_settings(world, tmp_path, condition__mode=mode, condition__references=references_for(world, mode))
     result = generate(settings)
     assert read_video(result.videos[0].path).frames_THWC.shape[:3] == (17, 64, 64)
+
+
+def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):
+    between = ConditionMode("between", Source.VIDEO, Position.BOTH, Length.VIDEO, "both ends are given")
+    monkeypatch.setitem(CONDITION_MODES, between.name, between)
+    changes = {"condition__mode": "between", "condition__video_latent_frames": "1"}
+    settings = demo_settings(world, tmp_path, **changes, condition__references=references_for(world, "between"))
+    result = generate(settings)
+    assert (result.plan.mode, len(result.plan.timesteps)) == (between, settings.sampling.num_inference_steps + 1)
+    assert result.videos[0].given_frames_psnr_db is not None
+    with pytest.raises(ValidationError, match=r"condition\.mode=between gives 4 latent frames"):
+        settings.replace({"video.num_frames": 13})
+    with pytest.raises(ValidationError, match=r"condition\.mode=between needs a reference: give the video"):
+        settings.replace({"condition.references": ()})
 
 
 @pytest.mark.parametrize(("resolution", "size"), [("256px", (192, 336)), ("768px", (576, 1024))])

@@ -10,6 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from opensora_cli.core.conditions import (
+    CONDITION_MODES,
+    ReferenceLengths,
+    ReferencePart,
+    condition_mode,
+    reference_parts,
+)
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.configs import new_autoencoder
@@ -19,8 +26,6 @@ from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.sampling.conditioning import ReferenceLengths, ReferencePart, condition_mode, reference_parts
-from opensora_cli.settings.enums import ConditionMode
 from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
 LENGTHS = ReferenceLengths(video=1, easy=2)
@@ -93,7 +98,7 @@ def encoders(vae, **changes):
 
 def settings(weights=None, **changes):
     if weights is not None:
-        changes["mode_weights"] = {mode: weights.get(mode, 0.0) for mode in ConditionMode}
+        changes["mode_weights"] = {mode: weights.get(mode, 0.0) for mode in CONDITION_MODES}
     return MMDiTTrainSettings(video_latent_frames=LENGTHS.video, easy_latent_frames=LENGTHS.easy, **changes)
 
 

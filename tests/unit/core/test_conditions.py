@@ -1,0 +1,67 @@
+"""The table of condition modes."""
+
+import pytest
+
+from opensora_cli.core.conditions import (
+    CONDITION_MODES,
+    ReferenceLengths,
+    ReferencePart,
+    condition_mode,
+    reference_parts,
+)
+from opensora_cli.core.exceptions import RequestError
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("t2v", []),
+        ("i2v_head", [(0, False, 1)]),
+        ("i2v_tail", [(-1, True, 1)]),
+        ("i2v_loop", [(0, False, 1), (-1, True, 1)]),
+        ("v2v_head", [(0, False, 33)]),
+        ("v2v_tail", [(0, True, 33)]),
+        ("v2v_head_easy", [(0, False, 65)]),
+        ("v2v_tail_easy", [(0, True, 65)]),
+    ],
+)
+def test_what_is_read_for_each_mode(name, parts):
+    assert reference_parts(condition_mode(name)) == tuple(ReferencePart(*part) for part in parts)
+
+
+def test_frames_of_an_autoencoder_that_is_not_causal():
+    assert reference_parts(condition_mode("v2v_head"), causal=False)[0].num_frames == 32
+    assert reference_parts(condition_mode("v2v_tail_easy"), causal=False)[0].num_frames == 64
+    assert reference_parts(condition_mode("i2v_head"), causal=False)[0].num_frames == 1
+
+
+def test_unknown_mode_names_the_nearest():
+    with pytest.raises(RequestError, match=r"condition\.mode='i2v_haed' is not one of t2v, i2v_head") as error:
+        condition_mode("i2v_haed")
+    assert error.value.hint == "did you mean i2v_head?"
+
+
+def test_only_picture_modes_are_restored_and_scaled_in_time():
+    assert [name for name, mode in CONDITION_MODES.items() if mode.gives_pictures] == [
+        "i2v_head",
+        "i2v_tail",
+        "i2v_loop",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "given"),
+    [
+        ("t2v", True, 0),
+        ("i2v_head", True, 1),
+        ("i2v_loop", True, 2),
+        ("v2v_head", True, 9),
+        ("v2v_tail_easy", False, 16),
+    ],
+)
+def test_latent_frames_given_over_all_positions(name, causal, given):
+    assert ReferenceLengths().given_latent_frames(condition_mode(name), causal=causal) == given
+
+
+def test_only_two_pictures_come_from_two_files():
+    assert [mode.max_references for mode in CONDITION_MODES.values()] == [0, 1, 1, 2, 1, 1, 1, 1]
