@@ -1,11 +1,11 @@
-"""`osora env-check` on a machine with a card."""
+"""`osora env-check` on a machine with a GPU."""
 
 import os
 
 import pytest
 import torch
 
-from opensora_cli.engine.env_check import reading
+from opensora_cli.core import gpus
 from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.findings import Severity
@@ -17,24 +17,24 @@ pytestmark = [
 ]
 
 
-def test_facts_of_the_cards():
-    cards = reading.read_cards()
-    assert len(cards) == torch.cuda.device_count()
-    assert all(0 < card.free_bytes <= card.total_bytes for card in cards)
-    assert len(reading.read_links(cards)) == len(cards) * (len(cards) - 1) // 2
-    facts = reading.read_torch()
+def test_facts_of_the_gpus():
+    found = gpus.read_gpus()
+    assert len(found) == torch.cuda.device_count()
+    assert all(0 < gpu.free_bytes <= gpu.total_bytes for gpu in found)
+    assert len(gpus.read_links(found)) == len(found) * (len(found) - 1) // 2
+    facts = gpus.read_torch()
     assert facts.cuda_available
     assert facts.architectures
     assert facts.cudnn
 
 
 def test_the_driver_is_found():
-    driver = reading.read_driver()
+    driver = gpus.read_driver()
     assert driver.failure is None
     assert driver.major is None or driver.major >= 450
 
 
-def test_nccl_over_all_cards():
+def test_nccl_over_all_gpus():
     result = run_all_reduce(num_cards=torch.cuda.device_count(), seconds=120, environment=os.environ)
     assert (result.outcome, result.backend) == (Outcome.DONE, "nccl"), result
     assert result.num_bytes == 64 * 2**20

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from opensora_cli.engine.env_check.facts import LinkKind
+from opensora_cli.core.gpus import LinkKind
 from opensora_cli.settings.bench_comm import Collective
 
 JUDGED_FROM_BYTES = 16 * 2**20

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import opensora_cli
+from opensora_cli.core.gpus import LinkFacts, LinkKind, nvml_gpu, read_gpus, read_links, read_torch
+from opensora_cli.core.redaction import shown_variables
 from opensora_cli.engine.bench_comm.links import (
     Expectation,
     NetworkPort,
@@ -19,10 +21,6 @@ from opensora_cli.engine.bench_comm.links import (
     expectation_between,
     expectation_inside,
 )
-from opensora_cli.engine.env_check import reading
-from opensora_cli.engine.env_check.environment import is_relevant
-from opensora_cli.engine.env_check.facts import LinkFacts, LinkKind
-from opensora_cli.engine.env_check.redaction import shown_value
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -139,8 +137,7 @@ def gather_header(
 
 def _shown(environment: Mapping[str, str]) -> dict[str, str]:
     # What our launcher tells each rank about itself says nothing of the machine.
-    names = (name for name in sorted(filter(is_relevant, environment)) if not name.startswith("OSORA_RANK_"))
-    return {name: shown_value(name, environment[name]) for name in names}
+    return {name: value for name, value in shown_variables(environment).items() if not name.startswith("OSORA_RANK_")}
 
 
 def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
@@ -180,7 +177,7 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
         ranks=rank,
         devices=(f"cuda:{index} {torch.cuda.get_device_name(index)}",),
         cards=(index,),
-        links=reading.read_links(reading.read_cards()),
+        links=read_links(read_gpus()),
         ports=(_port(index),),
         network=network,
     )
@@ -189,7 +186,7 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
 def _port(index: int) -> PortFacts:
     """Return a card's ways out; where NVML does not say, its capability alone is known."""
     facts = PortFacts(capability=torch.cuda.get_device_capability(index))
-    with reading.nvml_card(index) as card:
+    with nvml_gpu(index) as card:
         if card is None:
             return facts
         nvml, handle = card
@@ -234,7 +231,7 @@ def _text(path: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    facts = reading.read_torch()
+    facts = read_torch()
     found = {"osora": opensora_cli.__version__, "torch": facts.version, "python": platform.python_version()}
     if facts.cuda_available:
         found |= {name: version for name, version in (("CUDA", facts.cuda), ("NCCL", facts.nccl)) if version}

@@ -9,25 +9,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import opensora_cli
+from opensora_cli.core import gpus
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.env_check import reading
+from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
+from opensora_cli.engine.env_check import facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
-from opensora_cli.engine.env_check.environment import Surroundings, is_relevant, lint_variables
-from opensora_cli.engine.env_check.facts import (
-    CardFacts,
-    DriverFacts,
-    HostFacts,
-    LinkFacts,
-    LinkKind,
-    TorchFacts,
-    WeightFacts,
-)
+from opensora_cli.engine.env_check.environment import Surroundings, lint_variables
+from opensora_cli.engine.env_check.facts import HostFacts, WeightFacts
 from opensora_cli.engine.env_check.files import lint_file
 from opensora_cli.engine.env_check.findings import Check, Finding, Severity, isolated
 from opensora_cli.engine.env_check.host import check_attention, check_disk, check_encoder, check_limits, check_memory
 from opensora_cli.engine.env_check.machine import (
-    check_cards,
+    check_gpus,
     check_libraries,
     check_links,
     check_precision,
@@ -35,7 +30,6 @@ from opensora_cli.engine.env_check.machine import (
     check_torch,
 )
 from opensora_cli.engine.env_check.presets import PresetNeeds, check_presets, read_presets, table_lines
-from opensora_cli.engine.env_check.redaction import Redactor, shown_value
 from opensora_cli.settings.env_check import EnvCheckSettings
 
 SCHEMA = "osora.env-check/1"
@@ -114,32 +108,32 @@ class Machine:
     @cached_property
     def torch(self) -> TorchFacts:
         """How torch was built."""
-        return reading.read_torch()
+        return gpus.read_torch()
 
     @cached_property
     def driver(self) -> DriverFacts:
         """What the driver says."""
-        return reading.read_driver()
+        return gpus.read_driver()
 
     @cached_property
-    def cards(self) -> tuple[CardFacts, ...]:
+    def gpus(self) -> tuple[GpuFacts, ...]:
         """The devices that torch can use."""
-        return reading.read_cards()
+        return gpus.read_gpus()
 
     @cached_property
     def links(self) -> tuple[LinkFacts, ...]:
         """The ways between them."""
-        return reading.read_links(self.cards)
+        return gpus.read_links(self.gpus)
 
     @cached_property
     def host(self) -> HostFacts:
         """The computer around them."""
-        return reading.read_host()
+        return facts.read_host()
 
     @cached_property
     def weights(self) -> WeightFacts:
         """The released model's weights."""
-        return reading.read_weights(self.environment)
+        return facts.read_weights(self.environment)
 
     @cached_property
     def presets(self) -> tuple[PresetNeeds, ...]:
@@ -153,12 +147,12 @@ class Machine:
         uses_cuda = _or_else(lambda: self.torch.cuda is not None, False)
         return Surroundings(
             uses_cuda=uses_cuda,
-            num_cards=len(_or_else(lambda: self.cards, tuple[CardFacts, ...]())),
+            num_cards=len(_or_else(lambda: self.gpus, tuple[GpuFacts, ...]())),
             cores=host.cores,
             has_nvlink=any(link.kind is LinkKind.NVLINK for link in links),
             interfaces=host.interfaces,
             infiniband=host.infiniband,
-            shadowing=reading.read_shadowing(self.environment) if uses_cuda else (),
+            shadowing=facts.read_shadowing(self.environment) if uses_cuda else (),
         )
 
 
@@ -195,7 +189,7 @@ def env_check(
     return EnvReport(
         findings=tuple(findings),
         presets=_or_else(lambda: machine.presets, ()),
-        environment={name: shown_value(name, environment[name]) for name in sorted(filter(is_relevant, environment))},
+        environment=shown_variables(environment),
         redactor=Redactor.of_this_machine(folders=_folders(settings, environment)) if settings.bug_report else None,
     )
 
@@ -208,15 +202,15 @@ def _folders(settings: EnvCheckSettings, environment: Mapping[str, str]) -> list
 
 def _check_machine(machine: Machine, reporter: Reporter) -> Iterable[Finding]:
     checks = {
-        "python": lambda: check_python(reading.read_python()),
+        "python": lambda: check_python(facts.read_python()),
         "torch": lambda: check_torch(machine.torch, machine.driver),
-        "cards": lambda: check_cards(machine.torch, machine.cards),
+        "cards": lambda: check_gpus(machine.torch, machine.gpus),
         "links": lambda: check_links(machine.links),
-        "libraries": lambda: check_libraries(machine.torch, machine.cards),
-        "precision": lambda: check_precision(machine.torch, machine.cards),
-        "attention": lambda: check_attention(reading.read_backends(), machine.cards),
-        "video": lambda: check_encoder(reading.read_encoder()),
-        "memory": lambda: check_memory(machine.host, machine.weights, has_cards=bool(machine.cards)),
+        "libraries": lambda: check_libraries(machine.torch, machine.gpus),
+        "precision": lambda: check_precision(machine.torch, machine.gpus),
+        "attention": lambda: check_attention(facts.read_backends(), machine.gpus),
+        "video": lambda: check_encoder(facts.read_encoder()),
+        "memory": lambda: check_memory(machine.host, machine.weights, has_gpus=bool(machine.gpus)),
         "disk": lambda: check_disk(machine.weights),
         "limits": lambda: check_limits(machine.host),
         "environment": lambda: _check_environment(machine),
@@ -246,7 +240,7 @@ def _check_together(machine: Machine, settings: EnvCheckSettings, reporter: Repo
         with reporter.stage("all-reduce"):
             return check_all_reduce(
                 run_all_reduce(
-                    num_cards=len(_or_else(lambda: machine.cards, tuple[CardFacts, ...]())),
+                    num_cards=len(_or_else(lambda: machine.gpus, tuple[GpuFacts, ...]())),
                     seconds=settings.all_reduce_seconds,
                     environment=machine.environment,
                 )

@@ -15,9 +15,6 @@ Variables = Mapping[str, str]
 
 _CHECK = Check("environment")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_RELEVANT = re.compile(
-    r"(CUBLAS|CUDA|CUDNN|GLOO|HF|HUGGING_FACE|MKL|NCCL|NVIDIA|OMP|OSORA|PYTORCH|TORCH|TRANSFORMERS)_\w+|LD_LIBRARY_PATH"
-)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
@@ -33,11 +30,6 @@ class Surroundings:
     infiniband: tuple[str, ...]
     shadowing: tuple[str, ...] = ()
     """Libraries in LD_LIBRARY_PATH that torch would load instead of its own."""
-
-
-def is_relevant(name: str) -> bool:
-    """Return whether a variable can change what osora does."""
-    return bool(_RELEVANT.fullmatch(name))
 
 
 def lint_variables(variables: Variables, surroundings: Surroundings | None) -> list[Finding]:

@@ -1,7 +1,37 @@
-"""What is known about a machine, as plain data that tests can make up."""
+"""Facts about this machine: plain data, and one small function that reads each kind (GPUs: `core.gpus`).
 
+What a function raises becomes a finding of its check.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # it ships none
+import torch
+
+from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
+from opensora_cli.engine.env_check.presets import preset_here
+from opensora_cli.models.attention import backend_names
+
+_WEIGHT_BYTES = 2
+_BIGGEST_LIMIT = 2**60
+"""Control groups write "no limit" as a number that no machine has."""
+_BACKEND_PACKAGES = {
+    "sdpa": None,
+    "math": None,
+    "flash2": ("flash_attn", "flash-attn"),
+    "flash3": ("flash_attn_interface", "flash_attn_3"),
+    "xformers": ("xformers", "xformers"),
+}
+"""Each backend's module and distribution; None: part of torch."""
+_CUDA_LIBRARIES = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,70 +42,6 @@ class PythonFacts:
     executable: str
     unmet: tuple[str, ...] = ()
     """Requirements of osora that are not installed, or in another version, each in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFacts:
-    """How torch was built, and what it sees."""
-
-    version: str
-    cuda: str | None = None
-    """The CUDA version that it was built for; None: a build for the CPU."""
-    architectures: tuple[str, ...] = ()
-    """What its kernels were compiled for: `sm_90`, `compute_90`."""
-    cuda_available: bool = False
-    nccl: str | None = None
-    cudnn: str | None = None
-    matmul_precision: str = "none"
-    """`torch.backends.cuda.matmul.fp32_precision`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardFacts:
-    """A CUDA device, as torch sees it."""
-
-    index: int
-    name: str
-    capability: tuple[int, int]
-    total_bytes: int
-    free_bytes: int
-    is_mig: bool = False
-    """Whether it is a slice of a card."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverFacts:
-    """What the NVIDIA driver says, whatever torch is."""
-
-    version: str | None = None
-    """None: there is no driver."""
-    cards: tuple[str, ...] = ()
-    """Names of the cards in the machine."""
-    failure: str | None = None
-    """What nvidia-smi says where it is there and fails."""
-
-    @property
-    def major(self) -> int | None:
-        """The part of the version that compatibility goes by."""
-        head = (self.version or "").partition(".")[0]
-        return int(head) if head.isdigit() else None
-
-
-class LinkKind(StrEnum):
-    """How two cards reach each other."""
-
-    NVLINK = "NVLink"
-    PEER = "PCI, card to card"
-    HOST = "through host memory"
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFacts:
-    """The way between two cards."""
-
-    first: int
-    second: int
-    kind: LinkKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +101,126 @@ class EncoderFacts:
 
     av: str
     has_x264: bool
+
+
+def read_python() -> PythonFacts:
+    """Return the interpreter and what is missing of osora's requirements."""
+    return PythonFacts(version=sys.version_info[:3], executable=sys.executable, unmet=tuple(_unmet_requirements()))
+
+
+def _unmet_requirements() -> list[str]:
+    from packaging.requirements import Requirement
+
+    try:
+        texts = importlib.metadata.requires("osora") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []  # run from a checkout: what it imports is there, or this would not run
+    unmet = []
+    for requirement in map(Requirement, texts):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            unmet.append(f"{requirement.name} is not installed")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            unmet.append(f"{requirement.name} {version} does not fit {requirement.specifier}")
+    return unmet
+
+
+def read_host() -> HostFacts:
+    """Return what the computer around the cards has."""
+    memory = psutil.virtual_memory()
+    infiniband = Path("/sys/class/infiniband")
+    return HostFacts(
+        cores=_cores(),
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        container_limit_bytes=_container_limit(),
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        locked_memory_bytes=_locked_memory(),
+        interfaces=tuple(psutil.net_if_addrs()),
+        infiniband=tuple(sorted(os.listdir(infiniband))) if infiniband.is_dir() else (),
+    )
+
+
+def _cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _container_limit() -> int | None:
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < _BIGGEST_LIMIT else None
+    return None
+
+
+def _locked_memory() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def read_weights(environment: Mapping[str, str]) -> WeightFacts:
+    """Return what is missing of the released model's weights, and the disk that it would go to."""
+    settings = preset_here("256px", environment)
+    weights = find_weights(settings)
+    sizes = {part: count * _WEIGHT_BYTES for part, count in count_parameters(settings, weights).items()}
+    place = Path(settings.runtime.weights or DEFAULT_FOLDER).absolute()
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    return WeightFacts(
+        missing=tuple(part.value for part in weights.missing),
+        missing_bytes=sum(sizes[part] for part in weights.missing),
+        largest_bytes=max(sizes.values()),
+        folder=str(place),
+        free_disk_bytes=shutil.disk_usage(existing).free,
+    )
+
+
+def read_backends() -> tuple[BackendFacts, ...]:
+    """Return the ways to compute attention."""
+    return tuple(
+        BackendFacts(name=name, package=_package(source), in_registry=name in backend_names())
+        for name, source in _BACKEND_PACKAGES.items()
+    )
+
+
+def _package(source: tuple[str, str] | None) -> str | None:
+    if source is None:
+        return ""
+    module, distribution = source
+    # Looked for, not imported: that takes seconds, and may end the process where builds do not fit.
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def read_encoder() -> EncoderFacts:
+    """Return what videos are written with."""
+    import av
+
+    return EncoderFacts(av=av.__version__, has_x264="libx264" in av.codecs_available)
+
+
+def read_shadowing(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the CUDA libraries in `LD_LIBRARY_PATH`, which come before torch's own."""
+    found = []
+    own = Path(torch.__file__).parents[1]
+    for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        if not folder or not Path(folder).is_dir() or Path(folder).resolve().is_relative_to(own):
+            continue
+        names = sorted(os.listdir(folder))
+        found += [str(Path(folder, name)) for name in names if name.startswith(_CUDA_LIBRARIES)]
+    return tuple(found)

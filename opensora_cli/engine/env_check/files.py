@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.engine.env_check.environment import is_relevant, lint_names, lint_variables
+from opensora_cli.core.redaction import is_relevant
+from opensora_cli.engine.env_check.environment import lint_names, lint_variables
 from opensora_cli.engine.env_check.findings import Check, Finding
 from opensora_cli.engine.env_check.shell_words import Word, split_words
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from opensora_cli.engine.env_check.facts import BackendFacts, CardFacts, EncoderFacts, HostFacts, WeightFacts
+from opensora_cli.core.gpus import GpuFacts
+from opensora_cli.engine.env_check.facts import BackendFacts, EncoderFacts, HostFacts, WeightFacts
 from opensora_cli.engine.env_check.findings import Check, Finding
 from opensora_cli.engine.estimate.hardware import GIB
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
@@ -12,13 +13,13 @@ _SMALLEST_SHARED_MEMORY = GIB
 _SMALLEST_LOCKED_MEMORY = GIB
 
 
-def check_memory(host: HostFacts, weights: WeightFacts, *, has_cards: bool) -> Iterator[Finding]:
+def check_memory(host: HostFacts, weights: WeightFacts, *, has_gpus: bool) -> Iterator[Finding]:
     """Judge host memory against the weights that wait in it."""
     check = Check("memory")
     size = f"{_gib(host.usable_bytes)} of {_gib(host.total_bytes)} host memory free"
     if host.container_limit_bytes is not None and host.container_limit_bytes < host.total_bytes:
         yield check.note(f"this container may use {_gib(host.container_limit_bytes)}")
-    if has_cards and host.usable_bytes < weights.largest_bytes:
+    if has_gpus and host.usable_bytes < weights.largest_bytes:
         yield check.warning(
             size,
             why=f"pinned for offload, the largest part of the released model takes {_gib(weights.largest_bytes)}; "
@@ -86,13 +87,13 @@ def check_encoder(facts: EncoderFacts) -> Iterator[Finding]:
         )
 
 
-def check_attention(backends: Sequence[BackendFacts], cards: Sequence[CardFacts]) -> Iterator[Finding]:
+def check_attention(backends: Sequence[BackendFacts], gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Say which attention is used, which others are here, and how to get those that are not."""
     check = Check("attention")
     for backend in backends:
-        fits = _card_for(backend.name, cards)
+        fits = _any_gpu_runs(backend.name, gpus)
         if backend.name == "sdpa":
-            yield check.ok(f"sdpa, torch's own, is used{_kernel(cards)}")
+            yield check.ok(f"sdpa, torch's own, is used{_kernel(gpus)}")
         elif backend.name == "math":
             yield check.ok("math is here, the slow reference")
         else:
@@ -113,19 +114,19 @@ _INSTALL = {
 }
 
 
-def _card_for(name: str, cards: Sequence[CardFacts]) -> bool:
+def _any_gpu_runs(name: str, gpus: Sequence[GpuFacts]) -> bool:
     """Return whether a card here runs the kernels of a backend."""
     if name == "flash3":  # written for Hopper alone
-        return any(card.capability[0] == 9 for card in cards)
+        return any(gpu.capability[0] == 9 for gpu in gpus)
     if name == "flash2":
-        return any(card.capability >= (8, 0) for card in cards)
-    return bool(cards)
+        return any(gpu.capability >= (8, 0) for gpu in gpus)
+    return bool(gpus)
 
 
-def _kernel(cards: Sequence[CardFacts]) -> str:
-    if not cards:
+def _kernel(gpus: Sequence[GpuFacts]) -> str:
+    if not gpus:
         return ""
-    return " with its flash kernels" if _card_for("flash2", cards) else " with its memory-efficient kernels"
+    return " with its flash kernels" if _any_gpu_runs("flash2", gpus) else " with its memory-efficient kernels"
 
 
 def _gib(count: int) -> str:

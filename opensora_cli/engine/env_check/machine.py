@@ -2,14 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from opensora_cli.engine.env_check.facts import (
-    CardFacts,
-    DriverFacts,
-    LinkFacts,
-    LinkKind,
-    PythonFacts,
-    TorchFacts,
-)
+from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.engine.env_check.facts import PythonFacts
 from opensora_cli.engine.env_check.findings import Check, Finding
 from opensora_cli.engine.estimate.hardware import GIB
 
@@ -54,9 +48,9 @@ def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
     if torch.cuda is None:
         if torch.cuda_available:
             yield check.note(f"torch {torch.version} is not a build for NVIDIA cards, for which osora is tested")
-        elif driver.cards:
+        elif driver.gpus:
             yield check.problem(
-                f"torch {torch.version} is a build for the CPU, and here is {_counted(driver.cards)}",
+                f"torch {torch.version} is a build for the CPU, and here is {_counted(driver.gpus)}",
                 why="no card can be used by it",
                 mend=f"{_TORCH_LINE}; driver {driver.version} runs CUDA {_newest_cuda(driver)}",
             )
@@ -98,31 +92,31 @@ def _newest_cuda(driver: DriverFacts) -> str:
     return f"{max(fitting)}.x" if fitting else "none of today's versions"
 
 
-def check_cards(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[Finding]:
-    """Judge each card."""
+def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
+    """Judge each gpu."""
     check = Check("cards")
-    if not cards:
+    if not gpus:
         yield check.note("none that torch can use")
-    for card in cards:
-        size = f"{card.free_bytes / GIB:.1f} of {card.total_bytes / GIB:.1f} GiB free"
-        label = f"cuda:{card.index} {card.name}, {size}"
-        if not is_supported(card.capability, torch.architectures):
+    for gpu in gpus:
+        size = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+        label = f"cuda:{gpu.index} {gpu.name}, {size}"
+        if not is_supported(gpu.capability, torch.architectures):
             yield check.problem(
-                f"{label}: torch has no kernels for sm_{_number(card.capability)}",
+                f"{label}: torch has no kernels for sm_{_number(gpu.capability)}",
                 why=f"it was compiled for {', '.join(torch.architectures)}",
                 mend=_TORCH_LINE,
             )
-        elif card.is_mig:
+        elif gpu.is_mig:
             yield check.warning(
                 f"{label}: a MIG slice",
                 why="a process sees one slice, and slices cannot work together",
                 mend="for several devices, or more memory, turn MIG off (nvidia-smi -mig 0)",
             )
         else:
-            yield check.ok(f"{label}, sm_{_number(card.capability)}")
-        if card.free_bytes < card.total_bytes // 2:
+            yield check.ok(f"{label}, sm_{_number(gpu.capability)}")
+        if gpu.free_bytes < gpu.total_bytes // 2:
             yield check.warning(
-                f"cuda:{card.index} is more than half full",
+                f"cuda:{gpu.index} is more than half full",
                 why="another process holds its memory, which a run will lack",
                 mend="nvidia-smi lists the processes",
             )
@@ -151,7 +145,7 @@ def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> b
 
     Machine code (`sm_86`) runs on cards of its major version from its minor version on, with an `a` on that card alone;
     intermediate code (`compute_90`) is compiled for any newer card when it is first used (CUDA C++ Programming Guide,
-    compute capabilities). Without a list, as a build may have none, nothing is known against the card.
+    compute capabilities). Without a list, as a build may have none, nothing is known against the gpu.
     """
     return not architectures or any(_runs(capability, architecture) for architecture in architectures)
 
@@ -169,7 +163,7 @@ def _runs(capability: tuple[int, int], architecture: str) -> bool:
     return capability[0] == compiled[0] and capability[1] >= compiled[1]
 
 
-def check_libraries(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[Finding]:
+def check_libraries(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Judge cuDNN and NCCL, which come with torch."""
     check = Check("libraries")
     if torch.cuda is None:
@@ -185,7 +179,7 @@ def check_libraries(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[F
         yield check.ok(f"cuDNN {torch.cudnn}")
     if torch.nccl is not None:
         yield check.ok(f"NCCL {torch.nccl}")
-    elif len(cards) > 1:
+    elif len(gpus) > 1:
         yield check.problem(
             "this torch has no NCCL",
             why="several cards cannot work together",
@@ -195,21 +189,21 @@ def check_libraries(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[F
         yield check.note("no NCCL, which only several cards need")
 
 
-def check_precision(torch: TorchFacts, cards: Sequence[CardFacts]) -> Iterator[Finding]:
+def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Judge in which precision cards compute."""
     check = Check("precision")
-    if not cards:
+    if not gpus:
         yield check.ok("float32 on the CPU; --dtype bfloat16 halves the memory")
-    for card in cards:
-        if card.capability < (8, 0):
+    for gpu in gpus:
+        if gpu.capability < (8, 0):
             yield check.warning(
-                f"cuda:{card.index} has no bfloat16 units (sm_{_number(card.capability)})",
+                f"cuda:{gpu.index} has no bfloat16 units (sm_{_number(gpu.capability)})",
                 why="--dtype auto means bfloat16 on CUDA, which this card emulates, slowly",
                 mend="--dtype float16",
             )
         else:
-            yield check.ok(f"cuda:{card.index} computes in bfloat16")
-    if any(card.capability >= (8, 0) for card in cards):
+            yield check.ok(f"cuda:{gpu.index} computes in bfloat16")
+    if any(gpu.capability >= (8, 0) for gpu in gpus):
         state = torch.matmul_precision
         yield check.note(
             f"float32 products in {'TF32' if state == 'tf32' else 'full precision'} ({state})",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from opensora_cli.core.gpus import LinkKind
 from opensora_cli.engine.bench_comm.links import (
     Expectation,
     Judgement,
@@ -13,7 +14,6 @@ from opensora_cli.engine.bench_comm.links import (
     expected_bandwidth,
     judge,
 )
-from opensora_cli.engine.env_check.facts import LinkKind
 from opensora_cli.settings.bench_comm import Collective
 
 H100 = PortFacts(capability=(9, 0), nvlinks=18, pcie_generation=5, pcie_lanes=16)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from opensora_cli.core.gpus import LinkFacts, LinkKind
 from opensora_cli.engine.bench_comm import topology
 from opensora_cli.engine.bench_comm.links import NetworkPort
 from opensora_cli.engine.bench_comm.topology import HostLinks, join_hosts, read_network
-from opensora_cli.engine.env_check.facts import LinkFacts, LinkKind
 
 
 def _port(folder: Path, name: str, *, rate: str, state: str = "4: ACTIVE") -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from opensora_cli.engine.env_check.environment import Surroundings, is_relevant, lint_variables, matching_interfaces
+from opensora_cli.core.redaction import is_relevant
+from opensora_cli.engine.env_check.environment import Surroundings, lint_variables, matching_interfaces
 from opensora_cli.engine.env_check.findings import Severity
 from opensora_cli.engine.env_check.profiles import PROFILES
 

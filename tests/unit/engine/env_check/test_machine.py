@@ -5,22 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from opensora_cli.engine.env_check.facts import (
-    BackendFacts,
-    CardFacts,
-    DriverFacts,
-    EncoderFacts,
-    HostFacts,
-    LinkFacts,
-    LinkKind,
-    PythonFacts,
-    TorchFacts,
-    WeightFacts,
-)
+from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.engine.env_check.facts import BackendFacts, EncoderFacts, HostFacts, PythonFacts, WeightFacts
 from opensora_cli.engine.env_check.findings import Severity, isolated
 from opensora_cli.engine.env_check.host import check_attention, check_disk, check_encoder, check_limits, check_memory
 from opensora_cli.engine.env_check.machine import (
-    check_cards,
+    check_gpus,
     check_libraries,
     check_links,
     check_precision,
@@ -40,10 +30,10 @@ TORCH = TorchFacts(
     cudnn="9.13.0",
 )
 CPU_TORCH = TorchFacts(version="2.13.0+cpu")
-DRIVER = DriverFacts(version="580.95.05", cards=("NVIDIA GeForce RTX 4090",))
-CARD = CardFacts(index=0, name="NVIDIA GeForce RTX 4090", capability=(8, 9), total_bytes=24 * GIB, free_bytes=23 * GIB)
+DRIVER = DriverFacts(version="580.95.05", gpus=("NVIDIA GeForce RTX 4090",))
+CARD = GpuFacts(index=0, name="NVIDIA GeForce RTX 4090", capability=(8, 9), total_bytes=24 * GIB, free_bytes=23 * GIB)
 SERVER_CARDS = tuple(
-    CardFacts(index=index, name="NVIDIA H100", capability=(9, 0), total_bytes=80 * GIB, free_bytes=79 * GIB)
+    GpuFacts(index=index, name="NVIDIA H100", capability=(9, 0), total_bytes=80 * GIB, free_bytes=79 * GIB)
     for index in range(8)
 )
 NVLINKS = tuple(LinkFacts(a, b, LinkKind.NVLINK) for a in range(8) for b in range(a + 1, 8))
@@ -70,11 +60,11 @@ class TestAllWell:
         findings = [
             *check_python(PythonFacts(version=(3, 12, 1), executable="python")),
             *check_torch(TORCH, DRIVER),
-            *check_cards(TORCH, [CARD]),
+            *check_gpus(TORCH, [CARD]),
             *check_links([]),
             *check_libraries(TORCH, [CARD]),
             *check_precision(TORCH, [CARD]),
-            *check_memory(HOST, WEIGHTS, has_cards=True),
+            *check_memory(HOST, WEIGHTS, has_gpus=True),
             *check_disk(WEIGHTS),
             *check_limits(HOST),
             *check_encoder(EncoderFacts(av="18.0", has_x264=True)),
@@ -82,7 +72,7 @@ class TestAllWell:
         assert set(severities(findings)) == {OK, NOTE}
 
     def test_a_server(self):
-        findings = [*check_cards(TORCH, SERVER_CARDS), *check_links(NVLINKS)]
+        findings = [*check_gpus(TORCH, SERVER_CARDS), *check_links(NVLINKS)]
         assert severities(findings) == [OK] * 9
         assert findings[-1].message == "NVLink between all 28 pairs"
         assert set(severities(check_libraries(TORCH, SERVER_CARDS))) == {OK}
@@ -90,7 +80,7 @@ class TestAllWell:
     def test_no_card_at_all(self):
         findings = [
             *check_torch(CPU_TORCH, DriverFacts()),
-            *check_cards(CPU_TORCH, []),
+            *check_gpus(CPU_TORCH, []),
             *check_libraries(CPU_TORCH, []),
             *check_precision(CPU_TORCH, []),
         ]
@@ -105,7 +95,7 @@ class TestTorch:
         assert "CUDA 13.x" in found.mend
 
     def test_a_driver_that_is_too_old(self):
-        old = DriverFacts(version="550.54.15", cards=DRIVER.cards)
+        old = DriverFacts(version="550.54.15", gpus=DRIVER.gpus)
         found = worst(check_torch(replace(TORCH, cuda_available=False), old))
         assert found.severity is PROBLEM
         assert found.message == "driver 550.54.15 is too old for CUDA 13.0"
@@ -155,17 +145,17 @@ class TestCards:
 
     def test_a_card_without_kernels(self):
         old = replace(CARD, name="Tesla P100", capability=(6, 0))
-        found = worst(check_cards(TORCH, [old]))
+        found = worst(check_gpus(TORCH, [old]))
         assert found.severity is PROBLEM
         assert "sm_60" in found.message
 
     def test_a_mig_slice(self):
-        found = worst(check_cards(TORCH, [replace(SERVER_CARDS[0], is_mig=True)]))
+        found = worst(check_gpus(TORCH, [replace(SERVER_CARDS[0], is_mig=True)]))
         assert found.severity is WARNING
         assert "MIG" in found.message
 
     def test_a_card_that_others_use(self):
-        assert "more than half full" in worst(check_cards(TORCH, [replace(CARD, free_bytes=11 * GIB)])).message
+        assert "more than half full" in worst(check_gpus(TORCH, [replace(CARD, free_bytes=11 * GIB)])).message
 
     def test_links_of_several_kinds(self):
         links = [
@@ -193,10 +183,10 @@ class TestCards:
 class TestHost:
     def test_memory(self):
         small = replace(HOST, available_bytes=16 * GIB)
-        assert worst(check_memory(small, WEIGHTS, has_cards=True)).severity is WARNING
-        assert severities(check_memory(small, WEIGHTS, has_cards=False)) == [OK]
+        assert worst(check_memory(small, WEIGHTS, has_gpus=True)).severity is WARNING
+        assert severities(check_memory(small, WEIGHTS, has_gpus=False)) == [OK]
         container = replace(HOST, container_limit_bytes=8 * GIB)
-        findings = list(check_memory(container, WEIGHTS, has_cards=True))
+        findings = list(check_memory(container, WEIGHTS, has_gpus=True))
         assert severities(findings) == [NOTE, WARNING]
         assert "8.0 of 64.0 GiB" in findings[1].message.replace(" GiB of", " of")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opensora_cli.engine.env_check.redaction import Redactor, shown_value
+from opensora_cli.core.redaction import Redactor, shown_value
 
 REDACTOR = Redactor(
     {"ada": "<user>", "analytical": "<host>", "analytical.example.org": "<host>"},

@@ -1,4 +1,4 @@
-"""Hiding what a report must not give away: users, hosts, folders, tokens."""
+"""What a report may show: the variables that matter, without users, hosts, folders and tokens."""
 
 import getpass
 import re
@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+_RELEVANT = re.compile(
+    r"(CUBLAS|CUDA|CUDNN|GLOO|HF|HUGGING_FACE|MKL|NCCL|NVIDIA|OMP|OSORA|PYTORCH|TORCH|TRANSFORMERS)_\w+|LD_LIBRARY_PATH"
+)
 _HIDDEN = "<hidden>"
 _SECRET_NAME = re.compile(
     r"(?i)TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|_AUTH\b|_KEY\b"
@@ -23,6 +26,16 @@ _PART = r"[^\s/:,;'\"()<>]+"
 _PATH = re.compile(rf"(?<![\w/<>.@-])(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
 _SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
 """Folders whose names say nothing about who works here."""
+
+
+def is_relevant(name: str) -> bool:
+    """Return whether an environment variable can change what osora does."""
+    return bool(_RELEVANT.fullmatch(name))
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the relevant variables, sorted by name, as they may be printed: without secrets."""
+    return {name: shown_value(name, environment[name]) for name in sorted(filter(is_relevant, environment))}
 
 
 def shown_value(name: str, value: str) -> str:

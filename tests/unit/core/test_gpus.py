@@ -1,4 +1,4 @@
-"""Reading facts from torch and from nvidia-ml-py, both played by others."""
+"""Facts about GPUs, on a faked torch and nvidia-ml-py."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -7,15 +7,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from opensora_cli.engine.env_check import reading
-from opensora_cli.engine.env_check.facts import DriverFacts, LinkFacts, LinkKind
-from opensora_cli.engine.env_check.presets import preset_here
+from opensora_cli.core import gpus
+from opensora_cli.core.gpus import DriverFacts, LinkFacts, LinkKind
 
 GIB = 2**30
 
 
 class FakeNvml(ModuleType):
-    """Two cards; NVML counts them in another order than CUDA, and knows them by their ids."""
+    """Two GPUs; NVML counts them in another order than CUDA, and knows them by their ids."""
 
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
@@ -47,7 +46,7 @@ class FakeNvml(ModuleType):
         return uuid
 
     def nvmlDeviceGetName(self, handle):  # noqa: N802
-        return f"card {handle}"
+        return f"GPU {handle}"
 
     def nvmlDeviceGetP2PStatus(self, first, second, index):  # noqa: N802
         assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
@@ -55,7 +54,7 @@ class FakeNvml(ModuleType):
 
 
 @pytest.fixture
-def two_cards(monkeypatch):
+def two_gpus(monkeypatch):
     names = ["NVIDIA H100", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]
     cuda = {
         "is_available": lambda: True,
@@ -71,66 +70,43 @@ def two_cards(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, function)
 
 
-def test_cards(two_cards):
-    first, second = reading.read_cards()
+def test_facts_of_gpus(two_gpus):
+    first, second = gpus.read_gpus()
     assert (first.index, first.name, first.capability) == (0, "NVIDIA H100", (9, 0))
     assert (first.free_bytes, first.total_bytes) == (70 * GIB, 80 * GIB)
     assert (first.is_mig, second.is_mig) == (False, True)
 
 
 @pytest.mark.parametrize(("nvlinked", "kind"), [({"GPU-a", "GPU-b"}, LinkKind.NVLINK), (set(), LinkKind.PEER)])
-def test_links(two_cards, monkeypatch, nvlinked, kind):
+def test_links(two_gpus, monkeypatch, nvlinked, kind):
     nvml = FakeNvml(nvlinked)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert reading.read_links(reading.read_cards()) == (LinkFacts(0, 1, kind),)
+    assert gpus.read_links(gpus.read_gpus()) == (LinkFacts(0, 1, kind),)
     assert nvml.sessions == 0
 
 
-def test_links_without_nvml(two_cards, monkeypatch):
-    monkeypatch.setattr(reading, "_nvml", lambda: None)
+def test_links_without_nvml(two_gpus, monkeypatch):
+    monkeypatch.setattr(gpus, "_start_nvml", lambda: None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: False)
-    assert reading.read_links(reading.read_cards()) == (LinkFacts(0, 1, LinkKind.HOST),)
+    assert gpus.read_links(gpus.read_gpus()) == (LinkFacts(0, 1, LinkKind.HOST),)
 
 
 def test_driver(monkeypatch):
     nvml = FakeNvml(set())
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert reading.read_driver() == DriverFacts(version="580.95.05", cards=("card GPU-b", "card GPU-a"))
+    assert gpus.read_driver() == DriverFacts(version="580.95.05", gpus=("GPU GPU-b", "GPU GPU-a"))
     assert nvml.sessions == 0
 
 
 def test_a_machine_without_anything(monkeypatch):
-    monkeypatch.setattr(reading, "_nvml", lambda: None)
+    monkeypatch.setattr(gpus, "_start_nvml", lambda: None)
     monkeypatch.setenv("PATH", "")
-    assert reading.read_driver() == DriverFacts()
+    assert gpus.read_driver() == DriverFacts()
     if not torch.cuda.is_available():
-        assert reading.read_cards() == ()
-        assert reading.read_links(()) == ()
+        assert gpus.read_gpus() == ()
+        assert gpus.read_links(()) == ()
 
 
 def test_versions_of_cudnn():
-    assert reading._cudnn_version(91300) == "9.13.0"
-    assert reading._cudnn_version(8902) == "8.9.2"
-
-
-def test_what_osora_requires(monkeypatch):
-    requires = ["torch>=2.11", "numpy>=99", "no-such-package>=1", "peft; extra == 'train'"]
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
-    unmet = reading.read_python().unmet
-    assert len(unmet) == 2
-    assert unmet[0].endswith("does not fit >=99")
-    assert unmet[1] == "no-such-package is not installed"
-
-
-def test_weights_go_to_the_folder_that_is_named(tmp_path):
-    facts = reading.read_weights({"OSORA_WEIGHTS": str(tmp_path / "not" / "yet")})
-    assert facts.folder == str(tmp_path / "not" / "yet")
-    assert facts.missing == ("transformer", "vae", "t5", "clip")
-    assert facts.missing_bytes > facts.largest_bytes > 20 * GIB
-    assert facts.free_disk_bytes > 0
-
-
-def test_presets_find_weights_where_the_environment_says():
-    assert preset_here("768px", {"OSORA_WEIGHTS": "/w"}).runtime.weights == "/w"
-    assert preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
-    assert preset_here("768px", {}).runtime.weights is None
+    assert gpus._cudnn_version(91300) == "9.13.0"
+    assert gpus._cudnn_version(8902) == "8.9.2"

@@ -1,0 +1,231 @@
+"""The GPUs of this machine: what torch, the driver and the links between them report.
+
+From torch, and where it cannot answer, from nvidia-ml-py if that is installed, else from nvidia-smi.
+"""
+
+import importlib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+from types import ModuleType
+
+import torch
+
+_SMI_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts:
+    """How torch was built, and what it sees."""
+
+    version: str
+    cuda: str | None = None
+    """The CUDA version that it was built for; None: a build for the CPU."""
+    architectures: tuple[str, ...] = ()
+    """What its kernels were compiled for: `sm_90`, `compute_90`."""
+    cuda_available: bool = False
+    nccl: str | None = None
+    cudnn: str | None = None
+    matmul_precision: str = "none"
+    """`torch.backends.cuda.matmul.fp32_precision`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """A CUDA device, as torch sees it."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    free_bytes: int
+    is_mig: bool = False
+    """Whether it is a slice of a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverFacts:
+    """What the NVIDIA driver reports, whatever torch was built for."""
+
+    version: str | None = None
+    """None: there is no driver."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs in the machine."""
+    failure: str | None = None
+    """The error of an nvidia-smi that is installed and fails."""
+
+    @property
+    def major(self) -> int | None:
+        """The part of the version that decides compatibility."""
+        head = (self.version or "").partition(".")[0]
+        return int(head) if head.isdigit() else None
+
+
+class LinkKind(StrEnum):
+    """How two GPUs reach each other."""
+
+    NVLINK = "NVLink"
+    PEER = "PCI, card to card"
+    HOST = "through host memory"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """The link between two GPUs."""
+
+    first: int
+    second: int
+    kind: LinkKind
+
+
+def read_torch() -> TorchFacts:
+    """Return how torch was built, and what it sees."""
+    available = torch.cuda.is_available()
+    # Raises where the library that was found does not fit.
+    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
+    return TorchFacts(
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        architectures=tuple(torch.cuda.get_arch_list()) if available else (),
+        cuda_available=available,
+        nccl=_nccl_version() if available else None,
+        cudnn=None if cudnn is None else _cudnn_version(cudnn),
+        matmul_precision=torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
+def _nccl_version() -> str | None:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _cudnn_version(number: int) -> str:
+    # 9.1.0 is 90100; before version 9 it was 8902 for 8.9.2.
+    base = 10_000 if number >= 90_000 else 1_000
+    return f"{number // base}.{number % base // 100}.{number % 100}"
+
+
+def read_gpus() -> tuple[GpuFacts, ...]:
+    """Return the devices that torch can use."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(_gpu(index) for index in range(torch.cuda.device_count()))
+
+
+def _gpu(index: int) -> GpuFacts:
+    free, total = torch.cuda.mem_get_info(index)
+    name = torch.cuda.get_device_name(index)
+    return GpuFacts(
+        index=index,
+        name=name,
+        capability=torch.cuda.get_device_capability(index),
+        total_bytes=total,
+        free_bytes=free,
+        # CUDA appends the profile of a slice to the name: "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
+        is_mig=" MIG " in name,
+    )
+
+
+def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:
+    """Return how each pair of GPUs is linked."""
+    pairs = list(combinations((gpu.index for gpu in gpus), 2))
+    if not pairs:
+        return ()
+    nvlinked = _nvlinked_pairs(pairs)
+    links = []
+    for first, second in pairs:
+        if (first, second) in nvlinked:
+            kind = LinkKind.NVLINK
+        elif torch.cuda.can_device_access_peer(first, second):
+            kind = LinkKind.PEER
+        else:
+            kind = LinkKind.HOST
+        links.append(LinkFacts(first, second, kind))
+    return tuple(links)
+
+
+def _nvlinked_pairs(pairs: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the pairs that NVLink joins; without nvidia-ml-py none is known."""
+    with _nvml_session() as nvml:
+        if nvml is None:
+            return set()
+        handles = {index: _nvml_handle(nvml, index) for pair in pairs for index in pair}
+        return {
+            (first, second)
+            for first, second in pairs
+            if nvml.nvmlDeviceGetP2PStatus(handles[first], handles[second], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            == nvml.NVML_P2P_STATUS_OK
+        }
+
+
+def _nvml_handle(nvml: ModuleType, index: int) -> object:
+    # By its id: CUDA_VISIBLE_DEVICES and CUDA's order of GPUs do not apply to NVML.
+    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+@contextmanager
+def _nvml_session() -> Iterator[ModuleType | None]:
+    """Yield nvidia-ml-py, started; None where it is not installed or finds no driver."""
+    nvml = _start_nvml()
+    try:
+        yield nvml
+    finally:
+        if nvml is not None:
+            nvml.nvmlShutdown()
+
+
+def _start_nvml() -> ModuleType | None:
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+@contextmanager
+def nvml_gpu(index: int) -> Iterator[tuple[ModuleType, object] | None]:
+    """Yield nvidia-ml-py and its handle of torch's GPU `index`; None where it is not installed or finds no driver."""
+    with _nvml_session() as nvml:
+        yield None if nvml is None else (nvml, _nvml_handle(nvml, index))
+
+
+def read_driver() -> DriverFacts:
+    """Return the NVIDIA driver and the GPUs that it knows, whatever torch was built for."""
+    with _nvml_session() as nvml:
+        if nvml is None:
+            return _driver_of_smi()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        names = tuple(nvml.nvmlDeviceGetName(handle) for handle in handles)
+        return DriverFacts(version=nvml.nvmlSystemGetDriverVersion(), gpus=names)
+
+
+def _driver_of_smi() -> DriverFacts:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return DriverFacts()
+    done = subprocess.run(
+        [program, "--query-gpu=driver_version,name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=_SMI_SECONDS,
+        check=False,
+    )
+    rows = [line.split(",", 1) for line in done.stdout.splitlines() if "," in line]
+    if done.returncode != 0:
+        output = " ".join((done.stdout or done.stderr).split())[:200]
+        # As in a container without GPUs: nothing is wrong.
+        return (
+            DriverFacts() if "No devices" in output else DriverFacts(failure=output or f"exit code {done.returncode}")
+        )
+    if not rows:
+        return DriverFacts()
+    return DriverFacts(version=rows[0][0].strip(), gpus=tuple(name.strip() for _, name in rows))
