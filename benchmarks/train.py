@@ -35,11 +35,10 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.data.loading import open_batches
-from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_for_cache
+from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_for_cache, fresh_clip
 from opensora_cli.engine.encode.frozen import load_encoders
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.mmdit import fresh_clip
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.distribution import Distribution

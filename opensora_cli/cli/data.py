@@ -130,7 +130,7 @@ def preview(
         )
         with errors.uninterrupted():
             from opensora_cli.engine.data import preview as engine
-            from opensora_cli.engine.data.loading import pixel_multiple
+            from opensora_cli.engine.encode.loading import pixel_multiple
         from opensora_cli.settings.data import DataSettings
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.train import load_train_settings

@@ -50,7 +50,7 @@ def cache(
         reporter = output.make_reporter(quiet=quiet)
         settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, tell=reporter.note)
         with errors.uninterrupted():
-            from opensora_cli.engine.data.cache_filling import cache_clips
+            from opensora_cli.engine.data.cache import cache_clips
 
         result = cache_clips(settings, reporter=reporter)
         output.print_result(result, as_json=json_)

@@ -109,6 +109,12 @@ class TrainSettings(Section):
             raise ValueError("\n".join(problems))
         return self
 
+    @property
+    def device_name(self) -> str:
+        """The device of a process that trains alone, as in `device`."""
+        devices = self.parallel.devices
+        return f"cuda:{devices[0]}" if devices and self.device != "cpu" else self.device
+
 
 def find_recipe(name: Path) -> Path:
     """Return the settings file that `name` means: itself, or the packaged recipe of that name.

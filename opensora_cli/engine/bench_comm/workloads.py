@@ -11,7 +11,6 @@ import torch.distributed as dist
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.bench_comm.wire import StepSizes, Traffic, step_traffic
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.train.flow import get_batch_loss
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
@@ -22,6 +21,7 @@ from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.parallel.shares import shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
+from opensora_cli.sampling.flow import get_batch_loss
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.bench_comm import Collective, Scaling
 from opensora_cli.settings.load import load_preset

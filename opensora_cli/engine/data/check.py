@@ -11,9 +11,9 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.sampler import BucketSampler, EpochPlan
 from opensora_cli.data.table import BadRow, ClipTable
-from opensora_cli.engine.data.datasets import open_dataset
-from opensora_cli.engine.data.loading import pixel_multiple
-from opensora_cli.engine.data.requests import TableRequests
+from opensora_cli.engine.encode.datasets import open_dataset
+from opensora_cli.engine.encode.loading import pixel_multiple
+from opensora_cli.engine.encode.requests import TableRequests
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 

@@ -13,7 +13,7 @@ from opensora_cli.core.listing import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import ClipTable, read_table
-from opensora_cli.engine.data.datasets import make_buckets
+from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.read import read_cut
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.data_tools import PreviewSettings

@@ -4,6 +4,7 @@ Everything is encoded clip by clip, and so comes out the same, bit for bit, what
 was encoded just now or for a cache.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.encode.conditions import cut_part
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
 TextEncoder = Callable[[list[str]], Tensor]
 """Captions to their embeddings: (B,L,C) of T5, (B,V) of CLIP."""
@@ -149,6 +151,49 @@ class FreshClip:
     def pooled_prompt_embeds(self) -> Tensor:
         """Return what CLIP makes of its caption, (V)."""
         return self.encoders.pooled_prompt_embeds(self.caption)
+
+
+def fresh_clip(
+    encoders: Encoders,
+    pixels_THWC: Tensor,
+    *,
+    caption: str,
+    fps: float,
+    motion_score: float | None,
+    settings: MMDiTTrainSettings,
+) -> FreshClip:
+    """Return a clip that is encoded as far as it is asked for, its caption with the suffixes that it is read with."""
+    described = training_caption(
+        caption,
+        fps=fps,
+        motion_score=motion_score,
+        add_fps=settings.add_fps,
+        add_motion_score=settings.add_motion_score,
+    )
+    return FreshClip(encoders, pixels_THWC, described)
+
+
+def training_caption(
+    caption: str, *, fps: float, motion_score: float | None, add_fps: bool = True, add_motion_score: bool = True
+) -> str:
+    """Return the caption followed by " {fps} FPS, {motion score} motion score.", or by what is known of the two.
+
+    Unlike a prompt (see `sampling.text`) it is joined by a comma, and the caption's own end is left as it is: so the
+    released model was trained.
+
+    Args:
+        caption: as it is in the table.
+        fps: frames per second of the clip as it is shown; 0 for a picture, which gets none.
+        motion_score: 1 (still) to 7 (very lively), rounded to a whole number, halves upwards; None: unknown.
+        add_fps: whether the frame rate is said.
+        add_motion_score: whether the motion score is said.
+    """
+    suffixes = []
+    if add_fps and fps > 0:
+        suffixes.append(f"{fps:g} FPS")
+    if add_motion_score and motion_score is not None:
+        suffixes.append(f"{math.floor(motion_score + 0.5)} motion score")
+    return f"{caption} {', '.join(suffixes)}." if suffixes else caption
 
 
 @dataclass(frozen=True, slots=True)

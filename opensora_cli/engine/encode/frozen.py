@@ -1,26 +1,19 @@
 """The frozen parts that the transformer learns from: where they are, and what is made of them."""
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.core.dtypes import torch_dtype
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import vae_tiling
-from opensora_cli.engine.encode.cache import ClipCache
+from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.encode.encoding import Encoders
-from opensora_cli.engine.train.files import LORA_FOLDER, weights_folders
-from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.mmdit import Export, MMDiTTask, export_transformer
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.train import TrainSettings
@@ -30,6 +23,10 @@ from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 _FILES_OF_ENCODERS = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
 
 
+PACKAGED = "demo"
+"""In place of a path: the model that comes with osora."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrozenParts:
     """Where the frozen parts are."""
@@ -37,6 +34,11 @@ class FrozenParts:
     vae: Path
     t5: Path
     clip: Path
+
+
+def weights_folders(settings: TrainSettings) -> list[Path]:
+    """Return the folders in which the frozen parts of a run are looked for."""
+    return [packaged_demo() if folder == PACKAGED else Path(folder) for folder in settings.weights]
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
@@ -111,48 +113,6 @@ def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: R
         "captions": f"add_fps={chosen.add_fps}, add_motion_score={chosen.add_motion_score}",
         "precision": str(frozen_dtype(chosen, device)).removeprefix("torch."),
     }
-
-
-def build_mmdit_task(
-    settings: TrainSettings, module: MMDiT, *, device: torch.device, clips: ClipCache | None = None
-) -> MMDiTTask:
-    """Return the transformer's task, with the frozen parts that it needs.
-
-    Args:
-        settings: the run.
-        module: what is trained.
-        device: where it computes, and where clips are encoded.
-        clips: where encoded clips come from. The frozen parts are then loaded only if other clips come, as for
-            validation.
-
-    Raises:
-        CheckpointError: frozen parts are missing or broken.
-        RequestError: a text encoder has another width than the transformer reads.
-    """
-    encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=device))
-    empty_prompt = encoders().empty_prompt() if clips is None else clips.empty_prompt()
-    for key, needed, given, name in (
-        ("context_in_dim", settings.model.context_in_dim, empty_prompt.prompt_embeds_LC.shape[-1], "T5"),
-        ("vec_in_dim", settings.model.vec_in_dim, empty_prompt.pooled_prompt_embeds_V.shape[-1], "CLIP"),
-    ):
-        if needed != given:
-            raise RequestError(f"model.{key}={needed} must be the width of {name}: use {given}")
-    return MMDiTTask(
-        module,
-        settings=settings.train_mmdit,
-        grid=settings.vae.grid,
-        empty_prompt=empty_prompt,
-        encoders=encoders,
-        device=device,
-        export=_export_of_adapter(settings, module) if settings.lora.is_on else export_transformer,
-    )
-
-
-def _export_of_adapter(settings: TrainSettings, module: MMDiT) -> Export:
-    def export(weights: Mapping[str, Tensor], folder: Path) -> None:
-        save_lora(folder / LORA_FOLDER, weights, config=module.config, settings=settings.lora, base=settings.init)
-
-    return export
 
 
 def frozen_dtype(settings: MMDiTTrainSettings, device: torch.device) -> torch.dtype:

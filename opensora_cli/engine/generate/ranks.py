@@ -3,12 +3,12 @@
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_cli.engine.launch.joining import agreed
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
@@ -19,18 +19,9 @@ from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.sampling.guidance import Branch
 
-T = TypeVar("T")
-
 _HOST = torch.device("cpu")
 _TILES_AHEAD = 2
 """That a rank holds, decoded, until rank 0 takes them."""
-
-
-def agreed(value: T) -> T:
-    """Return the value that rank 0 gives, on all ranks; it is pickled, so only for what osora itself has made."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def agreed_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:

@@ -13,9 +13,9 @@ from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
-from opensora_cli.engine.generate.ranks import Ranks, agreed, least
+from opensora_cli.engine.generate.ranks import Ranks, least
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.launch.joining import joined
+from opensora_cli.engine.launch.joining import agreed, joined
 from opensora_cli.engine.launch.launcher import launch, log_folder
 from opensora_cli.engine.launch.request import LaunchRequest
 from opensora_cli.settings.explain import Given

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.rank_link import beat, device_is_card, move
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.parallel.watching import init_with_retry
+
+T = TypeVar("T")
 
 TIMEOUT_S = 600.0
 
@@ -71,3 +73,10 @@ def joined(
     with register_module_forward_hook(lambda *_: move()):
         yield device
     dist.destroy_process_group()
+
+
+def agreed(value: T) -> T:
+    """Return the value that rank 0 gives, on all ranks; it is pickled, so only for what osora itself has made."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

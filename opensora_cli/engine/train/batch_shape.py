@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.data.loading import pixel_multiple
+from opensora_cli.engine.encode.loading import pixel_multiple
 from opensora_cli.sampling.sizes import training_sizes
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 

@@ -8,10 +8,10 @@ import torch
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import autoencoder_on_meta, transformer_on_meta
-from opensora_cli.engine.data.cache_filling import prepare_cache
-from opensora_cli.engine.data.loading import open_batches
 from opensora_cli.engine.encode import frozen
-from opensora_cli.engine.encode.cache import ClipCache
+from opensora_cli.engine.encode.cache_filling import prepare_cache
+from opensora_cli.engine.encode.clip_cache import ClipCache
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.drawn import DrawnBatches
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.first_weights import (
@@ -22,6 +22,7 @@ from opensora_cli.engine.train.first_weights import (
 )
 from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.mmdit import build_mmdit_task
 from opensora_cli.engine.train.strategy.compiling import compile_blocks
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.task import BatchSource, Task
@@ -159,4 +160,4 @@ def _build(
                 use_fp8_linears(transformer, linears_of_blocks(transformer.config))
             if settings.compile:
                 compile_blocks(transformer, warn=reporter.warn)
-            return frozen.build_mmdit_task(settings, transformer, device=device, clips=clips)
+            return build_mmdit_task(settings, transformer, device=device, clips=clips)

@@ -10,6 +10,7 @@ from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
 from opensora_cli.checkpoint.safetensors_file import write_safetensors
 from opensora_cli.core.files import atomic_path
 from opensora_cli.engine.components.weights import packaged_demo
+from opensora_cli.engine.encode.frozen import PACKAGED
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 LOG_FILE = "log.jsonl"
@@ -31,20 +32,12 @@ _EXPORTS: dict[TrainTarget, tuple[str, ...]] = {
     TrainTarget.MMDIT: (TRANSFORMER_FILE,),
 }
 
-_PACKAGED = "demo"
-"""In place of a path: the model that comes with osora."""
-
 
 def first_weights_of(settings: TrainSettings) -> Path | None:
     """Return the file or folder of weights that a run begins with, which may not be there; None: random ones."""
-    if settings.init != _PACKAGED:
+    if settings.init != PACKAGED:
         return None if settings.init is None else Path(settings.init)
     return packaged_demo() / (VAE_FILE if settings.target is TrainTarget.VAE else TRANSFORMER_FILE)
-
-
-def weights_folders(settings: TrainSettings) -> list[Path]:
-    """Return the folders in which the frozen parts of a run are looked for."""
-    return [packaged_demo() if folder == _PACKAGED else Path(folder) for folder in settings.weights]
 
 
 def exports(settings: TrainSettings) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.data.batches import ClipBatch
+from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.conditions import condition_clip, draw_mode
-from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, FreshClip
-from opensora_cli.engine.train.captions import training_caption
-from opensora_cli.engine.train.files import TRANSFORMER_FILE, write_weights
-from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
+from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, fresh_clip
+from opensora_cli.engine.encode.frozen import load_encoders
+from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE, write_weights
+from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
 
 Export = Callable[[Mapping[str, Tensor], Path], None]
@@ -204,26 +209,6 @@ class MMDiTTask:
         return torch.full((batch_size,), self._settings.embedded_guidance, device=self._device)
 
 
-def fresh_clip(
-    encoders: Encoders,
-    pixels_THWC: Tensor,
-    *,
-    caption: str,
-    fps: float,
-    motion_score: float | None,
-    settings: MMDiTTrainSettings,
-) -> FreshClip:
-    """Return a clip that is encoded as far as it is asked for, its caption with the suffixes that it is read with."""
-    described = training_caption(
-        caption,
-        fps=fps,
-        motion_score=motion_score,
-        add_fps=settings.add_fps,
-        add_motion_score=settings.add_motion_score,
-    )
-    return FreshClip(encoders, pixels_THWC, described)
-
-
 def _chances_of_samples(paths: Sequence[str], chance: Chance) -> list[Chance]:
     """Return a chance for each sample, made from its path and from how often it came before in this micro-batch."""
     seed = int(chance.rng.integers(2**63))
@@ -235,3 +220,45 @@ def _chances_of_samples(paths: Sequence[str], chance: Chance) -> list[Chance]:
         chances.append(Chance(rng, torch.Generator().manual_seed(int(rng.integers(2**63)))))
         seen[path] += 1
     return chances
+
+
+def build_mmdit_task(
+    settings: TrainSettings, module: MMDiT, *, device: torch.device, clips: ClipCache | None = None
+) -> MMDiTTask:
+    """Return the transformer's task, with the frozen parts that it needs.
+
+    Args:
+        settings: the run.
+        module: what is trained.
+        device: where it computes, and where clips are encoded.
+        clips: where encoded clips come from. The frozen parts are then loaded only if other clips come, as for
+            validation.
+
+    Raises:
+        CheckpointError: frozen parts are missing or broken.
+        RequestError: a text encoder has another width than the transformer reads.
+    """
+    encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=device))
+    empty_prompt = encoders().empty_prompt() if clips is None else clips.empty_prompt()
+    for key, needed, given, name in (
+        ("context_in_dim", settings.model.context_in_dim, empty_prompt.prompt_embeds_LC.shape[-1], "T5"),
+        ("vec_in_dim", settings.model.vec_in_dim, empty_prompt.pooled_prompt_embeds_V.shape[-1], "CLIP"),
+    ):
+        if needed != given:
+            raise RequestError(f"model.{key}={needed} must be the width of {name}: use {given}")
+    return MMDiTTask(
+        module,
+        settings=settings.train_mmdit,
+        grid=settings.vae.grid,
+        empty_prompt=empty_prompt,
+        encoders=encoders,
+        device=device,
+        export=_export_of_adapter(settings, module) if settings.lora.is_on else export_transformer,
+    )
+
+
+def _export_of_adapter(settings: TrainSettings, module: MMDiT) -> Export:
+    def export(weights: Mapping[str, Tensor], folder: Path) -> None:
+        save_lora(folder / LORA_FOLDER, weights, config=module.config, settings=settings.lora, base=settings.init)
+
+    return export

@@ -10,8 +10,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.estimate.hardware import pick_hardware
-from opensora_cli.engine.generate.ranks import agreed
-from opensora_cli.engine.launch.joining import joined
+from opensora_cli.engine.launch.joining import agreed, joined
 from opensora_cli.engine.launch.launcher import Pace, launch, log_folder
 from opensora_cli.engine.launch.request import LaunchRequest
 from opensora_cli.engine.train.precision import DTYPES
@@ -83,9 +82,7 @@ def training_device(settings: TrainSettings) -> torch.device:
     Raises:
         HardwareError: there is no such device.
     """
-    parallel = settings.parallel
-    name = f"cuda:{parallel.devices[0]}" if parallel.devices and settings.device != "cpu" else settings.device
-    return pick_hardware(name, "float32").device
+    return pick_hardware(settings.device_name, "float32").device
 
 
 def _device_type(settings: TrainSettings) -> Literal["cpu", "cuda"]:

@@ -10,7 +10,7 @@ import torch
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.configs import new_autoencoder
-from opensora_cli.engine.data.loading import open_batches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution

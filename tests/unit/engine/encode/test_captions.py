@@ -2,7 +2,7 @@
 
 import pytest
 
-from opensora_cli.engine.train.captions import training_caption
+from opensora_cli.engine.encode.encoding import training_caption
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError,
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.data.datasets import all_requests
-from opensora_cli.engine.data.loading import ReplacementWarnings, open_clips
-from opensora_cli.engine.data.reading import read_clip
+from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.loading import ReplacementWarnings, open_clips
+from opensora_cli.engine.encode.reading import read_clip
 from opensora_cli.settings.data import DataSettings
 
 BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}

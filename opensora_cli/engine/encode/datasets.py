@@ -9,7 +9,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.data.buckets import Buckets, Resolution
 from opensora_cli.data.sampler import BucketSampler, PlanEpoch, SceneSampler
 from opensora_cli.data.table import read_table
-from opensora_cli.engine.data.requests import AllRequests, ClipRequests, SceneRequests, TableRequests, possible_places
+from opensora_cli.engine.encode.requests import AllRequests, ClipRequests, SceneRequests, TableRequests, possible_places
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketTable, DataSettings
 

@@ -19,14 +19,14 @@ from torch import nn
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, CheckpointError, FileProblem, MediaError, RequestError
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.data import cache_filling
-from opensora_cli.engine.data.cache_filling import cache_clips, prepare_cache
-from opensora_cli.engine.data.loading import open_batches
-from opensora_cli.engine.encode import frozen
-from opensora_cli.engine.encode.cache import HEADER_FILE, ClipCache
+from opensora_cli.engine.data.cache import cache_clips
+from opensora_cli.engine.encode import cache_filling, frozen
+from opensora_cli.engine.encode.cache_filling import prepare_cache
+from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
 from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders
-from opensora_cli.engine.encode.frozen import build_mmdit_task
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train import run
+from opensora_cli.engine.train.mmdit import build_mmdit_task
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.task import Chance
 from opensora_cli.media.write import write_media

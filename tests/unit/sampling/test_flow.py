@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.engine.train.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
+from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 
 SIGMA = 0.2
 

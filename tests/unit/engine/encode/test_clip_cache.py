@@ -15,7 +15,7 @@ from opensora_cli.checkpoint.entries import HeldEntry
 from opensora_cli.checkpoint.safetensors_file import write_safetensors
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.encode.cache import HEADER_FILE, CacheWriter, ClipCache, is_cache_of, key_of, write_header
+from opensora_cli.engine.encode.clip_cache import HEADER_FILE, CacheWriter, ClipCache, is_cache_of, key_of, write_header
 from opensora_cli.engine.encode.encoding import EmptyPrompt
 
 IDENTITY = {"autoencoder": "a", "T5": "t"}
@@ -208,7 +208,7 @@ from pathlib import Path
 import torch
 import killing
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.encode.cache import CacheWriter, ClipCache, is_cache_of, write_header
+from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, is_cache_of, write_header
 from opensora_cli.engine.encode.encoding import EmptyPrompt
 
 torch.set_num_threads(1)

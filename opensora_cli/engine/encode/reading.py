@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import FileProblem, OsoraError
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
 from opensora_cli.data.sampler import MicroBatch
 from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.data.requests import ClipRequests
+from opensora_cli.engine.encode.requests import ClipRequests
 from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import Fit, fit_frames
 

@@ -1,99 +1,38 @@
-"""`osora data cache`: every clip that training can ask for, encoded once and for all."""
+"""Filling a cache: every clip that training can ask for is encoded once and for all."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from opensora_cli.core.conditions import ReferencePart
-from opensora_cli.core.exceptions import BatchError, MediaError, RequestError
-from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.data.datasets import all_requests
-from opensora_cli.engine.data.loading import pixel_multiple
-from opensora_cli.engine.data.reading import read_clip
-from opensora_cli.engine.encode.cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
+from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
 from opensora_cli.engine.encode.conditions import encoded_parts, fitting_modes
-from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders, FreshClip, encode_for_cache, part_name
+from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.encoding import (
+    ALWAYS_CACHED,
+    Encoders,
+    FreshClip,
+    encode_for_cache,
+    fresh_clip,
+    part_name,
+)
 from opensora_cli.engine.encode.frozen import cache_identity, load_encoders
-from opensora_cli.engine.train.mmdit import fresh_clip
-from opensora_cli.engine.train.together import training_device
-from opensora_cli.settings.train import TrainSettings, TrainTarget
-
-RESULT_SCHEMA = "osora.data-cache/1"
+from opensora_cli.engine.encode.loading import pixel_multiple
+from opensora_cli.engine.encode.reading import read_clip
+from opensora_cli.settings.train import TrainSettings
 
 
-@dataclass(frozen=True, slots=True)
-class FailedClip:
+class FailedClip(Document):
     """A clip that could not be read."""
 
     path: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheReport:
-    """What `osora data cache` did."""
-
-    folder: Path
-    clips: int
-    """In the cache now."""
-    encoded: int
-    """Of these, by this run."""
-    failed: tuple[FailedClip, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the result as a document of the schema `osora.data-cache/1`."""
-        return {
-            "schema": RESULT_SCHEMA,
-            "folder": str(self.folder),
-            "clips": self.clips,
-            "encoded": self.encoded,
-            "failed": [{"path": clip.path, "reason": clip.reason} for clip in self.failed],
-        }
-
-    def lines(self) -> list[str]:
-        """Return the result for people."""
-        return [
-            f"{self.folder}  {self.clips} clips, {self.encoded} of them encoded now",
-            *(f"failed  {clip.path}: {clip.reason}" for clip in self.failed),
-        ]
-
-    def require_whole(self) -> None:
-        """Raise BatchError if clips could not be read."""
-        if self.failed:
-            raise BatchError(
-                f"{len(self.failed)} of {len(self.failed) + self.clips} clips could not be read",
-                hint="mend them and run it again; training leaves out what the cache lacks",
-            )
-
-
-def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
-    """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
-
-    What it has of a file that was replaced since is encoded anew. Interrupted, it keeps what is finished, and goes on
-    there the next time.
-
-    Raises:
-        RequestError: the transformer is not what is trained, or no cache is named.
-        CheckpointError: frozen parts, or files of the cache, are missing or broken.
-        FileProblem: the cache was made with other parts, or the table cannot be read.
-        OutputError: the cache cannot be written.
-        HardwareError: there is no such device.
-        KeyboardInterrupt: its argument says how to go on.
-    """
-    if settings.target is not TrainTarget.MMDIT:
-        raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
-    if settings.train_mmdit.cache is None:
-        raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
-    reporter = reporter or SilentReporter()
-    device = training_device(settings)
-    folder, encoders = Path(settings.train_mmdit.cache), _encoders(settings, device)
-    _begin(settings, folder, encoders, device=device, reporter=reporter)
-    encoded, failed = _fill(settings, folder, encoders, rank=0, ranks=1, reporter=reporter)
-    return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
 
 
 def prepare_cache(
@@ -123,11 +62,11 @@ def prepare_cache(
     """
     if settings.train_mmdit.cache is None:
         return None
-    folder, encoders = Path(settings.train_mmdit.cache), _encoders(settings, device)
+    folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
     if rank == 0:
-        _begin(settings, folder, encoders, device=device, reporter=reporter)
+        begin_cache(settings, folder, encoders, device=device, reporter=reporter)
     barrier()
-    _, failed = _fill(settings, folder, encoders, rank=rank, ranks=ranks, reporter=reporter)
+    _, failed = fill_cache(settings, folder, encoders, rank=rank, ranks=ranks, reporter=reporter)
     if failed:
         others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
         reporter.warn(f"left out: {failed[0].path} ({failed[0].reason}){others}")
@@ -135,12 +74,12 @@ def prepare_cache(
     return ClipCache(folder)
 
 
-def _encoders(settings: TrainSettings, device: torch.device) -> Callable[[], Encoders]:
-    # Loaded at the first call, if there is one.
+def lazy_encoders(settings: TrainSettings, device: torch.device) -> Callable[[], Encoders]:
+    """Return what loads the encoders at its first call, if there is one."""
     return cache(partial(load_encoders, settings, device=device))
 
 
-def _begin(
+def begin_cache(
     settings: TrainSettings,
     folder: Path,
     encoders: Callable[[], Encoders],
@@ -154,7 +93,7 @@ def _begin(
         write_header(folder, identity, encoders().empty_prompt())
 
 
-def _fill(
+def fill_cache(
     settings: TrainSettings,
     folder: Path,
     encoders: Callable[[], Encoders],
@@ -182,7 +121,7 @@ def _fill(
                 try:
                     clip = _fresh(settings, encoders(), request)
                 except MediaError as error:
-                    failed.append(FailedClip(request.path, error.message))
+                    failed.append(FailedClip(path=request.path, reason=error.message))
                 else:
                     known = clips.names(request, file=file)
                     writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known), file=file)

@@ -1,0 +1,65 @@
+"""`osora data cache`: every clip that training can ask for, encoded once and for all."""
+
+from pathlib import Path
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import BatchError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, fill_cache, lazy_encoders
+from opensora_cli.engine.encode.clip_cache import ClipCache
+from opensora_cli.engine.estimate.hardware import pick_hardware
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+
+class CacheReport(Document):
+    """What `osora data cache` did."""
+
+    SCHEMA = "osora.data-cache/1"
+
+    folder: Path
+    clips: int
+    """In the cache now."""
+    encoded: int
+    """Of these, by this run."""
+    failed: tuple[FailedClip, ...]
+
+    def lines(self) -> list[str]:
+        """Return the result for people."""
+        return [
+            f"{self.folder}  {self.clips} clips, {self.encoded} of them encoded now",
+            *(f"failed  {clip.path}: {clip.reason}" for clip in self.failed),
+        ]
+
+    def require_whole(self) -> None:
+        """Raise BatchError if clips could not be read."""
+        if self.failed:
+            raise BatchError(
+                f"{len(self.failed)} of {len(self.failed) + self.clips} clips could not be read",
+                hint="mend them and run it again; training leaves out what the cache lacks",
+            )
+
+
+def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
+    """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
+
+    What it has of a file that was replaced since is encoded anew. Interrupted, it keeps what is finished, and goes on
+    there the next time.
+
+    Raises:
+        RequestError: the transformer is not what is trained, or no cache is named.
+        CheckpointError: frozen parts, or files of the cache, are missing or broken.
+        FileProblem: the cache was made with other parts, or the table cannot be read.
+        OutputError: the cache cannot be written.
+        HardwareError: there is no such device.
+        KeyboardInterrupt: its argument says how to go on.
+    """
+    if settings.target is not TrainTarget.MMDIT:
+        raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
+    if settings.train_mmdit.cache is None:
+        raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
+    reporter = reporter or SilentReporter()
+    device = pick_hardware(settings.device_name, "float32").device
+    folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
+    begin_cache(settings, folder, encoders, device=device, reporter=reporter)
+    encoded, failed = fill_cache(settings, folder, encoders, rank=0, ranks=1, reporter=reporter)
+    return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
