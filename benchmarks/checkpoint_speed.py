@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
-from opensora_cli.checkpoint.formats import Format
-from opensora_cli.checkpoint.safetensors_file import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.contents import Format
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.checkpoint.writing import write_checkpoint
 
 SCHEMA = "osora.bench.checkpoint_speed/1"

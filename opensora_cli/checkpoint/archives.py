@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from opensora_cli.checkpoint.entries import Extent, read_extent
+from opensora_cli.checkpoint.stream import Extent, read_extent
 from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.checkpoint.unpickling import SAVE_STATE_DICT
 from opensora_cli.core.exceptions import CheckpointError

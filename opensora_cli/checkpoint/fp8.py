@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.computing import ComputedEntry
-from opensora_cli.checkpoint.entries import Entry, rounded
+from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.views import ComputedEntry, rounded
 from opensora_cli.core.exceptions import CheckpointError
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})

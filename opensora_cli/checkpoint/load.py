@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.folders import MODEL_FOLDER
-from opensora_cli.checkpoint.formats import Checkpoint
+from opensora_cli.checkpoint.contents import Checkpoint
+from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.fp8 import dequantise
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.remote import fetch_from_hub
-from opensora_cli.checkpoint.shapes import differences
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import first_few
@@ -23,6 +21,10 @@ from opensora_cli.core.metadata import ROTARY_METADATA
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
+
+Shape = tuple[int, ...]
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_SUBFOLDERS = ["*/*"]
 
 
 class _MappedTensors(Mapping[str, Tensor]):
@@ -279,3 +281,49 @@ def _refuse_unfillable(module: nn.Module) -> None:
     left = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in persistent]
     if left:
         raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
+
+
+def differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
+    """Return what is wrong with tensors that should have the names and shapes `expected`, each kind in one line."""
+    missing = [key for key in expected if key not in found]
+    unexpected = [key for key in found if key not in expected]
+    wrong = [
+        f"{key}: file {list(shape)}, model {list(expected[key])}"
+        for key, shape in found.items()
+        if key in expected and shape != expected[key]
+    ]
+    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
+    return [f"{len(names)} {kind} ({first_few(names)})" for kind, names in kinds if names]
+
+
+def fetch_from_hub(name: str, *, cache_dir: str | Path | None = None) -> Path:
+    """Return the file or folder in the Hub's cache that `name` means, downloading what is missing of it.
+
+    Args:
+        name: `owner/repository` for the safetensors files of a repository, those in its subfolders left out; or
+            `owner/repository/path/of/file`.
+        cache_dir: where files of the Hub are kept; None is the usual place.
+
+    Raises:
+        CheckpointError: no such repository or file, no access to it, or no connection.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    if owner in ("", ".", "..", "~") or not repository:
+        raise CheckpointError(f"{name} does not exist")
+    repo = f"{owner}/{repository}"
+    try:
+        if file:
+            return Path(hf_hub_download(repo, file, cache_dir=cache_dir))
+        folder = snapshot_download(repo, cache_dir=cache_dir, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{name} does not exist here, and cannot be fetched from the Hugging Face Hub: {reason}"
+        ) from error
+    if not Path(str(folder)).is_dir():
+        raise CheckpointError(f"{name} has no safetensors files", hint=f"name a file of it: {name}/FILE")
+    return Path(str(folder))

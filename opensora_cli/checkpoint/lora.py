@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.computing import ComputedEntry
-from opensora_cli.checkpoint.entries import CastEntry, Entry, rounded
+from opensora_cli.checkpoint.formats.peft import Adapter, LowRank
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES
-from opensora_cli.checkpoint.peft_files import Adapter, LowRank
+from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.views import CastEntry, ComputedEntry, rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few
 

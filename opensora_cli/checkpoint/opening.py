@@ -1,25 +1,114 @@
 """Opening a checkpoint of any format, which is found out from what is there."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
+from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.folders import (
+from opensora_cli.checkpoint.archives import MAGIC
+from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection, ShardName
+from opensora_cli.checkpoint.formats.colossal import (
+    _LISTED,
     SETTINGS_FILE,
     TRAINING_FILE,
+    _listed,
+    _names,
+    _unfinished,
+    all_epoch_folders,
     colossalai_parts,
     epoch_folders,
-    find_file,
-    find_index,
 )
-from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
-from opensora_cli.checkpoint.pickles import open_torch
-from opensora_cli.checkpoint.recognition import Kind, recognise, refusal
-from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.formats.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.formats.torch import PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.listing import plain
+
+_START_BYTES = 512
+_SHOWN_BYTES = 16
+_TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_WEB_PAGES = (b"<!doctype", b"<html", b"<?xml")
+
+_INDEXES = "*.index.json"
+_SAFETENSORS_INDEX = ".safetensors.index.json"
+
+
+class Kind(Enum):
+    """What a file can be to those who look for weights."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    JSON = "JSON"
+    LFS_POINTER = "a pointer that Git LFS left in place of the file"
+    WEB_PAGE = "a web page that was saved in place of the file"
+    TAR = "a tar archive"
+    EMPTY = "empty"
+    OTHER = "other"
+
+
+WEIGHTS = (Kind.SAFETENSORS, Kind.TORCH)
+"""What holds tensors."""
+
+
+def recognise(path: Path) -> Kind:
+    """Return what a file is.
+
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+    """
+    start = read_start(path)
+    text = start.lstrip().lower()
+    # The length of a safetensors header has a zero in its last byte; no JSON has one.
+    if start[7:9] == b"\0{":
+        return Kind.SAFETENSORS
+    if start.startswith((MAGIC, PICKLE_MAGIC)):
+        return Kind.TORCH
+    if text.startswith(b"{"):
+        return Kind.JSON
+    if start.startswith(_LFS_POINTER):
+        return Kind.LFS_POINTER
+    if text.startswith(_WEB_PAGES):
+        return Kind.WEB_PAGE
+    if start[_TAR_OFFSET:].startswith(_TAR_MAGIC):
+        return Kind.TAR
+    return Kind.OTHER if start else Kind.EMPTY
+
+
+def refusal(path: Path, kind: Kind) -> CheckpointError:
+    """Return why a file that holds no tensors cannot be opened, and what to do."""
+    if kind is Kind.EMPTY:
+        return CheckpointError(f"{path} is empty", hint="fetch it again")
+    if kind is Kind.LFS_POINTER:
+        return CheckpointError(f"{path} is {kind.value}", hint="run git lfs pull, or fetch it with osora ckpt download")
+    if kind is Kind.WEB_PAGE:
+        return CheckpointError(f"{path} is {kind.value}", hint="fetch the file itself, logged in where that is needed")
+    if kind is Kind.TAR:
+        return CheckpointError(
+            f"{path} is refused: it is {kind.value}, of a torch so old that reading it could run any code",
+            hint="load it where that does no harm, and save it anew",
+        )
+    return CheckpointError(f"{path} holds no weights: it begins with {read_start(path)[:_SHOWN_BYTES]!r}")
+
+
+def read_start(path: Path) -> bytes:
+    """Read how a file begins.
+
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+    """
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+        with path.open("rb") as file:
+            return file.read(_START_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise CheckpointError(f"{path} cannot be read: {reason or error}") from error
 
 
 def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoint:
@@ -101,3 +190,58 @@ def _open_weights(path: Path, select: Selection | None = None) -> Checkpoint:
     if not path.is_dir():
         return _open_file(path, select)
     return replace(_open_file(find_index(path) or find_file(path), select), path=path)
+
+
+def find_index(folder: Path) -> Path | None:
+    """Return the index of the shards in a folder, if it has one; that of safetensors rather than another.
+
+    Raises:
+        RequestError: it has several.
+    """
+    indexes = sorted(path for path in _listed(folder) if path.match(_INDEXES))
+    chosen = [path for path in indexes if path.name.endswith(_SAFETENSORS_INDEX)] or indexes
+    if len(chosen) > 1:
+        raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
+    return chosen[0] if chosen else None
+
+
+def find_file(folder: Path) -> Path:
+    """Return the one file with weights in a folder without an index; a safetensors file rather than others.
+
+    Raises:
+        RequestError: it has several.
+        CheckpointError: it has none, or shards, or nothing but an unfinished checkpoint of a training, or a link to a
+            file elsewhere, which is not read even to see what it is.
+    """
+    kinds = {path: recognise(refuse_outside(path, folder)) for path in _listed(folder) if path.is_file()}
+    weights = [path for path, kind in kinds.items() if kind in WEIGHTS]
+    chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
+    if shards := [name for path in chosen if (name := ShardName.of(path.name))]:
+        raise _without_index(folder, shards)
+    if len(chosen) > 1:
+        raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
+    if chosen:
+        return chosen[0]
+    for path, kind in kinds.items():
+        if kind in (Kind.LFS_POINTER, Kind.WEB_PAGE):
+            raise refusal(path, kind)
+    if unfinished := all_epoch_folders(folder):
+        raise _unfinished(unfinished[0])
+    there = f"only {_names(kinds)}" if kinds else "no file"
+    raise CheckpointError(
+        f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
+    )
+
+
+def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError:
+    """Say what a folder of shards lacks; where they are of several checkpoints, what those of the first one lack."""
+    first = shards[0]
+    there = {shard.number for shard in shards if (shard.index_name, shard.count) == (first.index_name, first.count)}
+    # Whatever a name says: no list is made of a million numbers.
+    missing = list(islice((str(each) for each in range(1, first.count + 1) if each not in there), _LISTED + 1))
+    numbers = ", ".join(missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
+    others = f" and, of shards 1 to {first.count}: {numbers}" if missing else ""
+    return CheckpointError(
+        f"{folder} holds shards without their index: it lacks {plain(first.index_name)}{others}",
+        hint="fetch what is missing; the index says which tensor is in which shard",
+    )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.shapes import Shape
 from opensora_cli.core.exceptions import RequestError
 
 
@@ -24,7 +23,7 @@ class Released:
     name: str
     title: str
     file: str
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def released_names() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.entries import MAX_DIMENSIONS, Entry
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry
 from opensora_cli.checkpoint.unpickling import Constructor
 from opensora_cli.core.exceptions import RequestError
 

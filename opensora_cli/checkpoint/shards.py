@@ -7,14 +7,13 @@ why the index is written last.
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
@@ -30,7 +29,6 @@ WriteShard = Callable[[Path, Mapping[str, Entry], Mapping[str, str], Callable[[i
 """Writes one shard: (path, tensors, metadata, advance)."""
 
 _LISTED = 100
-_SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 _TOTAL_SIZE, _SHA256 = "total_size", "sha256"
 
 
@@ -74,33 +72,6 @@ class ShardForm:
     def shard_name(self, number: int, count: int) -> str:
         """Return the name of shard `number`, counted from 1, of `count`."""
         return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardName:
-    """What the name of one shard of several says; `str` gives `shard 1 of 4`."""
-
-    stem: str
-    number: int
-    """Counted from 1."""
-    count: int
-    suffix: str
-
-    @classmethod
-    def of(cls, name: str) -> "ShardName | None":
-        """Take a name such as `model-00001-of-00004.safetensors` apart; None: it is not of this kind."""
-        match = _SHARD_NAME.fullmatch(name)
-        if match is None or int(match[3]) < 2:
-            return None
-        return cls(match[1], int(match[2]), int(match[3]), match[4])
-
-    def __str__(self) -> str:
-        return f"shard {self.number} of {self.count}"
-
-    @property
-    def index_name(self) -> str:
-        """The name of its index."""
-        return f"{self.stem}{self.suffix}.index.json"
 
 
 def _write_safetensors_shard(

@@ -20,11 +20,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from opensora_cli.checkpoint.copying import copy_entries, write_all
-from opensora_cli.checkpoint.entries import Entry, HeldEntry
-from opensora_cli.checkpoint.folders import RUNNING_STATES_FILE
-from opensora_cli.checkpoint.safetensors_file import place_tensors
+from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
+from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
 from opensora_cli.checkpoint.strict_json import parse_object
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import replace_folder, write_bytes_atomic

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 

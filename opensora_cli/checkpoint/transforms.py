@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from opensora_cli.checkpoint.entries import CastEntry, Entry
+from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.listing import plain
 

@@ -1,12 +1,21 @@
-"""Tensors whose elements do not lie one after the other where they are stored."""
+"""Tensors that are made of others while they are read: cast, cut, joined, computed, strided or tiled."""
 
+import math
+from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.stream import Entry, Extent, cut_extents
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.listing import plain
+
+STEP_NUMEL = 2**20
+"""How many elements are computed at a time: what is needed in between, often in fp32 and often twice, stays small."""
 
 _BLOCK_NUMEL = 2**20
 """How many elements are read at a time."""
@@ -16,6 +25,151 @@ _MOST_HELD = 2
 
 _holding: list["StridedEntry"] = []
 """These, the oldest first."""
+
+
+class CastEntry(Entry):
+    """Another entry in another dtype, rounded element by element as torch does.
+
+    Args:
+        base: the other entry.
+        dtype: what it is rounded to.
+        name: of the tensor, for errors.
+    """
+
+    def __init__(self, base: Entry, dtype: torch.dtype, *, name: str) -> None:
+        super().__init__(base.shape, dtype)
+        self._base = base
+        self._name = name
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Read and round elements `start` to `stop`.
+
+        Raises:
+            CheckpointError: a number is too large for the dtype; or as for any entry.
+        """
+        return rounded(self._base.elements(start, stop), self.dtype, name=self._name)
+
+
+class RowsEntry(Entry):
+    """Some consecutive rows of another entry.
+
+    Args:
+        base: of one dimension or more.
+        start, stop: the rows.
+    """
+
+    def __init__(self, base: Entry, start: int, stop: int) -> None:
+        super().__init__((stop - start, *base.shape[1:]), base.dtype)
+        self._base = base
+        self._first = start * base.row_numel
+
+    def extents(self) -> tuple[Extent, ...] | None:
+        """Return where these rows lie."""
+        extents = self._base.extents()
+        if extents is None:
+            return None
+        start = self._first * self.dtype.itemsize
+        return tuple(cut_extents(extents, start, start + self.nbytes))
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` of these rows."""
+        return self._base.elements(self._first + start, self._first + stop)
+
+
+class JoinedEntry(Entry):
+    """The rows of several entries, one after the other.
+
+    Args:
+        parts: of the same dtype, and of the same shape but for the number of rows.
+    """
+
+    def __init__(self, parts: Sequence[Entry]) -> None:
+        kinds = {(part.dtype, part.shape[1:]) for part in parts}
+        if len(kinds) != 1:
+            raise ValueError(f"rows of different kinds cannot be joined: {sorted(map(str, kinds))}")
+        super().__init__((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype)
+        self._parts = tuple(parts)
+        self._ends = list(accumulate(part.numel for part in parts))
+
+    def extents(self) -> tuple[Extent, ...] | None:
+        """Return where the parts lie."""
+        runs: list[Extent] = []
+        for part in self._parts:
+            extents = part.extents()
+            if extents is None:
+                return None
+            runs += extents
+        return tuple(runs)
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` out of the parts that hold them."""
+        read = []
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            part, end = self._parts[index], min(stop, self._ends[index])
+            first = self._ends[index] - part.numel
+            read.append(part.elements(start - first, end - first))
+            start, index = end, index + 1
+        return read[0] if len(read) == 1 else torch.cat([*read, torch.empty(0, dtype=self.dtype)])
+
+
+def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
+    """Return numbers in another dtype.
+
+    Args:
+        values: of one dimension.
+        dtype: theirs from now on.
+        name: of the tensor they are of, for errors.
+
+    Raises:
+        CheckpointError: finite numbers would become infinite.
+    """
+    result = values.to(dtype)
+    if _may_overflow(values, dtype) and bool((result.isinf() & values.isfinite()).any()):
+        raise CheckpointError(
+            f"{plain(name)} has numbers that are too large for {str(dtype).removeprefix('torch.')}",
+            hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or leave it as it is",
+        )
+    return result
+
+
+def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the largest of `values` might not fit, at the cost of one fast product."""
+    if not (values.dtype.is_floating_point and dtype.is_floating_point):
+        return False
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= largest:
+        return False
+    wide = values if values.dtype.itemsize >= 4 else values.float()
+    return not math.sqrt(torch.dot(wide, wide)) < largest
+
+
+class ComputedEntry(Entry):
+    """A tensor whose elements are computed in steps. These are the same for every range that is read.
+
+    Args:
+        shape: its sizes.
+        dtype: of its elements.
+        whole_rows: whether a step may not end inside a row.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, whole_rows: bool = False) -> None:
+        super().__init__(shape, dtype)
+        row_numel = max(1, self.row_numel) if whole_rows else 1
+        self.step_numel = max(1, STEP_NUMEL // row_numel) * row_numel
+
+    @abstractmethod
+    def compute(self, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop`, all of one step and at least one, in `dtype` and of one dimension."""
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Compute elements `start` to `stop`, step by step."""
+        result = torch.empty(stop - start, dtype=self.dtype)
+        step = self.step_numel
+        for begin in range(start - start % step, stop, step):
+            first, last = max(start, begin), min(stop, begin + step)
+            result[first - start : last - start] = self.compute(first, last)
+        return result
 
 
 class StridedEntry(Entry):

@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from opensora_cli.checkpoint.dcp import write_dcp
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.folders import MODEL_FOLDER
-from opensora_cli.checkpoint.formats import Format
-from opensora_cli.checkpoint.pickles import write_torch
-from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.contents import Format
+from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
+from opensora_cli.checkpoint.formats.dcp import write_dcp
+from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.formats.torch import write_torch
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardForm, write_shards
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import atomic_folder, atomic_path, refuse_special, require_space
 from opensora_cli.core.listing import first_few

@@ -16,7 +16,7 @@ import yaml
 from fake_hub import FakeRepo, serving
 from safetensors.torch import load_file, save_file
 
-from opensora_cli.checkpoint import copying
+from opensora_cli.checkpoint import stream
 from opensora_cli.cli.app import main
 from opensora_cli.settings.load import load_preset
 
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(copying, "_copy_run", full)
+    monkeypatch.setattr(stream, "_copy_run", full)
     for target in ("new.safetensors", "new"):
         code, _, err = run("convert", "good.safetensors", target, "-q", capsys=capsys)
         assert code == 3
@@ -240,13 +240,13 @@ def test_ctrl_c_leaves_nothing(
 ) -> None:
     Path("old").mkdir()
     before = sorted(os.listdir())
-    copy_run = copying._copy_run
+    copy_run = stream._copy_run
 
     def interrupted(*args: object) -> None:
         copy_run(*args)  # type: ignore[arg-type]
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(copying, "_copy_run", interrupted)
+    monkeypatch.setattr(stream, "_copy_run", interrupted)
     code, out, err = run("convert", "good.safetensors", target, "-q", capsys=capsys)
     assert (code, out, err) == (130, "", "error: interrupted\n")
     assert sorted(os.listdir()) == before

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from opensora_cli.checkpoint.dcp import open_dcp
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.formats.dcp import open_dcp
+from opensora_cli.checkpoint.stream import HeldEntry
 
 
 def _tensors() -> dict[str, torch.Tensor]:

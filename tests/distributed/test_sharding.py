@@ -8,12 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opensora_cli.checkpoint.sharding import (
-    model_gathering,
-    model_sharding,
-    record_model_param_shape,
-    remove_padding,
-)
+from opensora_cli.checkpoint.sharding import model_gathering, model_sharding, record_model_param_shape, remove_padding
 
 
 def _model() -> nn.Module:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.engine.ckpt.identify import check, identify
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout
 from opensora_cli.models.mmdit.layout import QKV, Rotary

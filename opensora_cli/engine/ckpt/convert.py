@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.formats import Checkpoint, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Selection
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise, separated, without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.fp8 import dequantise, without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import plain

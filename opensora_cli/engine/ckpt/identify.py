@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.released import read_released, released_names
-from opensora_cli.checkpoint.shapes import Shape, differences
 from opensora_cli.core.listing import plain
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.formats import Checkpoint, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Selection
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.listing import plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter

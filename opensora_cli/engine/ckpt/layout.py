@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry, JoinedEntry, RowsEntry
+from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.views import JoinedEntry, RowsEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few
 from opensora_cli.core.metadata import ROTARY_METADATA

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from opensora_cli.checkpoint.formats.peft import open_adapter
 from opensora_cli.checkpoint.lora import UnmergeError, merge, unmerge, unmerge_error
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.peft_files import open_adapter
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.output import Product, Written, check_paths, check_product, write
 from opensora_cli.settings.ckpt import MergeLoraSettings

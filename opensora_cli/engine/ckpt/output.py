@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.formats import Checkpoint, Format
+from opensora_cli.checkpoint.contents import Checkpoint, Format
 from opensora_cli.checkpoint.shards import SHARD_BYTES
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.writing import check_target, write_checkpoint
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.progress import BYTES, Reporter

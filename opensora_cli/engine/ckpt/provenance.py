@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import opensora_cli
-from opensora_cli.checkpoint.formats import Checkpoint
+from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.core.progress import BYTES, Reporter
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.stream import Entry
 
 STEP_NUMEL = 2**20
 """How many elements are looked at at a time: few enough for the processor's cache, as fp64, too."""

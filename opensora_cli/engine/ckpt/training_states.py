@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-from opensora_cli.checkpoint.folders import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
-from opensora_cli.checkpoint.pickles import check_torch
+from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.strict_json import parse_object
 from opensora_cli.core.exceptions import CheckpointError

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.fp8 import without_scales
-from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.recognition import Kind, recognise
+from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.checkpoint.strict_json import shown

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.entries import rounded
-from opensora_cli.checkpoint.peft_files import Adapter, LowRank, adapter_files, open_adapter
+from opensora_cli.checkpoint.formats.peft import Adapter, LowRank, adapter_files, open_adapter
 from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.checkpoint.views import rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few, plain
 from opensora_cli.core.sizes import format_bytes

@@ -18,8 +18,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry, HeldEntry
-from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.files import atomic_path
 from opensora_cli.data.batches import ClipRequest

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
-from opensora_cli.checkpoint.entries import Entry, HeldEntry
-from opensora_cli.checkpoint.folders import MODEL_FOLDER, RUNNING_STATES_FILE, checkpoint_folder_name, epoch_folders
+from opensora_cli.checkpoint.formats.colossal import (
+    MODEL_FOLDER,
+    RUNNING_STATES_FILE,
+    checkpoint_folder_name,
+    epoch_folders,
+)
+from opensora_cli.checkpoint.save import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
 from opensora_cli.checkpoint.shared_folder import (
     Share,
@@ -23,6 +27,7 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
+from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.launch.joining import agreed

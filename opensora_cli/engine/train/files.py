@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
-from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.core.files import atomic_path
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.encode.frozen import PACKAGED

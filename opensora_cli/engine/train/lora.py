@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.checkpoint.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.engine.train.files import write_weights

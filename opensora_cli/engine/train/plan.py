@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.folders import TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.listing import first_few
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora_cli.checkpoint.folders import TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.progress import Reporter

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.folders import RUNNING_STATES_FILE, SETTINGS_FILE, TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import (
+    RUNNING_STATES_FILE,
+    SETTINGS_FILE,
+    TRAINING_FILE,
+    all_epoch_folders,
+)
 from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.files import write_json_atomic

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.folders import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER, RUNNING_STATES_FILE
-from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.contents import Selection
+from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.safetensors_file import open_safetensors
-from opensora_cli.checkpoint.saver import LR_SCHEDULER_FILE, SAMPLER_FILE
+from opensora_cli.checkpoint.save import LR_SCHEDULER_FILE, SAMPLER_FILE
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import first_few
 from opensora_cli.engine.train.ema import module_state

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_cli.checkpoint import copying
-from opensora_cli.checkpoint.copying import copy_entries, merged, write_all
-from opensora_cli.checkpoint.entries import CastEntry, Extent, HeldEntry, StoredEntry
+from opensora_cli.checkpoint import stream
+from opensora_cli.checkpoint.stream import Extent, HeldEntry, StoredEntry, copy_entries, merged, write_all
+from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.core.exceptions import CheckpointError
 
 MIB = 2**20
@@ -81,8 +81,8 @@ def test_it_goes_to_the_position_of_the_file_and_moves_it(source):
 
 def test_neighbours_are_copied_in_one_run(source, monkeypatch):
     reads = []
-    read = copying.read_extent
-    monkeypatch.setattr(copying, "read_extent", lambda extent, buffer: reads.append(extent) or read(extent, buffer))
+    read = stream.read_extent
+    monkeypatch.setattr(stream, "read_extent", lambda extent, buffer: reads.append(extent) or read(extent, buffer))
     neighbours = [stored(source / "a", start, 1000) for start in range(0, 100_000, 1000)]
     entries = [*neighbours, stored(source / "b", 100_000, 50)]
     assert copied(entries, source / "out") == b"".join(map(content, entries))

@@ -7,15 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_cli.checkpoint.entries import (
-    CastEntry,
-    Extent,
-    HeldEntry,
-    JoinedEntry,
-    RowsEntry,
-    StoredEntry,
-    cut_extents,
-)
+from opensora_cli.checkpoint.stream import Extent, HeldEntry, StoredEntry, cut_extents
+from opensora_cli.checkpoint.views import CastEntry, JoinedEntry, RowsEntry
 from opensora_cli.core.exceptions import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]

@@ -8,12 +8,12 @@ import torch
 from hostile_files import refused
 from safetensors.torch import save_file
 
-from opensora_cli.checkpoint import recognition
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.folders import checkpoint_folder_name, epoch_folders, is_complete
-from opensora_cli.checkpoint.formats import Format, Selection
+from opensora_cli.checkpoint import opening
+from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.formats.colossal import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
@@ -252,7 +252,7 @@ class TestOthers:
         (tmp_path / "secret").write_text("{")
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "b").symlink_to(tmp_path / "secret")
-        monkeypatch.setattr(recognition, "read_start", lambda path: pytest.fail(f"{path} was read"))
+        monkeypatch.setattr(opening, "read_start", lambda path: pytest.fail(f"{path} was read"))
         assert "link out of its folder" in refused(lambda: open_checkpoint(tmp_path / "a"))
 
     def test_a_snapshot_of_the_hugging_face_cache(self, tmp_path):

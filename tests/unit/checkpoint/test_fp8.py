@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_cli.checkpoint import computing
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint import views
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -16,7 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     # So small that every tensor here takes many, which begin inside rows and blocks.
-    monkeypatch.setattr(computing, "STEP_NUMEL", 7)
+    monkeypatch.setattr(views, "STEP_NUMEL", 7)
 
 
 def held(**tensors):
@@ -62,7 +62,7 @@ class TestDequantise:
         assert torch.equal(result["x.weight"], expected)
 
     def test_blocks(self, monkeypatch):
-        monkeypatch.setattr(computing, "STEP_NUMEL", 1000)
+        monkeypatch.setattr(views, "STEP_NUMEL", 1000)
         weight, scale = draw(130, 257).to(E4M3), draw(2, 3, seed=1)
         expected = torch.empty(130, 257)
         for row in range(130):

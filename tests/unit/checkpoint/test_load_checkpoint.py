@@ -7,9 +7,9 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import nn
 
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.formats import Format
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.load import load_checkpoint
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_adapters import draw, factors, write_adapter
 
-from opensora_cli.checkpoint import computing
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint import views
+from opensora_cli.checkpoint.formats.peft import LowRank, open_adapter
 from opensora_cli.checkpoint.lora import MergedEntry, merge, unmerge, unmerge_error
-from opensora_cli.checkpoint.peft_files import LowRank, open_adapter
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
@@ -130,7 +130,7 @@ def test_any_range_is_the_part_of_the_whole(data, transposed, dtype):
     weight = draw(*((columns, rows) if transposed else (rows, columns)), seed=2, dtype=dtype)
     update = LowRank(a=HeldEntry(a), b=HeldEntry(b), scale=0.7, transposed=transposed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(computing, "STEP_NUMEL", data.draw(st.integers(1, 50)))
+        patch.setattr(views, "STEP_NUMEL", data.draw(st.integers(1, 50)))
         entry = MergedEntry(HeldEntry(weight), update, scale=1.0, name="x")
     whole = entry.read()
     change = (b.double() @ a.double()) * 0.7
@@ -151,7 +151,7 @@ def test_products_are_computed_once(piece, monkeypatch):
         return rows(self, start, stop, dtype)
 
     monkeypatch.setattr(LowRank, "rows", counted)
-    monkeypatch.setattr(computing, "STEP_NUMEL", 100)
+    monkeypatch.setattr(views, "STEP_NUMEL", 100)
     update = LowRank(a=HeldEntry(draw(2, 9)), b=HeldEntry(draw(50, 2, seed=1)), scale=1.0, transposed=False)
     entry = MergedEntry(HeldEntry(draw(50, 9, seed=2)), update, scale=1.0, name="x")
     for _ in entry.pieces(4 * piece):

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from opensora_cli.checkpoint.dcp import write_dcp
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.formats import Format, Selection
+from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.safetensors_file import open_safetensors
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shards import open_shards, plan_shards, read_index, sha256_of, shard_paths, write_shards
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError
 
 INDEX = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint import shared_folder
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.safetensors_file import open_safetensors
 from opensora_cli.checkpoint.shared_folder import (
     Share,
     recorded_hashes,

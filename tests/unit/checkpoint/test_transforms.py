@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import RequestError
 

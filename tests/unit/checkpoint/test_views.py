@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opensora_cli.checkpoint import views
-from opensora_cli.checkpoint.entries import HeldEntry, RowsEntry
-from opensora_cli.checkpoint.views import StridedEntry, span
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.views import RowsEntry, StridedEntry, span
 
 
 class CountedEntry(HeldEntry):

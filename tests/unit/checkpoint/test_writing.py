@@ -18,11 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opensora_cli.checkpoint.entries import CastEntry, HeldEntry
-from opensora_cli.checkpoint.formats import Format
+from opensora_cli.checkpoint.contents import Format
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.safetensors_file import open_safetensors
 from opensora_cli.checkpoint.shards import sha256_of
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.checkpoint.writing import check_target, write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
@@ -276,8 +277,8 @@ import json, os, shutil, sys
 from pathlib import Path
 import torch
 import killing
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.formats import Format
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
@@ -365,8 +366,8 @@ LIMITED = """
 import os, resource, sys
 from pathlib import Path
 import torch
-from opensora_cli.checkpoint.entries import CastEntry
-from opensora_cli.checkpoint.formats import Format
+from opensora_cli.checkpoint.views import CastEntry
+from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.load import differences
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.shapes import differences
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 
 # Widths of the convolutions of VGG16, stage by stage; between stages, resolution halves.

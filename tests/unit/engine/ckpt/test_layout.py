@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_cli.checkpoint.entries import Entry, Extent, HeldEntry, StoredEntry
+from opensora_cli.checkpoint.stream import Entry, Extent, HeldEntry, StoredEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.layout import ReorderedEntry, change_layout, find_layout, is_told_by_names
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig

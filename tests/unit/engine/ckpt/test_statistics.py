@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.engine.ckpt import statistics
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
 

@@ -13,7 +13,7 @@ from tiny_weights import converted
 from tiny_world import RecordingReporter
 
 from opensora_cli.checkpoint.released import read_released
-from opensora_cli.checkpoint.saver import CheckpointIO
+from opensora_cli.checkpoint.save import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.hub_records import write_record
 from opensora_cli.engine.ckpt.inspect import inspect

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.safetensors_file import write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.clip_cache import HEADER_FILE, CacheWriter, ClipCache, is_cache_of, key_of, write_header

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_training import Listener
 
-from opensora_cli.checkpoint.formats import Selection
+from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError

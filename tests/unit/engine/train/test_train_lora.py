@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_transformer import inputs, loss_of, transformer
 
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.formats.peft import open_adapter
 from opensora_cli.checkpoint.lora import merge
-from opensora_cli.checkpoint.peft_files import open_adapter
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.lora import add_lora, require_peft, save_lora, target_modules
 from opensora_cli.engine.train.strategy.compiling import compile_blocks

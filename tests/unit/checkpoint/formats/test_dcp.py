@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as described
 
-from opensora_cli.checkpoint.dcp import METADATA_FILE, open_dcp, write_dcp
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.formats import Format, Selection
+from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.formats.dcp import METADATA_FILE, open_dcp, write_dcp
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

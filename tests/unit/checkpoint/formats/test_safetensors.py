@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.safetensors_file import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.copying import copy_entries, write_all
-from opensora_cli.checkpoint.entries import MAX_DIMENSIONS, Entry, Extent, StoredEntry
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, copy_entries, write_all
 from opensora_cli.checkpoint.strict_json import (
     MAX_JSON_BYTES,
     as_unicode,

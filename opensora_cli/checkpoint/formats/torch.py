@@ -15,17 +15,10 @@ from typing import Any, BinaryIO
 from torch import uint8
 
 from opensora_cli.checkpoint.archives import MAGIC, PICKLE, Archive, write_archive
-from opensora_cli.checkpoint.entries import Entry, Extent, StoredEntry
-from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
-from opensora_cli.checkpoint.saved_tensors import (
-    NAMES,
-    SavedTensor,
-    Storage,
-    describe,
-    load_storage,
-    save_tensors,
-)
+from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.saved_tensors import NAMES, SavedTensor, Storage, describe, load_storage, save_tensors
 from opensora_cli.checkpoint.state_dicts import find_weights
+from opensora_cli.checkpoint.stream import Entry, Extent, StoredEntry
 from opensora_cli.checkpoint.strict_json import as_unicode, parse_object, shown
 from opensora_cli.checkpoint.unpickling import unpickle
 from opensora_cli.checkpoint.views import StridedEntry, is_dense, span

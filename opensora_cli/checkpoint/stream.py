@@ -4,24 +4,22 @@ An entry knows its shape and dtype, and reads any range of its elements when ask
 entries; writing asks for one small range after the other. So nothing ever holds a checkpoint, nor even a whole tensor.
 """
 
-import math
+import os
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from io import FileIO
+from itertools import chain, groupby
 from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, uint8
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.listing import plain
 
 PIECE_BYTES = 2**20
 """How much is read at a time: large enough for a disk, small enough to stay in a processor's cache."""
-
 
 MAX_DIMENSIONS = 64
 """Of a tensor: torch computes with no more."""
@@ -146,123 +144,6 @@ class HeldEntry(Entry):
         return self._tensor[first:last].reshape(-1)[start - skipped : stop - skipped].cpu()
 
 
-class CastEntry(Entry):
-    """Another entry in another dtype, rounded element by element as torch does.
-
-    Args:
-        base: the other entry.
-        dtype: what it is rounded to.
-        name: of the tensor, for errors.
-    """
-
-    def __init__(self, base: Entry, dtype: torch.dtype, *, name: str) -> None:
-        super().__init__(base.shape, dtype)
-        self._base = base
-        self._name = name
-
-    def elements(self, start: int, stop: int) -> Tensor:
-        """Read and round elements `start` to `stop`.
-
-        Raises:
-            CheckpointError: a number is too large for the dtype; or as for any entry.
-        """
-        return rounded(self._base.elements(start, stop), self.dtype, name=self._name)
-
-
-class RowsEntry(Entry):
-    """Some consecutive rows of another entry.
-
-    Args:
-        base: of one dimension or more.
-        start, stop: the rows.
-    """
-
-    def __init__(self, base: Entry, start: int, stop: int) -> None:
-        super().__init__((stop - start, *base.shape[1:]), base.dtype)
-        self._base = base
-        self._first = start * base.row_numel
-
-    def extents(self) -> tuple[Extent, ...] | None:
-        """Return where these rows lie."""
-        extents = self._base.extents()
-        if extents is None:
-            return None
-        start = self._first * self.dtype.itemsize
-        return tuple(cut_extents(extents, start, start + self.nbytes))
-
-    def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` of these rows."""
-        return self._base.elements(self._first + start, self._first + stop)
-
-
-class JoinedEntry(Entry):
-    """The rows of several entries, one after the other.
-
-    Args:
-        parts: of the same dtype, and of the same shape but for the number of rows.
-    """
-
-    def __init__(self, parts: Sequence[Entry]) -> None:
-        kinds = {(part.dtype, part.shape[1:]) for part in parts}
-        if len(kinds) != 1:
-            raise ValueError(f"rows of different kinds cannot be joined: {sorted(map(str, kinds))}")
-        super().__init__((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype)
-        self._parts = tuple(parts)
-        self._ends = list(accumulate(part.numel for part in parts))
-
-    def extents(self) -> tuple[Extent, ...] | None:
-        """Return where the parts lie."""
-        runs: list[Extent] = []
-        for part in self._parts:
-            extents = part.extents()
-            if extents is None:
-                return None
-            runs += extents
-        return tuple(runs)
-
-    def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` out of the parts that hold them."""
-        read = []
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            part, end = self._parts[index], min(stop, self._ends[index])
-            first = self._ends[index] - part.numel
-            read.append(part.elements(start - first, end - first))
-            start, index = end, index + 1
-        return read[0] if len(read) == 1 else torch.cat([*read, torch.empty(0, dtype=self.dtype)])
-
-
-def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
-    """Return numbers in another dtype.
-
-    Args:
-        values: of one dimension.
-        dtype: theirs from now on.
-        name: of the tensor they are of, for errors.
-
-    Raises:
-        CheckpointError: finite numbers would become infinite.
-    """
-    result = values.to(dtype)
-    if _may_overflow(values, dtype) and bool((result.isinf() & values.isfinite()).any()):
-        raise CheckpointError(
-            f"{plain(name)} has numbers that are too large for {str(dtype).removeprefix('torch.')}",
-            hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or leave it as it is",
-        )
-    return result
-
-
-def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the largest of `values` might not fit, at the cost of one fast product."""
-    if not (values.dtype.is_floating_point and dtype.is_floating_point):
-        return False
-    largest = torch.finfo(dtype).max
-    if torch.finfo(values.dtype).max <= largest:
-        return False
-    wide = values if values.dtype.itemsize >= 4 else values.float()
-    return not math.sqrt(torch.dot(wide, wide)) < largest
-
-
 def cut_extents(extents: Sequence[Extent], start: int, stop: int) -> Iterator[Extent]:
     """Yield the parts of `extents` that hold bytes `start` to `stop` of them all."""
     position = 0
@@ -290,3 +171,69 @@ def read_extent(extent: Extent, buffer: memoryview) -> None:
                 filled += count
     except OSError as error:
         raise CheckpointError(f"{extent.path} cannot be read: {error.strerror or error}") from error
+
+
+def copy_entries(entries: Iterable[Entry], file: FileIO, *, advance: Callable[[int], None] | None = None) -> None:
+    """Write the bytes of tensors one after the other: row by row, little-endian, without gaps.
+
+    Tensors that lie one behind the other in a file are copied in one run, however small each is; others are computed
+    piece by piece.
+
+    Args:
+        entries: what to write.
+        file: open for writing, without a buffer (`buffering=0`); they go to its position, which moves behind them.
+        advance: called with the number of bytes that were written, again and again.
+
+    Raises:
+        CheckpointError: a file that holds them cannot be read, or has become shorter.
+        OSError: `file` cannot be written.
+    """
+    tell = advance or _ignore
+    for stored, group in groupby(entries, key=lambda entry: entry.extents() is not None):
+        if stored:
+            for run in merged(chain.from_iterable(entry.extents() or () for entry in group)):
+                _copy_run(run, file, tell)
+        else:
+            for piece in chain.from_iterable(entry.pieces() for entry in group):
+                write_all(file, _bytes_of(piece))
+                tell(piece.nbytes)
+
+
+def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
+    """Yield the same bytes in the same order, in as few extents as possible; empty ones are left out."""
+    last: Extent | None = None
+    for extent in extents:
+        if not extent.length:
+            continue
+        if last is not None and last.path == extent.path and last.offset + last.length == extent.offset:
+            last = Extent(last.path, last.offset, last.length + extent.length)
+            continue
+        if last is not None:
+            yield last
+        last = extent
+    if last is not None:
+        yield last
+
+
+def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
+    """Write all of `content` at the position of an unbuffered file, in as many calls as the system wants."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(file.fileno(), rest) :]
+
+
+def _copy_run(run: Extent, file: FileIO, advance: Callable[[int], None]) -> None:
+    buffer = memoryview(bytearray(min(PIECE_BYTES, run.length)))
+    for start in range(0, run.length, PIECE_BYTES):
+        part = run.part(start, min(start + PIECE_BYTES, run.length))
+        read_extent(part, buffer)
+        write_all(file, buffer[: part.length])
+        advance(part.length)
+
+
+def _bytes_of(piece: Tensor) -> memoryview:
+    return piece.contiguous().view(uint8).numpy().data
+
+
+def _ignore(_: int) -> None:
+    """Drop the progress."""

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_adapters import CONFIG, draw, factors, write_adapter
 
-from opensora_cli.checkpoint.entries import HeldEntry
+from opensora_cli.checkpoint.formats.peft import open_adapter
 from opensora_cli.checkpoint.lora import merge
-from opensora_cli.checkpoint.peft_files import open_adapter
+from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 

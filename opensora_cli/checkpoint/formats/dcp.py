@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opensora_cli.checkpoint.entries import Entry, Extent, JoinedEntry, StoredEntry
-from opensora_cli.checkpoint.formats import Checkpoint, Format, Selection
-from opensora_cli.checkpoint.pickles import open_tensor, write_tensor
+from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.formats.torch import open_tensor, write_tensor
 from opensora_cli.checkpoint.saved_tensors import PLAIN_NAMES, as_shape, as_sizes
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
+from opensora_cli.checkpoint.stream import Entry, Extent, StoredEntry
 from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.checkpoint.unpickling import Constructor, Record, unpickle
-from opensora_cli.checkpoint.views import Tile, TiledEntry
+from opensora_cli.checkpoint.views import JoinedEntry, Tile, TiledEntry
 from opensora_cli.core.exceptions import CheckpointError
 
 METADATA_FILE = ".metadata"

@@ -1,12 +1,14 @@
 """The forms that weights come in, and what reading any of them gives."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from opensora_cli.checkpoint.entries import Entry
-from opensora_cli.checkpoint.shards import ShardName
+from opensora_cli.checkpoint.stream import Entry
+
+_SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 
 
 class Format(StrEnum):
@@ -27,6 +29,33 @@ class Selection(StrEnum):
     MODEL = "model"
     EMA = "ema"
     MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardName:
+    """What the name of one shard of several says; `str` gives `shard 1 of 4`."""
+
+    stem: str
+    number: int
+    """Counted from 1."""
+    count: int
+    suffix: str
+
+    @classmethod
+    def of(cls, name: str) -> "ShardName | None":
+        """Take a name such as `model-00001-of-00004.safetensors` apart; None: it is not of this kind."""
+        match = _SHARD_NAME.fullmatch(name)
+        if match is None or int(match[3]) < 2:
+            return None
+        return cls(match[1], int(match[2]), int(match[3]), match[4])
+
+    def __str__(self) -> str:
+        return f"shard {self.number} of {self.count}"
+
+    @property
+    def index_name(self) -> str:
+        """The name of its index."""
+        return f"{self.stem}{self.suffix}.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

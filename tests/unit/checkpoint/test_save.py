@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.checkpoint import saver
-from opensora_cli.checkpoint.formats import Format, Selection
+from opensora_cli.checkpoint import save
+from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.saver import CheckpointIO
+from opensora_cli.checkpoint.save import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
 
@@ -111,8 +111,8 @@ class TestSaving:
     def test_what_is_written_is_what_was_when_it_was_saved(self, tmp_path, monkeypatch):
         (model, optimizer), goes_on = trained(0), threading.Event()
         before, moments = cloned(model), optimizer.state_dict()["state"][0]["exp_avg"].clone()
-        write = saver._write_folder
-        monkeypatch.setattr(saver, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
+        write = save._write_folder
+        monkeypatch.setattr(save, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
         io = CheckpointIO()
         folder = io.save(tmp_path, model, ema=model, optimizer=optimizer)
         assert not folder.exists()
@@ -127,8 +127,8 @@ class TestSaving:
         assert torch.equal(its_optimizer.state_dict()["state"][0]["exp_avg"], moments)
 
     def test_plain_values_are_copied_too(self, tmp_path, monkeypatch):
-        goes_on, write = threading.Event(), saver._write_folder
-        monkeypatch.setattr(saver, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
+        goes_on, write = threading.Event(), save._write_folder
+        monkeypatch.setattr(save, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
         sampler = Recorder()
         sampler.state["seen"] = [1, 2]
         io = CheckpointIO()
@@ -148,8 +148,8 @@ class TestSaving:
         assert sampler.state == {}
 
     def test_an_interrupted_wait_keeps_the_memory_until_it_is_free(self, tmp_path, monkeypatch):
-        (model, _), goes_on, write = trained(0), threading.Event(), saver._write_folder
-        monkeypatch.setattr(saver, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
+        (model, _), goes_on, write = trained(0), threading.Event(), save._write_folder
+        monkeypatch.setattr(save, "_write_folder", lambda *given: goes_on.wait(10) and write(*given))
         before = cloned(model)
         io = CheckpointIO()
         folder = io.save(tmp_path, model, global_step=1)
@@ -166,14 +166,14 @@ class TestSaving:
 
     def test_the_next_save_waits_and_reuses_the_memory(self, tmp_path, monkeypatch):
         model, _ = trained(0)
-        written, write = [], saver._write_folder
+        written, write = [], save._write_folder
 
         def slowly(folder, kept, running):
             threading.Event().wait(0.2)
             written.append((folder.name, kept["model"]["0.weight"].data_ptr()))
             write(folder, kept, running)
 
-        monkeypatch.setattr(saver, "_write_folder", slowly)
+        monkeypatch.setattr(save, "_write_folder", slowly)
         with CheckpointIO() as io:
             io.save(tmp_path, model, global_step=1)
             io.save(tmp_path, model, global_step=2)
@@ -238,7 +238,7 @@ class TestErrors:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(saver, "write_state", full)
+        monkeypatch.setattr(save, "write_state", full)
         model, optimizer = trained(0)
         with pytest.raises(OutputError, match="No space left"), CheckpointIO() as io:
             io.save(tmp_path, model, optimizer=optimizer)
@@ -246,14 +246,14 @@ class TestErrors:
 
     def test_exit_waits_for_the_writing_and_prints_its_error(self, tmp_path, blocked):
         script = (
-            "import sys, torch; from opensora_cli.checkpoint import saver\n"
-            "write = saver._write_folder\n"
-            "saver._write_folder = lambda *given: (__import__('time').sleep(0.3), write(*given))\n"
-            "saver.CheckpointIO().save(sys.argv[1], torch.nn.Linear(2, 2), global_step=4)\n"
+            "import sys, torch; from opensora_cli.checkpoint import save\n"
+            "write = save._write_folder\n"
+            "save._write_folder = lambda *given: (__import__('time').sleep(0.3), write(*given))\n"
+            "save.CheckpointIO().save(sys.argv[1], torch.nn.Linear(2, 2), global_step=4)\n"
         )
 
         def run(where):
-            environment = os.environ | {"PYTHONPATH": str(Path(saver.__file__).parents[2])}
+            environment = os.environ | {"PYTHONPATH": str(Path(save.__file__).parents[2])}
             command = [sys.executable, "-c", script, str(where)]
             return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -307,7 +307,7 @@ from pathlib import Path
 import torch
 import killing
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.saver import CheckpointIO
+from opensora_cli.checkpoint.save import CheckpointIO
 
 torch.set_num_threads(1)
 work, stride = Path(sys.argv[1]), int(sys.argv[2])

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.entries import Entry
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.name_patterns import ValuesByName
-from opensora_cli.checkpoint.safetensors_file import open_safetensors
 from opensora_cli.checkpoint.shards import refuse_outside
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few, plain

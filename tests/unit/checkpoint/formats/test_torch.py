@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from opensora_cli.checkpoint import pickles
 from opensora_cli.checkpoint.archives import MAGIC
-from opensora_cli.checkpoint.entries import Entry, HeldEntry
-from opensora_cli.checkpoint.formats import Format, Selection
-from opensora_cli.checkpoint.pickles import open_tensor, open_torch, write_tensor, write_torch
+from opensora_cli.checkpoint.contents import Format, Selection
+from opensora_cli.checkpoint.formats import torch as torch_format
+from opensora_cli.checkpoint.formats.torch import open_tensor, open_torch, write_tensor, write_torch
+from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 FORMS = [
@@ -355,13 +355,13 @@ class TestBrokenFiles:
         assert "a key that is no plain value" in refused(lambda: open_torch(path))
 
     def test_long_programs_are_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(pickles, "_MAX_OPERATIONS", 1000)
+        monkeypatch.setattr(torch_format, "_MAX_OPERATIONS", 1000)
         path = with_pickle(tmp_path / "a", b"\x80\x02" + b"N" * 1000 + b".")
         assert "more than 1000 operations" in refused(lambda: open_torch(path))
 
     @pytest.mark.slow
     def test_the_longest_program_takes_no_more_than_the_memory_there_is(self, tmp_path):
-        path = with_pickle(tmp_path / "a", b"\x80\x04" + b"]\x94" * (pickles._MAX_OPERATIONS // 2 - 10) + b".")
+        path = with_pickle(tmp_path / "a", b"\x80\x04" + b"]\x94" * (torch_format._MAX_OPERATIONS // 2 - 10) + b".")
         tracemalloc.start()
         try:
             assert "holds no tensors" in refused(lambda: open_torch(path))
@@ -513,9 +513,9 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
-from opensora_cli.checkpoint import pickles
-from opensora_cli.checkpoint.entries import HeldEntry
-from opensora_cli.checkpoint.pickles import open_torch, write_torch
+from opensora_cli.checkpoint.formats import torch as torch_format
+from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.formats.torch import open_torch, write_torch
 
 source, target = map(Path, sys.argv[1:])
 largest = 8 * 2**20
