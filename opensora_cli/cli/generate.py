@@ -46,9 +46,6 @@ def generate(
     memory_limit: options.MemoryLimit = None,
     gpus: options.Gpus = None,
     devices: options.Devices = None,
-    nnodes: options.Nodes = None,
-    node_rank: options.NodeRank = None,
-    rdzv_endpoint: options.Rendezvous = None,
     dry_run: options.DryRun = False,
     config: options.Config = None,
     set_: options.Assignments = None,
@@ -104,9 +101,6 @@ def generate(
         "memory.limit": ("--memory-limit", memory_limit),
         "parallel.gpus": ("--gpus", gpus),
         "parallel.devices": ("--devices", devices),
-        "parallel.nnodes": ("--nnodes", nnodes),
-        "parallel.node_rank": ("--node-rank", node_rank),
-        "parallel.rdzv_endpoint": ("--rdzv-endpoint", rdzv_endpoint),
     }
     with errors.interruptible():
         request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)

@@ -201,25 +201,6 @@ Devices = Annotated[
         "--devices", metavar="LIST", help="Which cards, as in 0,2. Default: the first ones.", rich_help_panel=MACHINES
     ),
 ]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        "--nnodes", metavar="N", help="Machines, each with as many devices. Default: 1.", rich_help_panel=MACHINES
-    ),
-]
-NodeRank = Annotated[
-    int | None,
-    typer.Option("--node-rank", metavar="N", help="Number of this machine, from 0.", rich_help_panel=MACHINES),
-]
-Rendezvous = Annotated[
-    str | None,
-    typer.Option(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="Where the machines meet: machine 0, and a free port of it.",
-        rich_help_panel=MACHINES,
-    ),
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be done, and whether it fits.", rich_help_panel=_MACHINE)
 ]

@@ -65,9 +65,6 @@ def train(
     device: options.Device = None,
     gpus: options.Gpus = None,
     devices: options.Devices = None,
-    nnodes: options.Nodes = None,
-    node_rank: options.NodeRank = None,
-    rdzv_endpoint: options.Rendezvous = None,
 ) -> None:
     """Train a part of the video model: the transformer, an adapter for it, an autoencoder or the text encoders.
 
@@ -83,9 +80,6 @@ def train(
         "device": ("--device", device),
         "parallel.gpus": ("--gpus", gpus),
         "parallel.devices": ("--devices", devices),
-        "parallel.nnodes": ("--nnodes", nnodes),
-        "parallel.node_rank": ("--node-rank", node_rank),
-        "parallel.rdzv_endpoint": ("--rdzv-endpoint", rdzv_endpoint),
     }
     with errors.interruptible():
         from opensora_cli.settings.explain import Given

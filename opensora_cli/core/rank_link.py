@@ -1,9 +1,9 @@
 """What connects a rank with the launcher that started it: signs of life, progress, and the reason of its end.
 
-The link is one end of a socket pair, so that each side learns from the kernel when the other is gone. A thread says
-every second that the process lives: a stopped process falls silent. That thread goes on while the main thread hangs in
-a collective, so it also watches whether the main thread gets on. A rank that waits for another is no wrong: only who
-sees all of them, the launcher, can tell a rank that hangs from those that wait for it.
+The link is one end of a socket pair, so that each side learns from the kernel when the other is gone. A thread sends
+a pulse every second: a stopped process falls silent. That thread goes on while the main thread hangs in a collective,
+so it also watches whether the main thread makes progress. Waiting on a peer is no error: only the launcher, which sees
+all ranks, can distinguish a hung rank from those that wait for it.
 """
 
 import ctypes
@@ -30,6 +30,8 @@ CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
 """Set by our launcher: the file descriptor of a rank's end."""
 
 INTERRUPTED = 130
+FIRST_STAGE = "start"
+"""The stage of a rank before its first `beat`."""
 SILENCE_S = 60.0
 SILENT_STEPS = 10
 
@@ -51,7 +53,7 @@ class RankReport:
         kind: `error`: a user can act on it; `lost`: another rank is gone, which is seldom the cause; `interrupted`:
             it was asked to end; `bug`: anything else.
         message: what is wrong, one problem a line.
-        hint: how to mend it.
+        hint: how to fix it.
         exit_code: of the whole run.
     """
 
@@ -63,12 +65,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank says of itself every second.
+    """What a rank reports of itself every second.
 
     Args:
-        moves: how often it told that it got on; ranks that do the same work have about as many.
+        moves: how often it reported progress; ranks that do the same work have about as many.
         still_s: seconds without a sign of work.
-        is_idle: whether these are too many; right for a rank that waits for one that works.
+        is_idle: whether these are too many; no error in a rank that waits for one that works.
         is_late: whether a step takes too long, whatever the rank does.
         waits: whether it is in a collective, or what else waits for other ranks, as far as can be seen.
     """
@@ -86,9 +88,9 @@ def linked(
 ) -> Iterator[None]:
     """Keep the link open inside the block; a process that is no rank has none.
 
-    A rank that our launcher started ends at once when the launcher is gone, and says when it does not get on: the
-    launcher judges. Those of torchrun and of Slurm have nobody who sees them all. They end with a message when they
-    have told a step's time and the next takes far longer.
+    A rank that our launcher started ends at once when the launcher is gone, and reports when it makes no progress: the
+    launcher judges. Nothing watches all ranks of torchrun and of Slurm. They end with a message when they have reported
+    a step's time and the next takes far longer.
 
     Args:
         context: which rank this is.
@@ -112,31 +114,31 @@ def linked(
 
 
 def beat(stage: str, step_s: float | None = None, *, on_device: bool = False) -> None:
-    """Say that the main thread got on; without effect in a process that is no rank.
+    """Report that the main thread makes progress; without effect in a process that is no rank.
 
     Args:
         stage: what it does now.
         step_s: seconds of a step; from now until the next `beat` no more may pass than the larger of 60 s and ten
             times that. None: this may take as long as it takes, while this rank or another works.
-        on_device: whether the stage computes on the rank's device, see `device_is_card`.
+        on_device: whether the stage computes on the rank's device, see `device_is_gpu`.
     """
     if _link is not None:
         _link.beat(stage, step_s, on_device=on_device)
 
 
 def move() -> None:
-    """Say that a part of a step is done; cheap, and without effect in a process that is no rank."""
+    """Report that a part of a step is done; cheap, and without effect in a process that is no rank."""
     if _link is not None:
         _link.moves += 1
 
 
-def device_is_card() -> None:
-    """Say that processor time of stages that compute on the device is no sign of work from now on.
+def device_is_gpu() -> None:
+    """Count processor time of stages that compute on the device as no sign of work from now on.
 
-    Whoever waits for a card, and so for a collective on it, does not sleep but asks it again and again.
+    A thread that waits for a GPU, and so for a collective on it, does not sleep but polls it.
     """
     if _link is not None:
-        _link.is_on_card = True
+        _link.is_on_gpu = True
 
 
 def current_stage() -> str | None:
@@ -145,17 +147,17 @@ def current_stage() -> str | None:
 
 
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
-    """Tell the launcher of an error that a user can act on.
+    """Report to the launcher an error that a user can act on.
 
     Returns:
-        Whether there is a launcher, which then tells it. If not, the caller must.
+        Whether there is a launcher, which then prints it. If not, the caller must.
     """
     kind: Kind = "interrupted" if exit_code == INTERRUPTED else "error"
     return _report(RankReport(kind=kind, message=message, hint=hint, exit_code=exit_code))
 
 
 def report_bug(error: BaseException) -> bool:
-    """Tell the launcher of an error that is not ours, and write its traceback to the rank's log.
+    """Report to the launcher an error that is not ours, and write its traceback to the rank's log.
 
     Returns:
         As `report_failure`.
@@ -178,7 +180,7 @@ def _report(report: RankReport) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a collective failed for want of its peers; without torch, since this must not import it."""
+    """Whether a collective failed because peers are gone; by names, since this must not import torch."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or ("RuntimeError" in names and "gloo/" in str(error))
 
@@ -190,17 +192,17 @@ class _Link:
         self, context: RankContext, channel: socket.socket | None, *, silence_s: float, silent_steps: int
     ) -> None:
         self.moves = 0
-        self.is_on_card = False
+        self.is_on_gpu = False
         self._context = context
         self._channel = channel
         self._silence_s = silence_s
         self._silent_steps = silent_steps
         self._sending = threading.Lock()
-        self._progress = _Progress("start", time.monotonic(), None, on_device=False)
+        self._progress = _Progress(FIRST_STAGE, time.monotonic(), None, on_device=False)
         self._signs: object = None
         self._looked = self._resumed = time.monotonic()
         self._still_s = 0.0
-        self._has_told_where = False
+        self._has_logged_traceback = False
         self._main_clock = _main_clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="rank-link", daemon=True)
@@ -256,9 +258,9 @@ class _Link:
         while not self._ended.is_set():
             pulse = self._pulse()
             if pulse.is_idle or pulse.is_late:
-                self._tell_where()
+                self._log_traceback()
             else:
-                self._has_told_where = False
+                self._has_logged_traceback = False
             self._send({"pulse": asdict(pulse)})
             if self._channel is None:
                 if pulse.is_late:
@@ -286,7 +288,7 @@ class _Link:
         )
 
     def _signs_of_work(self) -> object:
-        cpu_s = None if self.is_on_card and self._progress.on_device else self._main_clock()
+        cpu_s = None if self.is_on_gpu and self._progress.on_device else self._main_clock()
         if sys.platform == "win32":
             return self.moves, cpu_s
         import resource
@@ -295,9 +297,9 @@ class _Link:
         # Mapped files are read by major faults.
         return self.moves, cpu_s, usage.ru_majflt, usage.ru_inblock, usage.ru_oublock
 
-    def _tell_where(self) -> None:
-        if self._log is not None and not self._has_told_where:
-            self._has_told_where = True
+    def _log_traceback(self) -> None:
+        if self._log is not None and not self._has_logged_traceback:
+            self._has_logged_traceback = True
             faulthandler.dump_traceback(self._log)
             self._signs = self._signs_of_work()  # that was no work of the main thread
 
@@ -315,7 +317,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """When the main thread last got on, and how long it may take for the next."""
+    """When the main thread last made progress, and how long it may take for the next."""
 
     stage: str
     since: float
@@ -324,7 +326,7 @@ class _Progress:
 
 
 def _main_clock() -> Callable[[], float]:
-    """Return what tells the processor time of the main thread, or where that is unknown, of all but the asking one."""
+    """Return a clock of the processor time of the main thread, or where that is unknown, of all but the asking one."""
     main = threading.main_thread().ident
     if sys.platform == "linux" and main is not None:
         clock = time.pthread_getcpuclockid(main)

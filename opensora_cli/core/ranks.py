@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as torchrun, Slurm or our own launcher say in the environment."""
+"""Which of several processes this one is, from the environment that torchrun, Slurm or our own launcher sets."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class RankContext:
     rank: int
     """0 to world_size - 1."""
     local_rank: int
-    """Among those on this machine: which card it takes."""
+    """Among those on this machine: which GPU it takes."""
     world_size: int
     nnodes: int
     """Number of machines."""
@@ -70,14 +70,6 @@ def first_host(nodelist: str) -> str:
     if not first or "[" in first:
         raise RequestError(f"SLURM_NODELIST={nodelist!r} is no list of hosts such as node[01-04,7]")
     return first
-
-
-def read_endpoint(text: str) -> tuple[str, int] | None:
-    """Return host and port of `HOST:PORT`, where an IPv6 address is in brackets; None: it is no such text."""
-    match = re.fullmatch(r"(\[[^\[\]\s]+\]|[^\[\]\s]+):([0-9]{1,5})", text)
-    if match is None or not _is_port(int(match[2])):
-        return None
-    return match[1].strip("[]"), int(match[2])
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
@@ -179,10 +171,6 @@ def _uneven(how: str) -> RequestError:
 
 
 def _port(number: int) -> int:
-    if not _is_port(number):
+    if not 0 < number < 2**16:
         raise RequestError(f"MASTER_PORT={number} must be 1 to 65535")
     return number
-
-
-def _is_port(number: int) -> bool:
-    return 0 < number < 2**16

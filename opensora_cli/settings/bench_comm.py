@@ -93,7 +93,7 @@ class BenchCommSettings(Section):
                 f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(value.degree_names)}"
             )
         if (value.gpus is not None or value.devices is not None) and value.world_size < 2:
-            raise ValueError(f"gpus={value.ranks_per_node} must be at least 2: one rank has nobody to talk to")
+            raise ValueError(f"gpus={value.ranks_per_node} must be at least 2: one rank has no peer")
         return value
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_yaml
 from opensora_cli.settings.generate import GenerateSettings, RuntimeSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.parallel import ParallelSettings
+from opensora_cli.settings.parallel import ParallelSettings, without_retired_keys
 from opensora_cli.settings.presets import generate_preset, preset_path
 from opensora_cli.settings.train import TrainSettings
 
@@ -152,6 +152,6 @@ def _given(request: GenerateRequest) -> dict[str, Given]:
     environment = read_environment(GenerateSettings, request.environment, others=(TrainSettings,))
     saved: dict[str, Given] = {}
     if request.saved:
-        saved = read_sections(GenerateSettings, request.saved.values, source=request.saved.source)
+        saved = read_sections(GenerateSettings, without_retired_keys(request.saved.values), source=request.saved.source)
     machine = {key: saved.pop(key) for key in MACHINE_KEYS & saved.keys()}
     return {**config, **machine, **environment, **saved, **request.overrides}

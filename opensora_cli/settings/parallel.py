@@ -1,6 +1,6 @@
 """Settings of a run on several devices: how many there are, and how they share the work."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import ClassVar, Self
 
@@ -14,12 +14,13 @@ from pydantic import (
     model_validator,
 )
 
-from opensora_cli.core.ranks import read_endpoint
 from opensora_cli.settings.base import Section
+
+_RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
 
 
 class DeviceSettings(Section):
-    """Which devices take part; who derives from it adds how many of them share what."""
+    """Which devices take part; subclasses add how many of them share what."""
 
     degree_names: ClassVar[tuple[str, ...]] = ()
     """The settings whose product has to divide the number of devices."""
@@ -28,13 +29,9 @@ class DeviceSettings(Section):
         default=None, description="devices of this machine, or processes on a CPU; none: 1, or devices"
     )
     devices: tuple[NonNegativeInt, ...] | None = Field(
-        default=None, min_length=1, description="numbers of the cards, as in 0,2; none: the first ones"
+        default=None, min_length=1, description="numbers of the GPUs, as in 0,2; none: the first ones"
     )
-    nnodes: PositiveInt = Field(default=1, description="machines, each with as many devices")
-    node_rank: NonNegativeInt = Field(default=0, description="number of this machine, from 0")
-    rdzv_endpoint: str | None = Field(
-        default=None, min_length=1, description="HOST:PORT at which the machines meet: that of machine 0"
-    )
+    nnodes: PositiveInt = Field(default=1, description="machines, each with as many devices; set by torchrun and srun")
 
     @property
     def ranks_per_node(self) -> int:
@@ -59,40 +56,20 @@ class DeviceSettings(Section):
         except ValidationError:
             # A wrong number alone would be named as if it were all.
             named = value if isinstance(value, str) or not isinstance(value, Iterable) else ",".join(map(str, value))
-            raise ValueError(f"parallel.devices={named} must be numbers of cards, as in 0,2") from None
+            raise ValueError(f"parallel.devices={named} must be numbers of GPUs, as in 0,2") from None
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
-        problems = [*self._node_problems(), *self._device_problems(), *self._degree_problems()]
+        problems = [*self._device_problems(), *self._degree_problems()]
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    def _node_problems(self) -> list[str]:
-        problems = []
-        if self.node_rank >= self.nnodes:
-            problems.append(
-                f"parallel.node_rank={self.node_rank} must be below parallel.nnodes={self.nnodes}: "
-                "machines are counted from 0"
-            )
-        if self.nnodes > 1 and self.rdzv_endpoint is None:
-            problems.append(
-                f"parallel.nnodes={self.nnodes} needs parallel.rdzv_endpoint: use HOST:PORT of machine 0 on each"
-            )
-        if self.rdzv_endpoint is not None:
-            if self.nnodes == 1:
-                problems.append(
-                    f"parallel.rdzv_endpoint={self.rdzv_endpoint} has no effect on one machine: set parallel.nnodes"
-                )
-            elif read_endpoint(self.rdzv_endpoint) is None:
-                problems.append(f"parallel.rdzv_endpoint={self.rdzv_endpoint} must be HOST:PORT, as in node0:29500")
-        return problems
 
     def _device_problems(self) -> list[str]:
         if self.devices is None:
             return []
         if len(set(self.devices)) < len(self.devices):
-            return [f"parallel.devices={','.join(map(str, self.devices))} names a card twice"]
+            return [f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"]
         if self.gpus not in (None, len(self.devices)):
             count = len(self.devices)
             return [f"parallel.gpus={self.gpus} must be the number of parallel.devices, {count}: drop one of them"]
@@ -107,7 +84,7 @@ class DeviceSettings(Section):
 
 
 class ParallelSettings(DeviceSettings):
-    """Which devices make a video together, and how many of them share what. Degrees that are not set are chosen."""
+    """Which devices make one video, and how many of them share what. Degrees that are not set are chosen."""
 
     degree_names = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
 
@@ -119,3 +96,11 @@ class ParallelSettings(DeviceSettings):
     tensor_parallel_degree: PositiveInt | None = Field(
         default=None, description="devices that share heads and features of each block, and so its weights"
     )
+
+
+def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
+    """Return settings that an earlier version saved, without the keys that were dropped since."""
+    parallel = saved.get("parallel")
+    if not isinstance(parallel, Mapping):
+        return saved
+    return {**saved, "parallel": {key: value for key, value in parallel.items() if key not in _RETIRED_KEYS}}

@@ -22,6 +22,7 @@ from opensora_cli.settings.layers import Layer, read_environment, read_sections,
 from opensora_cli.settings.loop import LoopSettings
 from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.optimizer import OptimizerName, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.parallel import without_retired_keys
 from opensora_cli.settings.presets import list_presets, preset_path
 from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
@@ -188,7 +189,7 @@ def _read_saved(path: Path) -> Layer:
         raise FileProblem(f"{path} is not JSON", hint=hint) from None
     if not isinstance(document, dict) or "target" not in document:
         raise FileProblem(f"{path} holds no settings of a run", hint=hint)
-    return read_sections(TrainSettings, document, source=str(path))
+    return read_sections(TrainSettings, without_retired_keys(document), source=str(path))
 
 
 def _recipes() -> str:

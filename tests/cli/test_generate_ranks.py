@@ -245,7 +245,7 @@ class TestRanksThatOthersStart:
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
-def test_more_cards_than_there_are(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_gpus_than_there_are(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "raining, sea", "--gpus", "100", *flags]) == 4
     assert "gpus=100, and this machine has" in capsys.readouterr().err
     assert main(["generate", "raining, sea", "--devices", "0,99", *flags]) == 4

@@ -52,7 +52,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--config", "--from", "--set", "--overwrite", "--json", "--quiet", "--dry-run", "--check-data"} <= named
-    assert {"--resume", "--resume-from", "--allow-older", "--device", "--gpus", "--nnodes", "--rdzv-endpoint"} <= named
+    assert {"--resume", "--resume-from", "--allow-older", "--device", "--gpus", "--devices"} <= named
 
 
 def test_trains_and_prints_what_it_wrote(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

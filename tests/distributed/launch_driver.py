@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 from opensora_cli.cli import errors
-from opensora_cli.engine.launch.launcher import Pace, launch
-from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
 
 
 def main() -> None:
     fields = json.loads(sys.argv[1])
     request = LaunchRequest(device_type="cpu", **{**fields, "log_dir": Path(fields["log_dir"])})
     command = (sys.executable, str(Path(__file__).parent / "launch_rank.py"))
-    pace = Pace(look_s=0.05, frozen_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5, meet_s=30.0)
+    pace = Pace(look_s=0.05, frozen_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5)
     with errors.interruptible():
         launch(request, sys.argv[2:], command=command, pace=pace)
 

@@ -53,17 +53,17 @@ def main() -> int:
 
 def work(asked: argparse.Namespace, context: RankContext) -> None:
     if asked.gloo:
-        from opensora_cli.engine.launch.joining import joined
+        from opensora_cli.engine.launch.rank import joined
     with joined(context, device_type="cpu", timeout_s=30.0) if asked.gloo else nullcontext():
         for stage in STAGES:
             beat(stage)
             (asked.mark / f"{stage}{context.rank}").touch()
             act(asked, context, stage)
             if asked.gloo:
-                together(context)
+                all_reduce(context)
 
 
-def together(context: RankContext) -> None:
+def all_reduce(context: RankContext) -> None:
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
         case "raise":
             raise ValueError("the sky is green\nand more")
         case "refuse":
-            raise CheckpointError("weights.safetensors is cut short", hint="download it again")
+            raise CheckpointError("weights.safetensors is truncated", hint="download it again")
         case "exit":
             print("no luck")
             os._exit(7)
@@ -112,6 +112,8 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             compute(120)
         case "compute":
             compute(4)
+        case "terminal" if sys.stdout.isatty():
+            print(os.get_terminal_size(sys.stdout.fileno()).columns, "columns")
 
 
 def compute(seconds: float) -> None:

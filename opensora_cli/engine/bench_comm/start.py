@@ -12,10 +12,8 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.bench import Show, bench_comm, check_picture
 from opensora_cli.engine.bench_comm.report import BenchReport
-from opensora_cli.engine.launch.joining import joined
-from opensora_cli.engine.launch.launcher import launch, log_folder
-from opensora_cli.engine.launch.reporting import WatchedReporter
-from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
+from opensora_cli.engine.launch.rank import WatchedReporter, joined
 from opensora_cli.settings.bench_comm import BenchCommSettings, BenchDevice
 
 _RANKS_ON_CPU = 2
@@ -36,18 +34,18 @@ def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchReque
         log_dir: folder for the log files of ranks.
 
     Raises:
-        HardwareError: nothing was said, and there is one card.
+        HardwareError: nothing was said, and there is one GPU.
     """
     parallel, device = settings.parallel, settings.device
     if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
-        device = BenchDevice.CUDA  # who counts GPUs means GPUs
+        device = BenchDevice.CUDA
     kind = device_type(device)
     if parallel.gpus is None and parallel.devices is None:
         gpus = torch.cuda.device_count() if kind == "cuda" else _RANKS_ON_CPU
-        if gpus * parallel.nnodes == 1:
+        if gpus == 1:
             raise HardwareError(
-                "this machine has one card, and one rank has nobody to talk to",
-                hint="--device cpu shows that collectives work; --nnodes takes the cards of several machines",
+                "this machine has one GPU, and one rank has no peer",
+                hint="--device cpu shows that collectives work; torchrun and srun take the GPUs of several machines",
             )
     else:
         gpus = parallel.ranks_per_node
@@ -65,8 +63,7 @@ def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:
         OutputError: the picture could not be written.
         RequestError, HardwareError, RankFailure: as `launch`.
     """
-    if settings.parallel.node_rank == 0:
-        check_picture(settings)
+    check_picture(settings)
     with log_folder("bench-comm") as log_dir:
         launch(ranks_to_start(settings, log_dir=log_dir), arguments)
 
@@ -90,10 +87,10 @@ def measure_as_rank(
 
     Raises:
         RequestError: there is one rank.
-        HardwareError: there is no such card, or not all ranks came.
+        HardwareError: there is no such GPU, or not all ranks came.
     """
     if context.world_size == 1:
-        raise RequestError("one rank has nobody to talk to", hint="start at least two, as with --gpus 2")
+        raise RequestError("one rank has no peer", hint="start at least two, as with --gpus 2")
     with joined(context, device_type=device_type(settings.device)) as device:
         assert dist.group.WORLD is not None
         return bench_comm(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from opensora_cli.settings.enums import HostWeights, OffloadChoice, OffloadMode
 from opensora_cli.settings.generate import MemorySettings
 
-TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
+ON_DEVICE = TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """The stages that compute on the device."""
 
 CHUNK_TOKENS = 8192

@@ -15,9 +15,8 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.ranks import Ranks, least
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.launch.joining import agreed, joined
-from opensora_cli.engine.launch.launcher import launch, log_folder
-from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
+from opensora_cli.engine.launch.rank import agreed, joined
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import MACHINE_KEYS, SIDECAR_SCHEMA, GenerateRequest
@@ -114,18 +113,13 @@ def settings_of_ranks(settings: GenerateSettings, context: RankContext) -> Gener
     if parallel.world_size != context.world_size:
         raise RequestError(
             f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
-            hint="drop --gpus and --nnodes where torchrun or Slurm starts the ranks",
+            hint="drop --gpus where torchrun or srun starts the ranks",
         )
     return settings
 
 
 def _counted(context: RankContext) -> dict[str, object]:
-    meeting_place = f"{context.master_addr}:{context.master_port}" if context.nnodes > 1 else None
-    return {
-        "parallel.gpus": context.world_size // context.nnodes,
-        "parallel.nnodes": context.nnodes,
-        "parallel.rdzv_endpoint": meeting_place,
-    }
+    return {"parallel.gpus": context.world_size // context.nnodes, "parallel.nnodes": context.nnodes}
 
 
 def _as_text(values: Mapping[str, Any], key: str) -> str:

@@ -16,6 +16,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.division import describe_mesh
 from opensora_cli.engine.components.weights import Component, choose_model, report_decision
 from opensora_cli.engine.estimate.hardware import Hardware, limited_memory, peak_memory_gib, start_peak_memory
+from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, process_and_save
 from opensora_cli.engine.generate.denoise import DrawnSample, draw_samples
 from opensora_cli.engine.generate.latents import load_latents
@@ -27,7 +28,7 @@ from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.ranks_start import planned_together, request_of_rank, require_devices, start_ranks
 from opensora_cli.engine.generate.record import RunRecord
 from opensora_cli.engine.generate.references import Reference, read_references, with_mode
-from opensora_cli.engine.launch.reporting import WatchedReporter
+from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -103,8 +104,7 @@ def generate_from_request(
     settings = resolve_generate_settings(request, reporter=reporter)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
-        if settings.parallel.node_rank == 0:
-            _check_before_ranks(settings)
+        _check_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
     return generate(settings, reporter=reporter, context=context)
@@ -181,7 +181,7 @@ def generate(
     """
     reporter = reporter or SilentReporter()
     if context is not None:
-        reporter = WatchedReporter(reporter)
+        reporter = WatchedReporter(reporter, on_device=ON_DEVICE)
         with planned_together(settings, context, reporter) as (plan, ranks):
             return _carry_out(plan, reporter, ranks)
     if settings.parallel.world_size > 1:

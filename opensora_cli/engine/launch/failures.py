@@ -1,4 +1,4 @@
-"""Why a run of several ranks ends early, told in one message."""
+"""Why a run of several ranks ends early, in one message."""
 
 import signal
 import socket
@@ -13,11 +13,11 @@ from opensora_cli.engine.launch.process import RankProcess
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: "if nobody killed it, the system did for want of memory: see the system's log (dmesg)",
-    signal.SIGBUS: "a file that it read was cut short, or /dev/shm is full",
+    signal.SIGKILL: "if no user killed it, the system did for lack of memory: see the system's log (dmesg)",
+    signal.SIGBUS: "a file that it read was truncated, or /dev/shm is full",
 }
 _OUT_OF_MEMORY_HINT = "use fewer --gpus on this machine, stronger --offload, or a smaller --res"
-_SILENT_HINT = "its log says where it hangs; osora bench-comm says whether the links are good"
+_HUNG_HINT = "its log shows where it hangs; osora bench-comm shows whether the links are good"
 
 
 class RankFailure(OsoraError):
@@ -25,7 +25,7 @@ class RankFailure(OsoraError):
 
     Args:
         message: which rank on which host failed in which stage, why, and where its log is.
-        hint: how to mend it.
+        hint: how to fix it.
         exit_code: of the run.
     """
 
@@ -41,7 +41,7 @@ class Cause:
     Args:
         weight: how likely it is the origin of all that happened; smaller is likelier.
         rank: which one.
-        failure: how to tell it.
+        failure: how it is reported.
     """
 
     weight: int
@@ -50,11 +50,11 @@ class Cause:
 
     @property
     def may_follow(self) -> bool:
-        """Whether a better one may show: it may follow from another, or others are about to say the same."""
+        """Whether a better one may show: it may follow from another, or others are about to report the same."""
         return self.weight >= _WEIGHTS["silent"] or self.weight == _WEIGHTS["error"]
 
 
-# A rank that dies takes its peers with it: they find their connections closed, and NCCL's watch aborts them for it.
+# A rank that dies takes its peers with it: they find their connections closed, and NCCL's watchdog aborts them for it.
 _WEIGHTS = {
     "signal": 0,
     "frozen": 1,
@@ -80,7 +80,7 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
     Args:
         process: the rank.
         code: negative for a signal.
-        out_of_memory: whether the system has killed processes for want of memory meanwhile.
+        out_of_memory: whether the system has killed processes for lack of memory meanwhile.
     """
     report = process.report
     if code < 0 and report is None:
@@ -91,7 +91,7 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
         return _cause(process, "exit", cause, hint=None, exit_code=code)
     if report.kind == "error":
         # In its own words, since a user can act on it.
-        hint = "\n".join(filter(None, [report.hint, f"so says {_where(process)}", f"log: {process.log}"]))
+        hint = "\n".join(filter(None, [report.hint, f"reported by {_where(process)}", f"log: {process.log}"]))
         failure = RankFailure(report.message, hint=hint, exit_code=report.exit_code)
         return Cause(_WEIGHTS["error"], process.rank, failure)
     if report.kind == "interrupted":
@@ -107,19 +107,33 @@ def frozen(process: RankProcess, silent_s: float) -> Cause:
     return _cause(process, "frozen", cause, hint=None, exit_code=HardwareError.exit_code)
 
 
-def silent(processes: Iterable[RankProcess]) -> Cause:
-    """Return which of the ranks is behind, where none gets on: one that does not wait for others, if it can be told.
-
-    Args:
-        processes: all that run on this machine.
-    """
+def hung(processes: Iterable[RankProcess]) -> Cause:
+    """Return which of the running ranks is behind, where none makes progress: if possible one that waits on no peer."""
     process = min(processes, key=lambda process: (process.pulse.waits, process.pulse.moves, process.rank))
     pulse = process.pulse
     cause = f"no progress for {pulse.still_s:.0f} s"
     if pulse.waits:
         cause += ", it waits for other ranks"
     kind = "silent" if pulse.waits else "behind"
-    return _cause(process, kind, cause, hint=_SILENT_HINT, exit_code=HardwareError.exit_code)
+    return _cause(process, kind, cause, hint=_HUNG_HINT, exit_code=HardwareError.exit_code)
+
+
+def shared_error(processes: Iterable[RankProcess]) -> RankFailure | None:
+    """Return the error that a user can act on and that all ranks have, if so; it names no rank, and needs no log."""
+    reports = {process.report for process in processes}
+    report = reports.pop()
+    if reports or report is None or report.kind != "error":
+        return None
+    return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code)
+
+
+def count_memory_kills() -> int:
+    """Return how many processes this system has killed for lack of memory since it started; 0 where unknown."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
@@ -135,15 +149,6 @@ def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
     return _cause(process, kind, cause, hint=hint, exit_code=exit_code)
 
 
-def told_by_all(processes: Iterable[RankProcess]) -> RankFailure | None:
-    """Return the error that a user can act on and that all ranks have, if so; it says of no rank, and needs no log."""
-    reports = {process.report for process in processes}
-    report = reports.pop()
-    if reports or report is None or report.kind != "error":
-        return None
-    return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code)
-
-
 def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exit_code: int) -> Cause:
     message = f"{_where(process)}: {cause}"
     log = f"log: {process.log}"
@@ -153,12 +158,3 @@ def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exi
 
 def _where(process: RankProcess) -> str:
     return f"rank {process.rank} on {socket.gethostname()}, in the stage {process.stage}"
-
-
-def count_memory_kills() -> int:
-    """Return how many processes this system has killed for want of memory since it started; 0 where unknown."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,10 +1,17 @@
 """Starts the ranks of a run on this machine, watches them, and ends them all when one fails.
 
 A rank gets the environment that torchrun gives, so that `--gpus 2` and `torchrun -m opensora_cli` are the same to it.
-The agent of torchrun itself is not used, since it is in the way of what is promised here. It only sees ranks that exit,
-not those that stop; after a failure it waits 30 s, a number written into it, for a stopped rank to take SIGTERM; it
-says nothing to the agents of other machines; it leaves ranks behind when it is killed; and it shows a rank's output by
-reading its log file, where no bar can be drawn.
+Ranks of several machines are started by torchrun or srun, and recognised in `core.ranks`.
+
+Why not `torch.distributed.elastic.multiprocessing` (torch 2.13)? Tried with `start_processes`, two ranks, and one of
+them killed, two promises could not be kept:
+
+- A dead rank ends the run within 20 s. `PContext.wait` closes the others with SIGTERM and a fixed 30 s: beside a rank
+  that was stopped, or that ignored SIGTERM, it returned after 31.2 s, with three lines of its own on stderr.
+- Nothing survives the launcher. After SIGKILL of the launcher a stopped rank stayed. The link that ends it here is a
+  socket that the rank inherits, and `start_processes` passes no file descriptors on.
+
+Without `wait` and `close` little more than `subprocess.Popen` would be left of it.
 """
 
 import os
@@ -18,44 +25,123 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
-from opensora_cli.core.exceptions import OutputError
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
+
+from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
-from opensora_cli.engine.launch.meeting import Meeting, Neighbours, meet
 from opensora_cli.engine.launch.process import RankProcess
-from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.settings.parallel import DeviceSettings
+
+DeviceType = Literal["cpu", "cuda"]
 
 COMMAND = (sys.executable, "-m", "opensora_cli")
+_STORE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """The ranks to start on this machine.
+
+    Args:
+        gpus: number of ranks, one for each GPU.
+        device_type: of the ranks.
+        log_dir: folder for one log file per rank, `rank0.log` and so on; made where it is missing.
+        devices: GPUs to use, as this process counts those it sees; None: the first `gpus`.
+    """
+
+    gpus: int
+    device_type: DeviceType
+    log_dir: Path
+    devices: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, parallel: DeviceSettings, *, gpus: int, device_type: DeviceType, log_dir: Path) -> "LaunchRequest":
+        """Return the request for `gpus` ranks on the devices that settings name.
+
+        Raises:
+            RequestError: the settings are for several machines.
+        """
+        if parallel.nnodes > 1:
+            raise RequestError(
+                f"parallel.nnodes={parallel.nnodes}, and ranks are started here on this machine only",
+                hint=f"on each machine: torchrun --nnodes {parallel.nnodes} --nproc-per-node {gpus} --rdzv-backend "
+                "c10d --rdzv-endpoint HOST:29500 -m opensora_cli ... (srun does it, too)",
+            )
+        return cls(gpus=gpus, device_type=device_type, log_dir=log_dir, devices=parallel.devices)
+
+    def check(self) -> None:
+        """Check the request against itself and against this machine.
+
+        Raises:
+            RequestError: it contradicts itself.
+            HardwareError: there are fewer GPUs here.
+        """
+        if self.gpus < 1:
+            raise RequestError(f"gpus={self.gpus} must be at least 1")
+        if self.devices is not None:
+            listed = ",".join(map(str, self.devices))
+            if self.device_type == "cpu":
+                raise RequestError(f"devices={listed} picks GPUs, and the device is cpu: drop one of them")
+            if len(set(self.devices)) != len(self.devices) or any(index < 0 for index in self.devices):
+                raise RequestError(f"devices={listed} must name each GPU once, from 0 on")
+            if len(self.devices) != self.gpus:
+                raise RequestError(f"devices={listed} contradicts gpus={self.gpus}: name as many, or drop one of them")
+        if self.device_type == "cuda":
+            _require_gpus(self.gpus, self.devices)
+        if sys.platform == "win32":
+            raise HardwareError("several ranks can be started on Linux and macOS only")
+
+    def visible_devices(self) -> str | None:
+        """Return the value of CUDA_VISIBLE_DEVICES that makes the ranks see `devices`; None: leave it as it is."""
+        if self.devices is None:
+            return None
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = seen.split(",") if seen else [str(index) for index in range(max(self.devices) + 1)]
+        return ",".join(names[index].strip() for index in self.devices)
+
+
+def _require_gpus(gpus: int, devices: tuple[int, ...] | None) -> None:
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise HardwareError(f"gpus={gpus}, and this machine has no usable NVIDIA GPU", hint="use --device cpu")
+    names = [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(count)]
+    there = f"this machine has {count}: {', '.join(names)}"
+    if gpus > count:
+        raise HardwareError(f"gpus={gpus}, and {there}", hint=f"use --gpus {count}")
+    absent = [index for index in devices or () if index >= count]
+    if absent:
+        raise HardwareError(f"devices={','.join(map(str, devices or ()))}: there is no cuda:{absent[0]}, and {there}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """How often the launcher looks, and how long it waits; all in seconds.
 
-    From the moment a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end, and at most four
-    seconds more where it has several machines.
+    From the moment a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end.
     """
 
     look_s: float = 0.1
     frozen_s: float = 10.0
-    """Without a sign of life, after which a stopped rank, or a machine, counts as frozen."""
+    """Without a sign of life, after which a stopped rank counts as frozen."""
     starved_s: float = 60.0
     """The same for a rank that is not stopped: it may be waiting for a disk, or for its turn on a busy machine."""
     settle_s: float = 2.0
-    """For the origin to show, when a rank says only what may follow from it."""
+    """For the origin to show, when a rank reports only what may follow from it."""
     interrupt_s: float = 4.0
-    """For the ranks to end by themselves when they are asked to."""
+    """For the ranks to end by themselves after SIGINT."""
     terminate_s: float = 1.0
-    """The same, the second time; then they are killed."""
+    """The same after SIGTERM; then they are killed."""
     finish_s: float = 0.0
     """More time for the first of these after Ctrl-C, to save what is finished."""
     follow_s: float = 60.0
     """Of that time, how much the others have once one rank has ended."""
-    meet_s: float = 300.0
-    """For the launchers of all machines to come."""
 
 
 def launch(
@@ -67,14 +153,14 @@ def launch(
     caller's: what is raised while it waits, as Ctrl-C does, ends the ranks.
 
     Args:
-        request: how many ranks, and where.
+        request: how many ranks, and on which devices.
         arguments: of the command line, as each rank gets them.
         command: what gets them.
         pace: times of the launcher; None: the usual.
 
     Raises:
-        RequestError: the request contradicts itself or that of another machine.
-        HardwareError: there are fewer cards, or the machines cannot meet.
+        RequestError: the request contradicts itself.
+        HardwareError: there are fewer GPUs.
         OutputError: the log files cannot be written.
         RankFailure: a rank failed; its exit code is that of the rank's error.
         KeyboardInterrupt: its argument says what is kept, or why that went wrong.
@@ -85,19 +171,16 @@ def launch(
         request.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
-    meeting = meet(request, wait_s=pace.meet_s)
-    neighbours = Neighbours(meeting, lost_s=pace.frozen_s, interval_s=min(1.0, pace.frozen_s / 4))
-    with _Run(pace) as run, neighbours.watched():
+    # It lives here, so that a rank that dies does not take it along; the system picks a free port.
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=_STORE_S), wait_for_workers=False)
+    with _Run(pace) as run:
         try:
-            run.start(request, meeting, [*command, *arguments])
-            failure = run.first_failure(neighbours)
+            run.start(request, [*command, *arguments], port=store.port)
+            failure = run.first_failure()
         except KeyboardInterrupt:
-            where = f" at machine {request.node_rank}" if request.nnodes > 1 else ""
-            neighbours.tell(RankFailure(f"interrupted{where}", hint=None, exit_code=INTERRUPTED))
             run.end(finish_s=pace.finish_s)
             raise KeyboardInterrupt(*(run.kept() or run.failed())) from None
         if failure is not None:
-            neighbours.tell(failure)
             is_interrupted = failure.exit_code == INTERRUPTED
             run.end(finish_s=pace.finish_s if is_interrupted else 0.0)
             hints = [failure.hint] if failure.hint else []
@@ -129,7 +212,7 @@ def log_folder(name: str) -> Iterator[Path]:
 
 
 class _Run:
-    """The ranks of this machine."""
+    """All ranks."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -144,12 +227,11 @@ class _Run:
             rank.kill()
             rank.close()
 
-    def start(self, request: LaunchRequest, meeting: Meeting, command: Sequence[str]) -> None:
-        """Start all ranks."""
-        shared = _environment(request, meeting)
-        for local_rank in range(request.gpus):
-            number = meeting.first_rank + local_rank
-            environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
+    def start(self, request: LaunchRequest, command: Sequence[str], *, port: int) -> None:
+        """Start all ranks; `port` is that of their store."""
+        shared = _environment(request, port)
+        for number in range(request.gpus):
+            environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
             try:
                 with _interruptions_held():
@@ -157,44 +239,38 @@ class _Run:
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
 
-    def first_failure(self, neighbours: Neighbours) -> RankFailure | None:
-        """Wait until all ranks of all machines are done, and return None, or until one fails, and return why."""
+    def first_failure(self) -> RankFailure | None:
+        """Wait until all ranks are done, and return None, or until one fails, and return why."""
         settle_until: float | None = None
         last_look = time.monotonic()
         while True:
             self._listen(since_last_look=time.monotonic() - last_look)
             last_look = time.monotonic()
-            if (elsewhere := neighbours.failure()) is not None:
-                return elsewhere
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            causes = self._causes(neighbours)
+            causes = self._causes()
             if causes:
                 cause = failures.origin(causes)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
-                is_all = have_ended and not neighbours
-                if not cause.may_follow or is_all or time.monotonic() > settle_until:
-                    # On another machine it may be otherwise.
-                    return (None if neighbours else failures.told_by_all(self._ranks)) or cause.failure
+                if not cause.may_follow or have_ended or time.monotonic() > settle_until:
+                    return failures.shared_error(self._ranks) or cause.failure
+            elif have_ended:
+                return None
             else:
                 settle_until = None  # a step that took too long has ended
-                if all(rank.exit_code() == 0 for rank in self._ranks) and neighbours.all_finished():
-                    return None
             time.sleep(self._pace.look_s)
 
     def end(self, *, finish_s: float) -> None:
-        """Ask the ranks to end, in a voice that grows louder; a second Ctrl-C kills them at once.
+        """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
 
         Args:
-            finish_s: more seconds than usual for them to end by themselves.
+            finish_s: more seconds than usual for the ranks to end by themselves.
         """
-        for rank in self._ranks:
-            rank.mute()
         try:
             for rank in self._ranks:
                 rank.interrupt()
             self._wait(self._pace.interrupt_s + finish_s, after_one=max(self._pace.interrupt_s, self._pace.follow_s))
             for rank in self._ranks:
-                rank.send(signal.SIGTERM)
+                rank.terminate()
             self._wait(self._pace.terminate_s)
         except KeyboardInterrupt:
             pass
@@ -203,12 +279,12 @@ class _Run:
             rank.listen()
 
     def kept(self) -> list[str]:
-        """Return what the first rank that was interrupted says of what it finished; nothing if none was."""
+        """Return what the first rank that was interrupted reports of what it finished; nothing if none was."""
         reports = [rank.report for rank in self._ranks if rank.report is not None]
         return [report.hint for report in reports if report.kind == "interrupted" and report.hint][:1]
 
     def failed(self) -> list[str]:
-        """Return what the first rank that could not finish what it was at says of it; nothing if all could."""
+        """Return what the first rank that could not finish its work reports of it; nothing if all could."""
         reports = [rank.report for rank in self._ranks if rank.report is not None]
         errors = [(report.message, report.hint) for report in reports if report.kind == "error"]
         return ["\n".join(filter(None, error)) for error in errors][:1]
@@ -219,8 +295,8 @@ class _Run:
             if since_last_look > self._pace.frozen_s / 2:  # this process was stopped itself, maybe with all the ranks
                 rank.forgive()
 
-    def _causes(self, neighbours: Neighbours) -> list[Cause]:
-        found = self._silent(neighbours)
+    def _causes(self) -> list[Cause]:
+        found = self._hung()
         for rank in self._ranks:
             code = rank.exit_code()
             if code is None:
@@ -228,20 +304,19 @@ class _Run:
                 if silent_s > (self._pace.frozen_s if rank.is_stopped() else self._pace.starved_s):
                     found.append(failures.frozen(rank, silent_s))
             elif code != 0:
-                rank.listen()  # what it told between the last look and its end
+                rank.listen()  # what it sent between the last look and its end
                 out_of_memory = failures.count_memory_kills() > self._memory_kills
                 found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
         return found
 
-    def _silent(self, neighbours: Neighbours) -> list[Cause]:
-        """Return which rank is behind, if a step takes too long, or if no rank of any machine gives a sign of work."""
+    def _hung(self) -> list[Cause]:
+        """Return which rank is behind, if a step takes too long, or if no rank gives a sign of work."""
         running = [rank for rank in self._ranks if rank.exit_code() is None]
-        are_idle = all(rank.pulse.is_idle for rank in running)
-        # A rank that is left alone waits for nobody.
-        are_all_idle = neighbours.all_idle(are_idle) if neighbours else are_idle and len(running) > 1
+        # A single rank waits for no other.
+        are_all_idle = len(running) > 1 and all(rank.pulse.is_idle for rank in running)
         if not running or not (are_all_idle or any(rank.pulse.is_late for rank in running)):
             return []
-        return [failures.silent(running)]
+        return [failures.hung(running)]
 
     def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
         """Wait so long for all ranks to end, but not longer than `after_one` once one of them has."""
@@ -258,7 +333,7 @@ class _Run:
 
 @contextmanager
 def _interruptions_held() -> Iterator[None]:
-    """Hold Ctrl-C and requests to end back until the end of the block, so that no rank is started and forgotten."""
+    """Hold Ctrl-C and SIGTERM back until the end of the block, so that every rank that was started is known."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets them
         yield
         return
@@ -277,21 +352,21 @@ def _interruptions_held() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
-def _environment(request: LaunchRequest, meeting: Meeting) -> dict[str, str]:
-    """Return what all ranks of this machine have in common, under torchrun's names."""
+def _environment(request: LaunchRequest, port: int) -> dict[str, str]:
+    """Return what all ranks have in common, under torchrun's names."""
     threads = max(1, (os.cpu_count() or 1) // request.gpus)
     environment = {
         # Several ranks that each take all cores slow each other down.
         "OMP_NUM_THREADS": str(threads),
-        # The errors that these warnings announce are told by the launcher, in one message.
+        # The launcher reports the errors that these warnings announce, in one message.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
-        "MASTER_ADDR": meeting.host,
-        "MASTER_PORT": str(meeting.port),
-        "WORLD_SIZE": str(meeting.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(request.gpus),
         "LOCAL_WORLD_SIZE": str(request.gpus),
-        "GROUP_RANK": str(request.node_rank),
-        "GROUP_WORLD_SIZE": str(request.nnodes),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         # The store runs in the launcher: no rank starts one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # What a rank printed before it was killed is in its log.

@@ -1,4 +1,4 @@
-"""One rank as its launcher sees it: a process, its log file, and what it told."""
+"""One rank as its launcher sees it: a process, its log file, and what it reports."""
 
 import json
 import os
@@ -8,16 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.core.rank_link import CHANNEL_VARIABLE, Pulse, RankReport
+from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, Pulse, RankReport
 from opensora_cli.core.ranks import LOG_VARIABLE
-from opensora_cli.engine.launch.terminal import CopiedStream
 
 _CHUNK = 2**16
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 class RankProcess:
@@ -26,28 +26,30 @@ class RankProcess:
     A sign of life is a message or used processor time. The latter counts since a rank that is still importing, or in a
     library that lets no other thread run, cannot send anything: it is busy, not frozen.
 
+    Rank 0 has our stdout and stderr, so that its progress bars stay bars. Those of the others go to their logs.
+
     Args:
         rank: its number in the whole run.
         command: what to run, with its arguments.
         environment: all of it.
-        log: its log file, written anew. stdout and stderr go there; those of rank 0 to ours, too.
+        log: its log file, overwritten; tracebacks go there too.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.rank = rank
         self.log = log
-        self.stage = "start"
+        self.stage = FIRST_STAGE
         self.report: RankReport | None = None
         self.pulse = Pulse()
-        self._outputs: list[CopiedStream] = []
-        self._open = ExitStack()
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self._unread = b""
-        with theirs, ExitStack() as undo:
-            undo.callback(self.close)
-            self._process = self._start(command, environment, theirs)
-            undo.pop_all()
+        with theirs:
+            try:
+                self._process = self._start(command, environment, theirs)
+            except BaseException:
+                self.close()
+                raise
         self._code: int | None = None
         self._cpu_s = 0.0
         self._last_sign = time.monotonic()
@@ -66,7 +68,7 @@ class RankProcess:
         return self._code
 
     def listen(self) -> None:
-        """Take what the rank told since the last time."""
+        """Take what the rank sent since the last time."""
         before = self._unread
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(_CHUNK):
@@ -75,12 +77,12 @@ class RankProcess:
             self._last_sign = time.monotonic()
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            self.stage = told.get("stage", self.stage)
-            if "pulse" in told:
-                self.pulse = Pulse(**told["pulse"])
-            if "report" in told and self.report is None:
-                self.report = RankReport(**told["report"])
+            message = json.loads(line)
+            self.stage = message.get("stage", self.stage)
+            if "pulse" in message:
+                self.pulse = Pulse(**message["pulse"])
+            if "report" in message and self.report is None:
+                self.report = RankReport(**message["report"])
 
     def silent_s(self) -> float:
         """Return the seconds since the last sign of life."""
@@ -92,7 +94,7 @@ class RankProcess:
         return time.monotonic() - self._last_sign
 
     def forgive(self) -> None:
-        """Forget how long it has been silent, since nobody listened."""
+        """Count its silence from now on: the launcher itself was stopped."""
         self._last_sign = time.monotonic()
 
     def is_stopped(self) -> bool:
@@ -102,39 +104,40 @@ class RankProcess:
         except psutil.Error:
             return False
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and to all it started, unless it has ended."""
-        if self.exit_code() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
-
     def interrupt(self) -> None:
-        """Do what Ctrl-C does: to the rank alone, which then ends what it started."""
-        if self.exit_code() is None:
+        """Do what Ctrl-C does: to the rank alone, which then ends what it started.
+
+        A rank that has not yet reported a stage has nothing to save, and would print a traceback: it is killed.
+        """
+        if self.stage == FIRST_STAGE:
+            self.kill()
+        elif self.exit_code() is None:
             self._process.send_signal(signal.SIGINT)
 
-    def mute(self) -> None:
-        """Show no more of what it prints."""
-        for output in self._outputs:
-            output.mute()
+    def terminate(self) -> None:
+        """Send SIGTERM to the rank and to all it started, unless it has ended."""
+        if self.exit_code() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the rank and all that it started."""
         if self.exit_code() is None:
             self._kill_group()
             self._process.wait()
+            if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+                sys.stderr.write(_SHOW_CURSOR)  # which its progress bar had hidden
 
     def last_line(self) -> str | None:
-        """Return the last line of the log that says something."""
+        """Return the last line of the log that is not blank."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 4096))
             lines = file.read().decode("utf-8", "replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), None)
 
     def close(self) -> None:
-        """Close the link and the log, after the end of the process."""
+        """Close the link, after the end of the process."""
         self._channel.close()
-        self._open.close()
 
     def _kill_group(self) -> None:
         # macOS refuses where only a process that has ended is left.
@@ -145,32 +148,16 @@ class RankProcess:
         self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
     ) -> "subprocess.Popen[bytes]":
         self.log.write_bytes(b"")
-        # Several write to it: each appends.
-        log = self._open.enter_context(self.log.open("ab", buffering=0))
-        stdout = stderr = log.fileno()
-        if self.rank == 0:
-            self._outputs = [
-                self._open.enter_context(CopiedStream(_descriptor(stream), log)) for stream in (sys.stdout, sys.stderr)
-            ]
-            stdout, stderr = (output.end for output in self._outputs)
-        process = subprocess.Popen(
-            command,
-            env={**environment, LOG_VARIABLE: str(self.log.absolute()), CHANNEL_VARIABLE: str(theirs.fileno())},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=[theirs.fileno()],
-            # Ctrl-C at the terminal is for the launcher, which hands it on.
-            start_new_session=True,
-        )
-        for output in self._outputs:
-            output.start()
-        return process
-
-
-def _descriptor(stream: object) -> int:
-    """Return the file descriptor of a standard stream, -1 where it is closed or has none."""
-    try:
-        return int(stream.fileno())  # type: ignore[attr-defined]  # None, or whatever a caller put there
-    except (AttributeError, OSError, ValueError):
-        return -1
+        # The rank's link writes to it too: each appends.
+        with self.log.open("ab") as log:
+            output = None if self.rank == 0 else log
+            return subprocess.Popen(
+                command,
+                env={**environment, LOG_VARIABLE: str(self.log.absolute()), CHANNEL_VARIABLE: str(theirs.fileno())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C at the terminal is for the launcher, which hands it on.
+                start_new_session=True,
+            )

@@ -22,8 +22,7 @@ from opensora_cli.core.folder_lock import locked_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.launch.joining import agreed
-from opensora_cli.engine.launch.reporting import WatchedReporter
+from opensora_cli.engine.launch.rank import WatchedReporter, agreed
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
 from opensora_cli.engine.train.checkpoints import DONE, CheckpointWriter

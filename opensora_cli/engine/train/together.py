@@ -10,9 +10,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.estimate.hardware import pick_hardware
-from opensora_cli.engine.launch.joining import agreed, joined
-from opensora_cli.engine.launch.launcher import Pace, launch, log_folder
-from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
+from opensora_cli.engine.launch.rank import agreed, joined
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.build import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -34,16 +33,9 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
     """
     with log_folder("train") as log_dir:
         parallel = settings.parallel
-        request = LaunchRequest(
-            gpus=parallel.ranks_per_node,
-            # Devices by number are cards: processes are started only for who says that he wants a CPU.
-            device_type="cpu" if settings.device == "cpu" else "cuda",
-            log_dir=log_dir,
-            nnodes=parallel.nnodes,
-            node_rank=parallel.node_rank,
-            rdzv_endpoint=parallel.rdzv_endpoint,
-            devices=parallel.devices,
-        )
+        # Devices by number are GPUs: processes on the CPU are started only on request.
+        kind: Literal["cpu", "cuda"] = "cpu" if settings.device == "cpu" else "cuda"
+        request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = log_dir / "settings.json"
         write_json_atomic(saved, settings.model_dump(mode="json"))
         launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
@@ -96,17 +88,11 @@ def _settings_of_ranks(settings: TrainSettings, context: RankContext) -> TrainSe
     parallel = settings.parallel
     if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
         return settings.replace(
-            {
-                "parallel.gpus": context.world_size // context.nnodes,
-                "parallel.nnodes": context.nnodes,
-                "parallel.rdzv_endpoint": (
-                    f"{context.master_addr}:{context.master_port}" if context.nnodes > 1 else None
-                ),
-            }
+            {"parallel.gpus": context.world_size // context.nnodes, "parallel.nnodes": context.nnodes}
         )
     if parallel.world_size != context.world_size:
         raise RequestError(
             f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
-            hint="drop --gpus and --nnodes where torchrun or Slurm starts the ranks",
+            hint="drop --gpus where torchrun or srun starts the ranks",
         )
     return settings

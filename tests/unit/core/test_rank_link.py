@@ -130,10 +130,10 @@ def test_who_computes_is_not():
 
 @pytest.mark.slow
 def test_asking_a_card_again_and_again_is_no_work():
-    asking = "rank_link.device_is_card(); rank_link.beat('text', on_device=True); compute()"
+    asking = "rank_link.device_is_gpu(); rank_link.beat('text', on_device=True); compute()"
     assert pulses(asking)[-1]["is_idle"]
     assert not any(pulse["is_idle"] for pulse in pulses(asking, between="rank_link.move()"))
-    assert not any(pulse["is_idle"] for pulse in pulses("rank_link.device_is_card(); compute()"))
+    assert not any(pulse["is_idle"] for pulse in pulses("rank_link.device_is_gpu(); compute()"))
 
 
 def test_a_step_that_takes_too_long_is_late_whatever_the_rank_does():

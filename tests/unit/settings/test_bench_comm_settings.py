@@ -49,8 +49,3 @@ def test_wrong_requests(values: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError) as failure:
         _settings(**values)
     assert message in failure.value.message
-
-
-def test_one_card_on_each_of_several_machines_is_fine() -> None:
-    settings = _settings(parallel__gpus=1, parallel__nnodes=2, parallel__rdzv_endpoint="node0:29500")
-    assert settings.parallel.world_size == 2

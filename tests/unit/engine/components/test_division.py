@@ -10,7 +10,7 @@ from opensora_cli.settings.load import load_preset
 
 def mesh(preset="256px", *, tokens=10_000, nodes=1, **parallel):
     if nodes > 1:
-        parallel |= {"nnodes": nodes, "rdzv_endpoint": "node0:29500"}
+        parallel |= {"nnodes": nodes}
     settings = load_preset(preset, prompt="any").replace({f"parallel.{key}": value for key, value in parallel.items()})
     return choose_mesh(settings, video_tokens=tokens)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.launch.request import LaunchRequest
+from opensora_cli.engine.launch.launcher import LaunchRequest
+from opensora_cli.settings.parallel import ParallelSettings
 
 
 def request(**changes):
@@ -14,9 +15,9 @@ def request(**changes):
 
 
 @pytest.fixture
-def two_cards(monkeypatch):
+def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {'AB'[index]}")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {'AB'[index]}")
 
 
 @pytest.mark.parametrize(
@@ -24,17 +25,9 @@ def two_cards(monkeypatch):
     [
         ({"gpus": 0}, "gpus=0 must be at least 1"),
         ({"gpus": -3}, "gpus=-3 must be at least 1"),
-        ({"nnodes": 0}, "nnodes=0 must be at least 1"),
-        ({"node_rank": 1}, "node_rank=1 must be 0 to 0, since nnodes=1"),
-        ({"nnodes": 2}, "nnodes=2 needs rdzv_endpoint"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0"}, "rdzv_endpoint='node0' must be host:port"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0:99999"}, "must be host:port"),
-        ({"nnodes": 2, "rdzv_endpoint": ":29500"}, "must be host:port"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0:" + 5000 * "1"}, "must be host:port"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0:\u0661\u0662"}, "must be host:port"),
-        ({"devices": (0, 1)}, "devices=0,1 picks cards, and the device is cpu"),
-        ({"devices": (0, 0), "device_type": "cuda"}, "devices=0,0 must name each card once"),
-        ({"devices": (0, -1), "device_type": "cuda"}, "must name each card once"),
+        ({"devices": (0, 1)}, "devices=0,1 picks GPUs, and the device is cpu"),
+        ({"devices": (0, 0), "device_type": "cuda"}, "devices=0,0 must name each GPU once"),
+        ({"devices": (0, -1), "device_type": "cuda"}, "must name each GPU once"),
         ({"devices": (0,), "device_type": "cuda"}, "devices=0 contradicts gpus=2"),
     ],
 )
@@ -43,31 +36,30 @@ def test_refused(changes, message):
         request(**changes).check()
 
 
-def test_sound_ones_pass(two_cards):
+def test_sound_ones_pass(two_gpus):
     request().check()
     request(gpus=64).check()
     request(device_type="cuda").check()
     request(device_type="cuda", devices=(1, 0)).check()
-    request(nnodes=2, node_rank=1, rdzv_endpoint="node0:29500").check()
 
 
-def test_more_cards_than_there_are(two_cards):
-    with pytest.raises(HardwareError, match=r"gpus=3, and this machine has 2: cuda:0 \(Card A\), cuda:1 \(Card B\)"):
+def test_more_gpus_than_there_are(two_gpus):
+    with pytest.raises(HardwareError, match=r"gpus=3, and this machine has 2: cuda:0 \(GPU A\), cuda:1 \(GPU B\)"):
         request(gpus=3, device_type="cuda").check()
     with pytest.raises(HardwareError, match=r"devices=0,2: there is no cuda:2, and this machine has 2"):
         request(devices=(0, 2), device_type="cuda").check()
 
 
-def test_no_cards(monkeypatch):
+def test_no_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(HardwareError, match="gpus=1, and this machine has no usable NVIDIA card"):
+    with pytest.raises(HardwareError, match="gpus=1, and this machine has no usable NVIDIA GPU"):
         request(gpus=1, device_type="cuda").check()
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"), [(None, "0,2"), ("4,5,6,7", "4,6"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")]
 )
-def test_picked_cards(monkeypatch, seen, expected):
+def test_picked_gpus(monkeypatch, seen, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
@@ -75,6 +67,8 @@ def test_picked_cards(monkeypatch, seen, expected):
     assert request(device_type="cuda").visible_devices() is None
 
 
-@pytest.mark.parametrize(("endpoint", "expected"), [("node0:29500", ("node0", 29500)), ("[fe80::1]:1", ("fe80::1", 1))])
-def test_endpoint(endpoint, expected):
-    assert request(rdzv_endpoint=endpoint).endpoint() == expected
+def test_several_machines_are_started_by_torchrun_or_srun():
+    parallel = ParallelSettings(gpus=8, nnodes=2)
+    with pytest.raises(RequestError, match="nnodes=2, and ranks are started here on this machine only") as caught:
+        LaunchRequest.of(parallel, gpus=8, device_type="cpu", log_dir=Path("logs"))
+    assert "torchrun --nnodes 2 --nproc-per-node 8 " in caught.value.hint

@@ -1,38 +1,38 @@
-"""Stages and steps become signs that a rank gets on."""
+"""Stages and steps become signs of a rank's progress."""
 
 import pytest
 
 from opensora_cli.core.progress import BYTES, SilentReporter
-from opensora_cli.engine.launch import reporting
-from opensora_cli.engine.launch.reporting import WatchedReporter
+from opensora_cli.engine.launch import rank
+from opensora_cli.engine.launch.rank import WatchedReporter
 
 
 @pytest.fixture
 def beats(monkeypatch):
-    told = []
+    sent = []
     monkeypatch.setattr(
-        reporting, "beat", lambda stage, step_s=None, *, on_device=False: told.append((stage, step_s, on_device))
+        rank, "beat", lambda stage, step_s=None, *, on_device=False: sent.append((stage, step_s, on_device))
     )
-    return told
+    return sent
 
 
 class Recorder(SilentReporter):
     def __init__(self):
-        self.said = []
+        self.lines = []
 
     def note(self, text):
-        self.said.append(text)
+        self.lines.append(text)
 
     def warn(self, text):
-        self.said.append(f"warning: {text}")
+        self.lines.append(f"warning: {text}")
 
     def advance(self, amount=1):
-        self.said.append(amount)
+        self.lines.append(amount)
 
 
-def test_longest_step_so_far_until_the_last(beats):
+def test_a_step_may_take_as_long_as_the_longest_before_it(beats):
     times = iter([0.0, 5.0, 6.0, 14.0, 15.0])
-    reporter = WatchedReporter(Recorder(), clock=lambda: next(times))
+    reporter = WatchedReporter(Recorder(), on_device=("denoise",), clock=lambda: next(times))
     with reporter.stage("denoise", total=4) as progress:
         for _ in range(4):
             progress.advance()
@@ -46,17 +46,17 @@ def test_longest_step_so_far_until_the_last(beats):
     ]
 
 
-def test_reading_has_no_pace(beats):
+def test_reading_has_no_limit(beats):
     with WatchedReporter(SilentReporter()).stage("load", total=10, unit=BYTES) as progress:
         progress.advance(5)
     assert beats == [("load", None, False), ("load", None, False)]
 
 
-def test_all_is_handed_on(beats):
+def test_everything_is_handed_on(beats):
     recorder = Recorder()
     reporter = WatchedReporter(recorder)
     reporter.note("a")
     reporter.warn("b")
     with reporter.stage("decode") as progress:
         progress.advance(3)
-    assert recorder.said == ["a", "warning: b", 3]
+    assert recorder.lines == ["a", "warning: b", 3]

@@ -1,0 +1,149 @@
+"""A rank's side of a run: how it joins the others, and reports that it makes progress."""
+
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import BYTES, Reporter, StageProgress
+from opensora_cli.core.rank_link import beat, device_is_gpu, move
+from opensora_cli.core.ranks import RankContext
+from opensora_cli.parallel.watching import init_with_retry
+
+T = TypeVar("T")
+
+TIMEOUT_S = 600.0
+
+
+def rank_device(context: RankContext, device_type: Literal["cpu", "cuda"]) -> torch.device:
+    """Return the device of a rank: the GPU of its number on this machine, or the only one that it sees.
+
+    Raises:
+        HardwareError: it sees fewer GPUs.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if context.local_rank < count:
+        return torch.device("cuda", context.local_rank)
+    if count == 1:  # as Slurm hands them out with --gpus-per-task=1
+        return torch.device("cuda", 0)
+    raise HardwareError(
+        f"rank {context.rank} is number {context.local_rank} on {socket.gethostname()}, which has {count} usable GPUs",
+        hint="start no more ranks on a machine than it has GPUs",
+    )
+
+
+@contextmanager
+def joined(
+    context: RankContext, *, device_type: Literal["cpu", "cuda"], timeout_s: float = TIMEOUT_S
+) -> Iterator[torch.device]:
+    """Join the other ranks, and leave them at the end of the block; yields the device of this rank.
+
+    A block that fails does not leave: its process is to end, and to report why first. Leaving would close the
+    connections, and the others would complain about that before the cause is known; with NCCL it can also hang.
+
+    Args:
+        context: which rank this is.
+        device_type: chooses gloo for CPUs, and NCCL beside it for CUDA.
+        timeout_s: after so many seconds a collective that not all ranks come to fails, and so does joining. The time
+            between two steps is watched more closely, see `rank_link.beat`.
+
+    Raises:
+        HardwareError: there is no such GPU, or not all ranks came in time.
+    """
+    device = rank_device(context, device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device_is_gpu()
+    beat("join")
+    init_with_retry(
+        device_type,
+        host=context.master_addr,
+        port=context.master_port,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout_s=timeout_s,
+    )
+    # A first evaluation may take minutes: each of its parts is a sign of progress.
+    with register_module_forward_hook(lambda *_: move()):
+        yield device
+    dist.destroy_process_group()
+
+
+def agreed(value: T) -> T:
+    """Return the value that rank 0 gives, on all ranks; it is pickled, so only for what osora itself has made."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+class WatchedReporter:
+    """Hands everything on to `reporter`, and reports to the launcher each stage and how long its steps take.
+
+    From the second step of a stage on, no step may take longer than `rank_link.linked` allows. The first includes
+    warm-up, what follows the last may be anything, and files are read or written at the pace of a disk: those take as
+    long as they take, while there are signs of work.
+
+    Args:
+        reporter: shows the progress.
+        on_device: names of the stages that compute on the rank's device.
+        clock: seconds, for tests to replace.
+    """
+
+    def __init__(
+        self, reporter: Reporter, *, on_device: Collection[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reporter = reporter
+        self._on_device = on_device
+        self._clock = clock
+
+    def note(self, text: str) -> None:
+        """Hand it on."""
+        self._reporter.note(text)
+
+    def warn(self, text: str) -> None:
+        """Hand it on."""
+        self._reporter.warn(text)
+
+    def figures(self, values: Mapping[str, str]) -> None:
+        """Hand them on."""
+        self._reporter.figures(values)
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        """Run a stage that is watched."""
+        on_device = name in self._on_device
+        beat(name, on_device=on_device)
+        with self._reporter.stage(name, total=total, unit=unit) as progress:
+            yield progress if unit == BYTES else _WatchedStage(name, progress, total, on_device, self._clock)
+        beat(name)
+
+
+class _WatchedStage:
+    def __init__(
+        self, name: str, progress: StageProgress, total: int | None, on_device: bool, clock: Callable[[], float]
+    ) -> None:
+        self._name = name
+        self._progress = progress
+        self._left = total
+        self._on_device = on_device
+        self._clock = clock
+        self._last = clock()
+        self._longest_s = 0.0
+
+    def advance(self, amount: int = 1) -> None:
+        now = self._clock()
+        self._longest_s = max(self._longest_s, now - self._last)
+        self._last = now
+        if self._left is not None:
+            self._left -= amount
+        is_last = self._left is not None and self._left <= 0
+        beat(self._name, None if is_last else self._longest_s, on_device=self._on_device)
+        self._progress.advance(amount)
