@@ -30,7 +30,7 @@ from opensora_cli.checkpoint.shared_folder import (
 from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.launch.joining import agreed
+from opensora_cli.engine.launch.rank import agreed
 from opensora_cli.engine.train.state import files_of, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
