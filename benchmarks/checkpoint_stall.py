@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,19 +23,24 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.drawn import DrawnBatches, Numbered
+from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.checkpoints import CheckpointSettings
-from opensora_cli.settings.loop import LoopSettings
-from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
+from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings, PrecisionSettings
 
 SCHEMA = "osora.bench.checkpoint-stall/1"
 _WIDTH = 1024
 _COPIES = 4  # weights, averages, and two moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered:
+    """A micro-batch of nothing but its number."""
+
+    number: int
+    paths = ()
 
 
 class _Task:

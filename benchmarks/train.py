@@ -39,11 +39,11 @@ from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_
 from opensora_cli.engine.encode.frozen import load_encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.objectives.task import BatchSource
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import BatchSource
 from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.watching.clocks import WallClock
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings

@@ -23,9 +23,8 @@ from torch.multiprocessing.spawn import spawn
 
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.wire import StepSizes
-from opensora_cli.engine.train.strategy.build import mesh_shape, open_distribution
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.ranks import mesh_shape, open_distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.strategy.wire import update_bytes
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig

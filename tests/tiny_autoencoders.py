@@ -8,20 +8,18 @@ from torch import Tensor
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import new_autoencoder
-from opensora_cli.engine.train.drawn import DrawnBatches
+from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
+from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
+from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
+from opensora_cli.engine.train.objectives.vae import VAETask
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.vae import VAETask
-from opensora_cli.engine.train.vae_losses.adversary import PatchAdversary
-from opensora_cli.engine.train.vae_losses.perceptual import PerceptualDistance
+from opensora_cli.engine.train.watching.clocks import WallClock
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.data import SceneSettings
-from opensora_cli.settings.loop import LoopSettings
-from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
-from opensora_cli.settings.train_vae import VAETrainSettings
+from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_objectives import VAETrainSettings
 
 VAES: Mapping[str, VAESettings] = {
     "hunyuan": VAESettings.model_validate(

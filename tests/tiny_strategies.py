@@ -13,15 +13,14 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.wire import StepSizes
 from opensora_cli.engine.train.build import build_batches, build_task
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
-from opensora_cli.engine.train.strategy.build import open_distribution
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.ranks import open_distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.watching.clocks import WallClock
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.settings.optimizer import PrecisionSettings
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import PrecisionSettings
 
 MAX_NORM = 2.0
 LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.drawn import DrawnBatches
+from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.loop import LoopSettings
-from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
+from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
 MUON = OptimizerSettings(name="muon", warmup_steps=2, decay_steps=2, muon_learning_rate=1e-2)

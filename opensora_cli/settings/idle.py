@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.optimizer import OptimizerName
+from opensora_cli.settings.train_loop import OptimizerName
 
 if TYPE_CHECKING:
     from opensora_cli.settings.train import TrainSettings

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.checkpoints import CheckpointSettings
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.explain import Given
@@ -19,17 +18,20 @@ from opensora_cli.settings.files import read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.idle import idle_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.loop import LoopSettings
 from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.optimizer import OptimizerName, OptimizerSettings, PrecisionSettings
 from opensora_cli.settings.parallel import without_retired_keys
 from opensora_cli.settings.presets import list_presets, preset_path
 from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
-from opensora_cli.settings.train_memory import TrainMemorySettings
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
-from opensora_cli.settings.train_text import TextTrainSettings
-from opensora_cli.settings.train_vae import VAETrainSettings
+from opensora_cli.settings.train_loop import (
+    CheckpointSettings,
+    LoopSettings,
+    OptimizerName,
+    OptimizerSettings,
+    PrecisionSettings,
+    TrainMemorySettings,
+)
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings, TextTrainSettings, VAETrainSettings
 from opensora_cli.settings.watching import SampleSettings, ValidationSettings, WatchingSettings
 
 

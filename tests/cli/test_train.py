@@ -13,7 +13,7 @@ import tiny_training
 import yaml
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.train.vae import VAETask
+from opensora_cli.engine.train.objectives.vae import VAETask
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ import torch
 from tiny_world import RecordingReporter
 
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.replicated import ReplicatedDistribution
-from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 
 _CLIPS = 8

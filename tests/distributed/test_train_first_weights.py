@@ -15,8 +15,8 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.first_weights import empty_transformer, fill_parts, new_transformer
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.train import TrainSettings

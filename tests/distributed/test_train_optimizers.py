@@ -14,7 +14,7 @@ from opensora_cli.engine.train.fp8_linear import use_fp8_linears
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.optimizer import build_optimizers
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import OptimizerSettings, PrecisionSettings
 
 _STEPS = 3
 _RATE = {"learning_rate": 1e-2, "weight_decay": 0.1, "eps": 1e-15}

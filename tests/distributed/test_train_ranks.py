@@ -21,14 +21,14 @@ from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.strategy.build import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.checkpoints import CheckpointSettings
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import CheckpointSettings
 
 MICRO_BATCHES = 4
 STEPS = 6

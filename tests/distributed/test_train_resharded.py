@@ -13,18 +13,15 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.drawn import DrawnBatches
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.reports import WallClock
+from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.checkpoints import CheckpointSettings
-from opensora_cli.settings.loop import LoopSettings
+from opensora_cli.engine.train.transformer import compile_blocks
+from opensora_cli.engine.train.watching.clocks import WallClock
 from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings
 
 Pool = Callable[[int], Any]
 _LOOP = LoopSettings(steps=5, micro_batches=4, ema_decay=0.9)

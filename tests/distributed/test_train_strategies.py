@@ -13,11 +13,10 @@ from torch._dynamo.utils import counters
 
 from opensora_cli.engine.components.tensor_parallel import shard_transformer
 from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, use_fp8_linears
-from opensora_cli.engine.train.strategy.build import mesh_shape
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.ranks import mesh_shape
+from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.strategy.wire import update_bytes
+from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit import MMDiT

@@ -8,8 +8,7 @@ import torch
 from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
 from torch import Tensor
 
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.replicated import ReplicatedDistribution
+from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 
 _STEPS = 3

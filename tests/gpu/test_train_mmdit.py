@@ -12,10 +12,10 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.encode.conditions import encoded_parts
 from opensora_cli.engine.encode.encoding import CachedClip, Encoders, encode_for_cache, fresh_clip, part_name
-from opensora_cli.engine.train.mmdit import MMDiTTask
-from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 pytestmark = [
     pytest.mark.gpu,

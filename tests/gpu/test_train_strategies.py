@@ -12,8 +12,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the processes, which run 
 
 from tiny_strategies import Case, Run, tiny_transformer
 
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.parallel.mesh import backend_of
 
 pytestmark = [

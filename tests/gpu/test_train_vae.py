@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
 
+from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance
 
 pytestmark = [
     pytest.mark.gpu,

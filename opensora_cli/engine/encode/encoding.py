@@ -19,7 +19,7 @@ from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.encode.conditions import cut_part
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 TextEncoder = Callable[[list[str]], Tensor]
 """Captions to their embeddings: (B,L,C) of T5, (B,V) of CLIP."""

@@ -17,7 +17,7 @@ from opensora_cli.engine.encode.encoding import Encoders
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 # What a text encoder's folder has that changes what it makes of a caption.
 _FILES_OF_ENCODERS = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})

@@ -10,7 +10,7 @@ from opensora_cli.data.stream import BatchStream, PicturesFirst
 from opensora_cli.engine.encode.datasets import ClipDataset, open_dataset
 from opensora_cli.engine.encode.reading import ClipLoader, LoadClip, ReadingNotes
 from opensora_cli.engine.encode.requests import TableRequests
-from opensora_cli.engine.train.task import BatchSource
+from opensora_cli.engine.train.objectives.task import BatchSource
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 

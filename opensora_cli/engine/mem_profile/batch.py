@@ -14,7 +14,7 @@ from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.feasible import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
-from opensora_cli.engine.train.batch_shape import with_batch_size
+from opensora_cli.engine.train.activations import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT

@@ -24,7 +24,7 @@ from opensora_cli.engine.mem_profile.page import html_page
 from opensora_cli.engine.mem_profile.report import MemProfile
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.training import profile_training
-from opensora_cli.engine.train.batch_shape import largest_batch_shape
+from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings

@@ -1,4 +1,4 @@
-"""What the transformer holds between forward and backward: planned, and kept to while it trains."""
+"""What the transformer holds between forward and backward: planned for the largest micro-batch, and kept to."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +10,105 @@ from torch import nn
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.sizes import format_bytes
+from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.train.batch_shape import largest_batch_shape, token_grid
-from opensora_cli.engine.train.first_weights import weights_dtype
+from opensora_cli.engine.encode.loading import pixel_multiple
 from opensora_cli.engine.train.precision import DTYPES
+from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, repeated_blocks
+from opensora_cli.sampling.sizes import training_sizes
 from opensora_cli.settings.train import TrainSettings, TrainTarget
-from opensora_cli.settings.train_memory import ActivationOffload
+from opensora_cli.settings.train_loop import ActivationOffload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Clips of one size."""
+
+    batch_size: int
+    num_frames: int
+    height: int
+    width: int
+
+    def zeros(self) -> ClipBatch:
+        """Return black clips of this shape, without captions."""
+        count = self.batch_size
+        return ClipBatch(
+            number=0,
+            epoch=0,
+            paths=tuple(f"black:{index}" for index in range(count)),
+            captions=("",) * count,
+            fps=(0.0,) * count,
+            motion_scores=(None,) * count,
+            pixels_BTHWC=torch.zeros(count, self.num_frames, self.height, self.width, 3, dtype=torch.uint8),
+            cached=None,
+        )
+
+
+def largest_batch_shape(settings: TrainSettings) -> BatchShape:
+    """Return the shape that needs the most memory: of the most tokens, captions' included, or else of the most pixels.
+
+    Raises:
+        RequestError: a resolution is too small.
+    """
+    return _largest(settings)[1]
+
+
+def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, int]:
+    """Return frames, rows and columns of the tokens that the transformer makes of one clip."""
+    grid, patch = settings.vae.grid, settings.model.patch_size
+    height, width = grid.latent_size(shape.height, shape.width)
+    return grid.latent_frames(shape.num_frames), height // patch, width // patch
+
+
+def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
+    """Return the same run with other micro-batches: of its largest bucket alone, where it has buckets.
+
+    Raises:
+        RequestError: a resolution is too small.
+    """
+    if settings.data.table is None:
+        scenes = {"batch_size": batch_size, "count": max(settings.data.scenes.count, batch_size), "picture_share": 0.0}
+        changes = {f"data.scenes.{name}": value for name, value in scenes.items()}
+        return settings.replace({"text.batch_size": batch_size, **changes})
+    resolution, shape = _largest(settings)
+    return settings.replace({"data.buckets": {resolution: {shape.num_frames: (1.0, batch_size)}}})
+
+
+def _shapes(settings: TrainSettings) -> Iterator[tuple[str, BatchShape]]:
+    data = settings.data
+    if data.table is None:
+        scenes = data.scenes
+        for share, batch_size, length in (
+            (1 - scenes.picture_share, scenes.batch_size, scenes.num_frames),
+            (scenes.picture_share, scenes.picture_batch_size, 1),
+        ):
+            if share > 0:
+                shape = BatchShape(batch_size=batch_size, num_frames=length, height=scenes.size, width=scenes.size)
+                yield "", shape
+        return
+    for resolution, lengths in data.buckets.items():
+        for height, width in training_sizes(resolution, multiple=pixel_multiple(settings)).values():
+            for length, bucket in lengths.items():
+                if bucket.probability > 0:
+                    yield (
+                        resolution,
+                        BatchShape(batch_size=bucket.batch_size, num_frames=length, height=height, width=width),
+                    )
+
+
+def _largest(settings: TrainSettings) -> tuple[str, BatchShape]:
+    def size(found: tuple[str, BatchShape]) -> int:
+        shape = found[1]
+        if settings.target is TrainTarget.MMDIT:
+            return shape.batch_size * (prod(token_grid(settings, shape)) + settings.text.t5_max_length)
+        return shape.batch_size * shape.num_frames * shape.height * shape.width
+
+    return max(_shapes(settings), key=size)
+
 
 _OFFLOAD_ABOVE = 0.8
 _SMALLER = "smaller batches need less: --set data.scenes.batch_size=N, or data.buckets"

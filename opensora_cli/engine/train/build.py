@@ -12,21 +12,20 @@ from opensora_cli.engine.encode import frozen
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.loading import open_batches
-from opensora_cli.engine.train.drawn import DrawnBatches
 from opensora_cli.engine.train.files import first_weights_of
-from opensora_cli.engine.train.first_weights import (
+from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
+from opensora_cli.engine.train.objectives.task import BatchSource, DrawnBatches, Task
+from opensora_cli.engine.train.objectives.vae import build_vae_task
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.transformer import (
+    compile_blocks,
     empty_transformer,
     fill_parts,
     load_first_weights,
     new_transformer,
 )
-from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
-from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.mmdit import build_mmdit_task
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import BatchSource, Task
-from opensora_cli.engine.train.vae import build_vae_task
 from opensora_cli.models.mmdit.blocks import linears_of_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -90,7 +89,7 @@ def build_batches(
     rank, ranks = distribution.data_rank, distribution.data_ranks
     if settings.target is TrainTarget.TEXT:
         # Imported here, since transformers takes seconds to load.
-        from opensora_cli.engine.train.text import draw_captions
+        from opensora_cli.engine.train.objectives.text import draw_captions
 
         draw = partial(draw_captions, batch_size=settings.text.batch_size)
         return DrawnBatches(draw, seed=settings.loop.seed, rank=rank, ranks=ranks)
@@ -109,7 +108,7 @@ def count_parameters(settings: TrainSettings) -> int:
         case TrainTarget.VAE:
             module: torch.nn.Module = autoencoder_on_meta(settings.vae)
         case TrainTarget.TEXT:
-            from opensora_cli.engine.train.text import TextTask
+            from opensora_cli.engine.train.objectives.text import TextTask
 
             with torch.device("meta"):
                 module = TextTask(settings.text).module
@@ -147,7 +146,7 @@ def _build(
                 load_first_weights(vae_task.module, path)
             return vae_task
         case TrainTarget.TEXT:
-            from opensora_cli.engine.train.text import TextTask
+            from opensora_cli.engine.train.objectives.text import TextTask
 
             return TextTask(settings.text)
         case TrainTarget.MMDIT:

@@ -34,7 +34,7 @@ from opensora_cli.engine.launch.rank import agreed
 from opensora_cli.engine.train.state import files_of, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.checkpoints import CheckpointSettings
+from opensora_cli.settings.train_loop import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """What checkpoints are compared by."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.distribution import local
 
 
 @torch.no_grad()

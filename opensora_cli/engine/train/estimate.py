@@ -14,17 +14,21 @@ from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen import find_frozen_parts, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import give_empty_weights, without_memory
 from opensora_cli.engine.estimate.text import clip_model, t5_model
-from opensora_cli.engine.train.activations import ActivationPlan, plan_activations, saved_activations
-from opensora_cli.engine.train.batch_shape import largest_batch_shape
+from opensora_cli.engine.train.activations import (
+    ActivationPlan,
+    largest_batch_shape,
+    plan_activations,
+    saved_activations,
+)
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.task import Chance, Task
+from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.reports import WallClock
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance, Task
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.vae import build_vae_task
+from opensora_cli.engine.train.watching.clocks import WallClock
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import attention_backend
@@ -168,7 +172,7 @@ class _SameBatches:
     def next(self) -> Any:
         settings = self._settings
         if settings.target is TrainTarget.TEXT:
-            from opensora_cli.engine.train.text import draw_captions
+            from opensora_cli.engine.train.objectives.text import draw_captions
 
             return draw_captions(Chance.of_data(0, 0), 0, batch_size=settings.text.batch_size)
         shape = largest_batch_shape(settings)
@@ -234,7 +238,7 @@ def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
             return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
         case TrainTarget.TEXT:
             # Imported here, since transformers takes seconds to load.
-            from opensora_cli.engine.train.text import TextTask
+            from opensora_cli.engine.train.objectives.text import TextTask
 
             return TextTask(settings.text), []
         case TrainTarget.MMDIT:
@@ -275,7 +279,7 @@ def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
     ones.
     """
     # Imported here, since transformers takes seconds to load.
-    from opensora_cli.engine.train.text import TextTask
+    from opensora_cli.engine.train.objectives.text import TextTask
 
     files, parts, text = settings.train_mmdit.files, find_frozen_parts(settings), settings.text
     small = TextTask(text).module

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.train.muon import KernelMuon
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW, fresh_state
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.optimizer import KernelMuon
+from opensora_cli.engine.train.strategy.distribution import local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.memory.side_stream import SideStream
 
 STAGED_NUMBERS = 8 * 2**20

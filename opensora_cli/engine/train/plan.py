@@ -11,9 +11,9 @@ from opensora_cli.engine.train.build import count_parameters, find_frozen_parts
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.lora import require_peft
+from opensora_cli.engine.train.ranks import training_device
 from opensora_cli.engine.train.resuming import Resume, checkpoints_to_try
-from opensora_cli.engine.train.together import training_device
-from opensora_cli.engine.train.watching.tensorboard import require_tensorboard
+from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 PLAN_SCHEMA = "osora.train-plan/1"

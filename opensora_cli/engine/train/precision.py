@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.settings.optimizer import Compute, PrecisionSettings
+from opensora_cli.settings.train_loop import Compute, PrecisionSettings
 
 DTYPES = {Compute.FP32: torch.float32, Compute.BF16: torch.bfloat16, Compute.FP16: torch.float16}
 _LOWEST_SCALE = 1.0

@@ -30,11 +30,11 @@ from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.interrupts import noticed
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, put_aside_newer
 from opensora_cli.engine.train.samples import SampleVideos, open_samples
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.together import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.trainer import Trainer, Validation
 from opensora_cli.engine.train.validation import open_validation
 from opensora_cli.engine.train.watching.watching import forget_all, forget_later, open_watching

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from opensora_cli.settings.optimizer import OptimizerSettings, ScheduleName
+from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

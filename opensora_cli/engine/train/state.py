@@ -23,7 +23,7 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.listing import first_few
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.engine.train.trainer import Trainer
 
 ADVERSARY_FILE = "adversary.safetensors"

@@ -14,8 +14,8 @@ from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.datasets import open_dataset
 from opensora_cli.engine.encode.loading import ReplacementWarnings, pixel_multiple
 from opensora_cli.engine.encode.reading import ClipLoader, ReadingNotes
+from opensora_cli.engine.train.objectives.task import Batch, Chance
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Batch, Chance
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.watching import ValidationSettings
@@ -119,7 +119,7 @@ def open_validation(settings: TrainSettings, *, distribution: Distribution, repo
 
 def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
     # Imported here, since transformers takes seconds to load.
-    from opensora_cli.engine.train.text import draw_captions
+    from opensora_cli.engine.train.objectives.text import draw_captions
 
     seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
     return lambda index: draw_captions(Chance.of_data(seed, index), index, batch_size=batch_size)

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.settings.optimizer import OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_loop import OptimizerSettings, PrecisionSettings
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings, ModeWeights
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings, ModeWeights
 
 MODEL = ModelSettings()
 CAUSAL = LatentGrid(latent_channels=16, time_compression_ratio=4, spatial_compression_ratio=8, is_causal=True)

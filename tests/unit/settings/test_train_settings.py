@@ -12,7 +12,7 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.presets import list_presets, preset_path
 from opensora_cli.settings.train import TrainSettings, TrainTarget, find_recipe, load_train_settings
-from opensora_cli.settings.train_mmdit import ModeWeights
+from opensora_cli.settings.train_objectives import ModeWeights
 
 RECIPES = list_presets("train")
 

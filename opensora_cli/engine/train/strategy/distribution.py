@@ -1,13 +1,15 @@
-"""How the processes of a training run share its work: the interface, and a process alone."""
+"""How the ranks of a training run share its work: the interface, one process alone, and whole copies (DDP)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
 
 
@@ -139,3 +141,52 @@ class Distribution:
 
     def _summed_over_parts(self, squares: Tensor) -> Tensor:
         return squares
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a plain one that shares its memory; a plain one is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ReplicatedDistribution(Distribution):
+    """The whole model on every rank.
+
+    Gradients are summed once an update, while backward is still computing others.
+
+    Args:
+        device: of this process.
+        mesh: all of its ranks lie along `replicate`.
+    """
+
+    def __init__(self, device: torch.device, mesh: ParallelMesh) -> None:
+        super().__init__(device, mesh)
+        self._group = mesh.group("replicate")
+        self._wrapped: list[DistributedDataParallel] = []
+
+    def shard(self, module: nn.Module) -> Callable[..., Tensor]:
+        """Average the gradients of a module from now on, where it is called by what this returns.
+
+        Every weight that is trained has to be of use in every such call.
+        """
+        wrapped = DistributedDataParallel(
+            module.to(self.device),
+            process_group=self._group,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=_may_leave_weights_out(module),
+        )
+        self._wrapped.append(wrapped)
+        return wrapped
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Let gradients be summed in the backward pass of the last micro-batch alone."""
+        with ExitStack() as stack:
+            if not last:
+                for wrapped in self._wrapped:
+                    stack.enter_context(wrapped.no_sync())
+            yield
+
+
+def _may_leave_weights_out(module: nn.Module) -> bool:
+    # Without single-stream blocks nothing looks at what the last double-stream one makes of the text.
+    return isinstance(module, MMDiT) and module.config.depth_single_blocks == 0

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.strategy.parts import WeightLayout, cut_features, norms_of_heads
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks

@@ -1,11 +1,11 @@
-"""What is said of every few steps: their means, how fast they were, and what is left to do."""
+"""A line of the log for every few steps: means, speed, and the time that is left."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from opensora_cli.core.durations import duration
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.train.reports import StepReport
-from opensora_cli.engine.train.watching.table import cells
+from opensora_cli.engine.train.watching.clocks import StepReport
 
 Line = Mapping[str, object]
 """`step`, and what is said of it. A line that is not of training has an `event`: `skipped` or `validation`."""
@@ -135,3 +135,50 @@ class StepLines:
 def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + value
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _gib(value: float) -> str:
+    return f"{value:.1f} GiB"
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "learning_rate": ("rate", _figure),
+    "grad_norm": ("gradient norm", _figure),
+    "seconds_per_step": ("s/step", _figure),
+    "samples_per_s": ("samples/s", _figure),
+    "tokens_per_s": ("tokens/s", _count),
+    "mfu": ("MFU", _percent),
+    "data_wait": ("data wait", _percent),
+    "peak_allocated_gib": ("memory", _gib),
+    "peak_resident_gib": ("memory", _gib),
+    "eta_s": ("left", duration),
+    "step": ("step", _count),
+    "epoch": ("epoch", _count),
+    "skipped": ("skipped", _count),
+}
+"""Name in a line -> how it is called, and written, for people. Others keep their name."""
+
+
+def cells(line: Mapping[str, object]) -> dict[str, str]:
+    """Return names and values of a line of training, in its order, without the parts of its seconds.
+
+    What is seldom is left out where it is zero.
+    """
+    shown = {}
+    for name, value in line.items():
+        if isinstance(value, int | float) and (value or name not in ("skipped", "epoch")):
+            title, written = _COLUMNS.get(name, (name, _figure))
+            shown[title] = written(value)
+    return shown

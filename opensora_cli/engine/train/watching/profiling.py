@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.train.reports import StepReport
+from opensora_cli.engine.train.watching.clocks import StepReport
 
 
 class StepProfiler:

@@ -26,9 +26,9 @@ from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
 from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train import run
-from opensora_cli.engine.train.mmdit import build_mmdit_task
+from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
+from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.engine.train.resuming import Resume
-from opensora_cli.engine.train.task import Chance
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
 

@@ -19,8 +19,8 @@ from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, put_as
 from opensora_cli.engine.train.state import restore, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.checkpoints import CheckpointSettings
 from opensora_cli.settings.ckpt import VerifySettings
+from opensora_cli.settings.train_loop import CheckpointSettings
 
 ALONE = Distribution(torch.device("cpu"))
 

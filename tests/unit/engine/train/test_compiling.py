@@ -8,7 +8,7 @@ from tiny_transformer import assert_same, gradients, inputs, transformer
 from torch import fx
 from torch._dynamo.utils import counters
 
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 
 

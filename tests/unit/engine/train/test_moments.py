@@ -7,7 +7,7 @@ from torch import nn
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 ADAMW, MUON, OFFLOADED = {"name": "adamw"}, {"name": "muon"}, {"offload_states": True}
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 CHOICES = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-15, "weight_decay": 0.1}
 

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.train.muon import KernelMuon
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
-from opensora_cli.engine.train.optimizer import build_optimizers, create_optimizer, set_rates
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.engine.train.optimizer import KernelMuon, build_optimizers, create_optimizer, set_rates
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 
 class Convolutions(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.settings.optimizer import PrecisionSettings
+from opensora_cli.settings.train_loop import PrecisionSettings
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from opensora_cli.data.scene_clips import SceneClip
 from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.task import Chance
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.strategy import Strategy

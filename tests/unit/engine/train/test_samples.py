@@ -20,8 +20,8 @@ from opensora_cli.engine.train import build, samples
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.samples import open_samples
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.tags import read_metadata
 from opensora_cli.media.write import write_media

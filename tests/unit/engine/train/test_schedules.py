@@ -11,7 +11,7 @@ from opensora_cli.engine.train.schedules import (
     Schedule,
     create_lr_scheduler,
 )
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 
 def factors(steps: int, **settings: object) -> list[float]:

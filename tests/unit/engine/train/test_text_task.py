@@ -8,8 +8,8 @@ import tiny_training
 import torch
 
 from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, known_words
-from opensora_cli.engine.train.task import Chance
-from opensora_cli.engine.train.text import QUESTIONS, TextTask, answers, build_tokenizer, draw_captions
+from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.text import QUESTIONS, TextTask, answers, build_tokenizer, draw_captions
 
 THING = Thing(Shape.BOAT, Colour.BLUE, Direction.RIGHT, Speed.FAST)
 SCENE = Scene(Place.FOREST, Weather.SNOW, Time.SUNSET, THING, seed=0)

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.lora import add_lora, require_peft, save_lora, target_modules
-from opensora_cli.engine.train.strategy.compiling import compile_blocks
+from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit import MMDiT

@@ -14,10 +14,10 @@ from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.load import load_transformer
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.train.build import count_parameters
-from opensora_cli.engine.train.first_weights import new_transformer
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.transformer import new_transformer
 from opensora_cli.settings.ckpt import MergeLoraSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset

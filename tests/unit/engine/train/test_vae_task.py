@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.task import Chance
-from opensora_cli.engine.train.vae import build_vae_task, to_pixels
-from opensora_cli.engine.train.vae_losses.perceptual import PerceptualDistance
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
+from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.vae import build_vae_task, to_pixels
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 CPU = torch.device("cpu")
 KINDS = tuple(NUM_FRAMES)

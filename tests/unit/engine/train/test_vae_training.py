@@ -7,7 +7,7 @@ from tiny_autoencoders import NUM_FRAMES, OPTIMIZER, UNCLIPPED, mixed_batches, v
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.moments import update_counts
 from opensora_cli.engine.train.state import restore
-from opensora_cli.settings.checkpoints import CheckpointSettings
+from opensora_cli.settings.train_loop import CheckpointSettings
 
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2, "learning_rate": 1e-3}
 

@@ -7,8 +7,7 @@ from tiny_autoencoders import VAES
 
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.configs import vae_config
-from opensora_cli.engine.train.vae import to_pixels
-from opensora_cli.engine.train.vae_weights import move_to_last_tap, whiten_latents
+from opensora_cli.engine.train.objectives.vae import move_to_last_tap, to_pixels, whiten_latents
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 
 

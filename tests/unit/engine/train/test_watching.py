@@ -11,16 +11,14 @@ from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.plan import plan_training
-from opensora_cli.engine.train.reports import PARTS, StepReport, WallClock
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.watching import json_log as json_log_module
-from opensora_cli.engine.train.watching.json_log import JsonLog, cut_back
+from opensora_cli.engine.train.watching import logs as json_log_module
+from opensora_cli.engine.train.watching.clocks import PARTS, MarkingClock, StepReport, WallClock
 from opensora_cli.engine.train.watching.lines import StepLines
+from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
 from opensora_cli.engine.train.watching.profiling import StepProfiler
-from opensora_cli.engine.train.watching.tensorboard import TensorBoardLog
-from opensora_cli.engine.train.watching.timers import MarkingClock
 from opensora_cli.engine.train.watching.watching import forget_all, forget_later, open_watching
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.vae_losses.adaptive import LastLayer, adaptive_weight, with_gradient
+from opensora_cli.engine.train.objectives.vae_losses import LastLayer, adaptive_weight, with_gradient
 
 
 def test_weight():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.vae_losses.discriminator import PatchDiscriminator3d, hinge_loss
+from opensora_cli.engine.train.objectives.discriminator import PatchDiscriminator3d, hinge_loss
 
 
 @pytest.fixture

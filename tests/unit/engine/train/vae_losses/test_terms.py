@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from opensora_cli.engine.train.vae_losses.terms import kl_divergence, psnr, reconstruction_error
+from opensora_cli.engine.train.objectives.vae_losses import kl_divergence, psnr, reconstruction_error
 
 
 def test_reconstruction_error():

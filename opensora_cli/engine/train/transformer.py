@@ -1,7 +1,8 @@
-"""The weights that a run begins with."""
+"""The transformer that is trained: its first weights, and its blocks compiled."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,13 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter
-from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.strategy.local import local
+from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
-from opensora_cli.settings.optimizer import Compute
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import Compute
 
 # Models of pictures alone lack it; from zero, it changes nothing at first.
 _MAY_BE_MISSING = ("cond_in.*",)
@@ -137,3 +138,45 @@ def load_first_weights(module: nn.Module, path: Path) -> None:
         CheckpointError: the file is missing or broken, or does not fit.
     """
     fill_module(module, open_checkpoint(path))
+
+
+def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: str = "inductor") -> None:
+    """Let a transformer's blocks run compiled from now on; names and weights stay as they are.
+
+    Blocks get a class whose `forward` is compiled. So checkpoints lie around the compiled code, and so do the hooks of
+    FSDP2, which both are put on later. A kind of block that cannot be compiled runs as before.
+
+    Args:
+        transformer: its blocks share no weights and exchange nothing with other ranks.
+        warn: hears once of what cannot be compiled.
+        backend: of torch.compile.
+    """
+    for stack in repeated_blocks(transformer.config):
+        blocks = list(transformer.get_submodule(stack.module_path).children())
+        for plain in {type(block) for block in blocks}:
+            compiled = _compiled_class(plain, backend=backend, warn=warn)
+            for block in blocks:
+                if type(block) is plain:
+                    block.__class__ = compiled
+
+
+def _compiled_class(plain: type[nn.Module], *, backend: str, warn: Callable[[str], None]) -> type[nn.Module]:
+    # Not at the top: it takes a second, and few runs need it.
+    from torch._dynamo.exc import TorchDynamoException
+
+    fast = torch.compile(plain.forward, backend=backend)
+    can_compile = True
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        nonlocal can_compile
+        if can_compile:
+            try:
+                return fast(self, *args)
+            except TorchDynamoException as error:
+                can_compile = False
+                # The first line names the backend, the second what it stumbled over.
+                reason = " ".join(str(error).strip().splitlines()[:2])
+                warn(f"{plain.__name__} cannot be compiled and runs as it is: {reason}")
+        return plain.forward(self, *args)
+
+    return type(f"Compiled{plain.__name__}", (plain,), {"forward": forward})

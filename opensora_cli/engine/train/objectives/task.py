@@ -1,15 +1,16 @@
-"""What the trainer asks of a thing to train, and of the batches that it learns from."""
+"""What the trainer needs of an objective: a task, its micro-batches, and where their randomness comes from."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.settings.optimizer import OptimizerSettings
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 # Streams of one seed that must not resemble each other.
 _OF_LOSS = 0
@@ -150,3 +151,51 @@ class Task(Protocol[BatchT_contra]):
                 module's state.
             folder: the run's.
         """
+
+
+class DrawnBatches(Generic[BatchT]):
+    """Gives micro-batches that depend on the seed and their number alone; there is one epoch.
+
+    Args:
+        draw: (chance, number) -> micro-batch.
+        seed: of the run.
+        rank: this data-parallel rank.
+        ranks: how many of them there are.
+    """
+
+    def __init__(self, draw: Callable[[Chance, int], BatchT], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self._draw = draw
+        self._seed = seed
+        self._rank, self._ranks = rank, ranks
+        self._handed_out = 0
+
+    @property
+    def epoch(self) -> int:
+        """Always the first."""
+        return 0
+
+    def next(self) -> BatchT:
+        """Return this rank's next micro-batch."""
+        number = self._handed_out + self._rank
+        self._handed_out += self._ranks
+        return self._draw(Chance.of_data(self._seed, number), number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many micro-batches all ranks have had together."""
+        return {"handed_out": self._handed_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after so many.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
+        handed_out = state_dict.get("handed_out")
+        if not isinstance(handed_out, int) or state_dict.keys() != {"handed_out"}:
+            raise CheckpointError(
+                "the checkpoint's place in the data is of another dataset", hint="use the `data` that it was trained on"
+            )
+        self._handed_out = handed_out
+
+    def close(self) -> None:
+        """Do nothing: there are no workers."""

@@ -34,9 +34,9 @@ from opensora_cli.data.scenes import (
 )
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.files import CLIP_FOLDER, T5_FOLDER, VOCABULARY_FILE
-from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.models.text.folder import quiet
-from opensora_cli.settings.train_text import TextTrainSettings
+from opensora_cli.settings.train_objectives import TextTrainSettings
 
 UNKNOWN = "<unk>"
 # What a head answers, and how many answers there are; the last one of the four about the thing is that there is none.

@@ -1,4 +1,4 @@
-"""One training run by several processes: how they are started, and come to the same settings."""
+"""The ranks of a training run: how they are started, agree on the settings, and share the work."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +13,10 @@ from opensora_cli.engine.estimate.hardware import pick_hardware
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
 from opensora_cli.engine.launch.rank import agreed, joined
 from opensora_cli.engine.train.precision import DTYPES
-from opensora_cli.engine.train.strategy.build import open_distribution
-from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
+from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
 # A step and a checkpoint are finished first.
@@ -96,3 +98,36 @@ def _settings_of_ranks(settings: TrainSettings, context: RankContext) -> TrainSe
             hint="drop --gpus where torchrun or srun starts the ranks",
         )
     return settings
+
+
+def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
+    """Return the mesh that settings without `strategy_problems` mean."""
+    return MeshShape(**parallel.axes(strategy))
+
+
+def open_distribution(
+    strategy: Strategy, parallel: TrainParallelSettings, *, device: torch.device, dtype: torch.dtype | None
+) -> Distribution:
+    """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
+
+    One process alone needs no group, and trains as it is with any strategy.
+
+    Args:
+        strategy: what each rank holds.
+        parallel: how many ranks there are, and what they share; without `strategy_problems`.
+        device: of this process.
+        dtype: what weights are computed with, where it is not their own; of use where they are gathered.
+    """
+    shape = mesh_shape(strategy, parallel)
+    if shape.size == 1:
+        return Distribution(device)
+    mesh = ParallelMesh(shape, device_type=device.type)
+    if not strategy.shards:
+        return ReplicatedDistribution(device, mesh)
+    return ShardedDistribution(
+        device,
+        mesh,
+        dtype=dtype,
+        gathers_twice=strategy in (Strategy.ZERO3, Strategy.HYBRID),
+        exchanges_once=strategy is Strategy.ZERO1,
+    )

@@ -21,13 +21,13 @@ from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encode
 from opensora_cli.engine.encode.frozen import load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE, write_weights
 from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.task import Chance
+from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_mmdit import MMDiTTrainSettings
+from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 Export = Callable[[Mapping[str, Tensor], Path], None]
 """Writes weights, given by their names, to a folder."""

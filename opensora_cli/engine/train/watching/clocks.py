@@ -1,8 +1,8 @@
-"""What happened in a step, and who is told."""
+"""What a step reports, its observers, and the clocks that time its parts."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,3 +82,36 @@ class WallClock:
         seconds = {**self._seconds, "total": now - self._started}
         self._started, self._seconds = now, {}
         return seconds
+
+
+Mark = Callable[[str], AbstractContextManager[object]]
+"""Marks a block as that of a part."""
+
+
+class MarkingClock:
+    """A clock that marks each part for those who look at the run from outside.
+
+    Args:
+        clock: times the parts.
+        marks: of each part.
+        wait: called at the end of each part, before its time is taken: it returns when the device has done it.
+    """
+
+    def __init__(self, clock: Clock, *, marks: Sequence[Mark], wait: Callable[[], None] = lambda: None) -> None:
+        self._clock = clock
+        self._marks = marks
+        self._wait = wait
+
+    @contextmanager
+    def part(self, name: str, /) -> Iterator[None]:
+        """Count the time of the block as that of a part."""
+        with ExitStack() as stack:
+            for mark in self._marks:
+                stack.enter_context(mark(name))
+            with self._clock.part(name):
+                yield
+                self._wait()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part, and `total`, since the last time, and begin anew."""
+        return self._clock.take()
