@@ -9,6 +9,7 @@ from opensora_cli.cli import errors, options, output
 from opensora_cli.core.exceptions import RequestError
 
 if TYPE_CHECKING:
+    from opensora_cli.settings.base import Section
     from opensora_cli.settings.load import GenerateRequest
 
 PRESETS_SCHEMA = "osora.presets/1"
@@ -132,7 +133,17 @@ def _request(
         saved=read_sidecar(sidecar) if sidecar else None,
         config=config,
         environment=os.environ,
+        others=_other_settings(),
     )
+
+
+def _other_settings() -> tuple[type["Section"], ...]:
+    """Return training's settings, whose variables are not refused; imported only where there are variables of osora."""
+    if not any(name.startswith("OSORA_") for name in os.environ):
+        return ()
+    from opensora_cli.settings.train import TrainSettings
+
+    return (TrainSettings,)
 
 
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
@@ -157,8 +168,8 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
 
 
 def _print_presets(*, as_json: bool) -> None:
+    from opensora_cli.settings.files import list_presets
     from opensora_cli.settings.load import load_preset
-    from opensora_cli.settings.presets import list_presets
 
     presets = {name: load_preset(name, prompt="any") for name in list_presets("generate")}
     if as_json:

@@ -1,16 +1,18 @@
 """Settings of the parts that generating and training share: the models and their files."""
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import Section, split_list
 from opensora_cli.settings.enums import ModelName, VAEKind
 
 DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
 """The line that fetches the released weights to where they are looked for."""
 
+_WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
 _KEYS_OF_ALL_KINDS = frozenset({"kind", "spatial_tiling", "temporal_tiling"})
 
 
@@ -221,3 +223,25 @@ class FileSettings(Section):
     hub_repo: str = Field(
         default="hpcai-tech/Open-Sora-v2", min_length=1, description="Hub repository that has them all"
     )
+
+
+class LoraFile(Section):
+    """An adapter that is added to the transformer while a video is made."""
+
+    path: str = Field(min_length=1, description="folder that PEFT has saved, or the .safetensors file in it")
+    scale: float = Field(default=1.0, ge=-100, le=100, description="how much of it is added; below 0: taken away")
+    sha256: str | None = Field(default=None, description="of its files, where they must be those of an earlier run")
+
+    @classmethod
+    def of_text(cls, text: str) -> dict[str, str]:
+        """Return the fields in `FILE[:SCALE]`. A path that ends in a colon and a number needs its scale after it."""
+        match = _WITH_SCALE.fullmatch(text.strip())
+        return match.groupdict() if match else {"path": text.strip()}
+
+    @classmethod
+    def of_list(cls, value: object) -> object:
+        """Return a list of adapters as it can be validated: as text separated by `;`, and each may be a text again."""
+        files = split_list(value, separator=";") if isinstance(value, str) else value
+        if not isinstance(files, list | tuple):
+            return files
+        return tuple(cls.of_text(file) if isinstance(file, str) else file for file in files)

@@ -11,7 +11,14 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths, Source
 from opensora_cli.settings.base import ByteSize, Section, split_list
-from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings, ModelSettings, TextSettings, VAESettings
+from opensora_cli.settings.components import (
+    DOWNLOAD_COMMAND,
+    FileSettings,
+    LoraFile,
+    ModelSettings,
+    TextSettings,
+    VAESettings,
+)
 from opensora_cli.settings.enums import (
     AspectRatio,
     DType,
@@ -24,7 +31,6 @@ from opensora_cli.settings.enums import (
     VAEKind,
 )
 from opensora_cli.settings.explain import nearest
-from opensora_cli.settings.lora import LoraFile
 from opensora_cli.settings.parallel import ParallelSettings
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")

@@ -8,7 +8,7 @@ what differs between machines, the place of the weights and what is offloaded, g
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +16,10 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import generate_preset, preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings, RuntimeSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.parallel import ParallelSettings, without_retired_keys
-from opensora_cli.settings.presets import generate_preset, preset_path
-from opensora_cli.settings.train import TrainSettings
 
 SIDECAR_SCHEMA = "osora.generate/1"
 MACHINE_KEYS = frozenset(
@@ -56,12 +54,14 @@ class GenerateRequest:
         saved: settings of an earlier run.
         config: YAML file of settings.
         environment: variables to read `OSORA_*` from; the command line hands in `os.environ`.
+        others: settings of other commands, whose variables are left alone.
     """
 
     overrides: Layer = field(default_factory=dict)
     saved: SavedSettings | None = None
     config: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    others: Sequence[type[Section]] = ()
 
 
 def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
@@ -149,7 +149,7 @@ def _given(request: GenerateRequest) -> dict[str, Given]:
     config: dict[str, Given] = {}
     if request.config:
         config = read_sections(GenerateSettings, read_yaml(request.config), source=str(request.config))
-    environment = read_environment(GenerateSettings, request.environment, others=(TrainSettings,))
+    environment = read_environment(GenerateSettings, request.environment, others=request.others)
     saved: dict[str, Given] = {}
     if request.saved:
         saved = read_sections(GenerateSettings, without_retired_keys(request.saved.values), source=request.saved.source)

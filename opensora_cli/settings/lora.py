@@ -1,14 +1,11 @@
-"""Low-rank adapters (Hu et al. 2021, LoRA): how they are trained, and which are added when generating."""
+"""Training of low-rank adapters (Hu et al. 2021, LoRA)."""
 
-import re
 from enum import StrEnum
 from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from opensora_cli.settings.base import Section, split_list
-
-_WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
+from opensora_cli.settings.base import Section
 
 
 class LoraTarget(StrEnum):
@@ -95,25 +92,3 @@ class LoraSettings(Section):
                     told = ",".join(value) if isinstance(value, tuple) else value
                     raise ValueError(f"lora.{name}={told} has no effect without lora.rank: set it, as in lora.rank=16")
         return self
-
-
-class LoraFile(Section):
-    """An adapter that is added to the transformer while a video is made."""
-
-    path: str = Field(min_length=1, description="folder that PEFT has saved, or the .safetensors file in it")
-    scale: float = Field(default=1.0, ge=-100, le=100, description="how much of it is added; below 0: taken away")
-    sha256: str | None = Field(default=None, description="of its files, where they must be those of an earlier run")
-
-    @classmethod
-    def of_text(cls, text: str) -> dict[str, str]:
-        """Return the fields in `FILE[:SCALE]`. A path that ends in a colon and a number needs its scale after it."""
-        match = _WITH_SCALE.fullmatch(text.strip())
-        return match.groupdict() if match else {"path": text.strip()}
-
-    @classmethod
-    def of_list(cls, value: object) -> object:
-        """Return a list of adapters as it can be validated: as text separated by `;`, and each may be a text again."""
-        files = split_list(value, separator=";") if isinstance(value, str) else value
-        if not isinstance(files, list | tuple):
-            return files
-        return tuple(cls.of_text(file) if isinstance(file, str) else file for file in files)

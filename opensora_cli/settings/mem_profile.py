@@ -11,11 +11,10 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.enums import ModelChoice
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import list_presets, preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import GenerateRequest
-from opensora_cli.settings.presets import list_presets, preset_path
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _ANY_PROMPT = "a boat on the sea"
@@ -70,9 +69,9 @@ def profiled_settings(
     overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
     if config is None:
         overrides.setdefault("runtime.model_choice", Given(ModelChoice.DEMO.value, "mem-profile"))
-        return GenerateRequest(overrides=overrides, environment=environment)
+        return GenerateRequest(overrides=overrides, environment=environment, others=(TrainSettings,))
     path = config if config.suffix or config.is_file() else preset_path("generate", str(config))
-    return GenerateRequest(overrides=overrides, config=path, environment=environment)
+    return GenerateRequest(overrides=overrides, config=path, environment=environment, others=(TrainSettings,))
 
 
 def _is_training(config: Path) -> bool:

@@ -14,13 +14,12 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import list_presets, preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.idle import idle_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.parallel import without_retired_keys
-from opensora_cli.settings.presets import list_presets, preset_path
 from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
 from opensora_cli.settings.train_loop import (

@@ -9,9 +9,9 @@ from cli.fake_engine import FakeEngine
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.settings.components import LoraFile
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA, load_preset
-from opensora_cli.settings.lora import LoraFile
 
 RELEASED = ["--model", "open-sora-v2"]
 
@@ -109,6 +109,7 @@ def test_config_and_environment(engine: FakeEngine, tmp_path: Path, monkeypatch:
     config.write_text("extends: base.yaml\nprompt: from yaml\nsampling:\n  seed: 4\n")
     monkeypatch.setenv("OSORA_SAMPLING__GUIDANCE_SCALE", "5")
     monkeypatch.setenv("OSORA_WEIGHTS", "/weights")
+    monkeypatch.setenv("OSORA_OPTIMIZER__LEARNING_RATE", "1")  # of training, which generation leaves alone
     settings = settings_of(engine, "--config", str(config), "--steps", "6")
     assert settings.prompt == "from yaml"
     sampling = settings.sampling

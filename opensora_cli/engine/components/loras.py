@@ -28,8 +28,7 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.sharding import ShardedLinear, Split
 from opensora_cli.parallel.tensor import FeatureCut
-from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.lora import LoraFile
+from opensora_cli.settings.components import LoraFile, ModelSettings
 
 _IN_BLOCK = re.compile(r"(?P<stack>\w+_blocks)\.(?P<index>\d+)\.(?P<linear>.+)")
 

@@ -7,9 +7,9 @@ from math import ceil
 from opensora_cli.engine.env_check.findings import Check, Finding
 from opensora_cli.engine.estimate.hardware import GIB
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.presets import list_presets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

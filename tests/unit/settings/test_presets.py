@@ -9,10 +9,9 @@ import pytest
 import opensora_cli
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import generate_preset, list_presets, preset_path, presets_folder, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.presets import generate_preset, list_presets, preset_path, presets_folder
 
 PRESETS = list_presets("generate")
 

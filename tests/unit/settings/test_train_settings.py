@@ -10,7 +10,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.presets import list_presets, preset_path
+from opensora_cli.settings.files import list_presets, preset_path
 from opensora_cli.settings.train import TrainSettings, TrainTarget, find_recipe, load_train_settings
 from opensora_cli.settings.train_objectives import ModeWeights
 

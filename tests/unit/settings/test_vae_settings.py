@@ -14,8 +14,8 @@ from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
 from opensora_cli.settings.components import DCAESettings, FluxAESettings, VAESettings
 from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.presets import list_presets
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_reconstruct_settings
 

@@ -21,7 +21,8 @@ from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.settings.lora import LoraFile, LoraSettings
+from opensora_cli.settings.components import LoraFile
+from opensora_cli.settings.lora import LoraSettings
 
 RANK_4 = LoraSettings(rank=4, alpha=2.0)
 
