@@ -39,7 +39,7 @@ class Scheme:
 def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:
     """Return the model of a golden file, its inputs, latents first, and the velocity that was recorded."""
     file = read_golden_file(GOLDEN / f"{name}.safetensors")
-    config = MMDiTConfig.from_reference(file.config)
+    config = file.sizes(MMDiTConfig)
     model = MMDiT(config)
     model.load_state_dict(dict(converter(config, interleaved=not file.config["use_liger_rope"])(file.params)))
     names = {

@@ -17,7 +17,7 @@ from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import storage_bytes
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.low_rank import LowRankLinear
+from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 

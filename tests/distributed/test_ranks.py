@@ -5,8 +5,7 @@ import torch.distributed as dist
 
 from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, agreed_tensors, least
 from opensora_cli.engine.launch.rank import agreed
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Branch

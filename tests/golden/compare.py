@@ -5,12 +5,14 @@ as JSON under the metadata key `config`. Nothing in the tests may depend on whic
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
+
+SizesT = TypeVar("SizesT")
 
 TOLERANCE = 2e-5
 """Largest absolute error, relative to the expected tensor's largest magnitude where that is over 1.
@@ -27,6 +29,13 @@ class GoldenFile:
     params: dict[str, torch.Tensor]
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
+
+    def sizes(self, kind: type[SizesT], *, of: str | None = None) -> SizesT:
+        """Return a model's configuration; the reference's keys that only describe a file's layout are left out."""
+        values = self.config if of is None else self.config[of]
+        known = {field.name for field in fields(kind)}
+        assert set(values) <= known | {"fused_qkv", "use_liger_rope"}
+        return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known})
 
 
 def read_golden_file(path: Path) -> GoldenFile:

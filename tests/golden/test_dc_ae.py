@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.models.vae.dc_ae import DCAE
-from opensora_cli.models.vae.dc_ae_config import DCAEConfig
+from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
 TILINGS = {"": Tiling(), "_spatial": Tiling(spatial=True), "_temporal": Tiling(temporal=True)}

@@ -13,7 +13,7 @@ from opensora_cli.sampling.packing import pack_conditioning, pack_latents, posit
 
 
 def _model(file, weights):
-    config = MMDiTConfig.from_reference(file.config["mmdit"])
+    config = file.sizes(MMDiTConfig, of="mmdit")
     model = MMDiT(config)
     model.load_state_dict(dict(converter(config)(weights.params)), strict=True)
     return model.eval()

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.models.vae.flux_ae import FluxAE
-from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
+from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 
 # Of the recording: the size of its pictures, and whether they have a time axis.
 NOT_OURS = ("resolution", "input")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
 TILINGS = {

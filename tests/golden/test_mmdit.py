@@ -14,7 +14,7 @@ RELEASED = {
 
 
 def convert(file):
-    config = MMDiTConfig.from_reference(file.config)
+    config = file.sizes(MMDiTConfig)
     interleaved = not file.config["use_liger_rope"]
     return config, dict(converter(config, interleaved=interleaved)(file.params))
 
@@ -52,7 +52,7 @@ def test_conversion_is_bit_for_bit(golden):
 
 def test_our_own_layout_passes_unchanged(golden):
     file = golden("mmdit_image_converted")
-    config = MMDiTConfig.from_reference(file.config)
+    config = file.sizes(MMDiTConfig)
     passed = dict(converter(config)(file.params))
     assert passed.keys() == file.params.keys()
     assert all(passed[key] is file.params[key] for key in passed)

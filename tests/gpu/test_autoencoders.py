@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from opensora_cli.models.vae.dc_ae import DCAE
-from opensora_cli.models.vae.dc_ae_config import DCAEConfig
-from opensora_cli.models.vae.flux_ae import FluxAE
-from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
+from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
+from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
 pytestmark = [

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
 pytestmark = [

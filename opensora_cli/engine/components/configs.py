@@ -11,13 +11,10 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.dc_ae import DCAE
-from opensora_cli.models.vae.dc_ae_config import DCAEConfig
-from opensora_cli.models.vae.flux_ae import FluxAE
-from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiling import TileGrid, Tiling
+from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
+from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.enums import VAEKind
@@ -105,7 +102,7 @@ def vae_tiling(settings: VAESettings) -> Tiling:
 
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
-    grid, tiling = TileGrid.of_decoder(vae_config(settings)), vae_tiling(settings)
+    (_, grid), tiling = vae_config(settings).tile_grids(), vae_tiling(settings)
     _, frames, rows, columns = latent_shape
     tiles = 1
     if tiling.spatial and max(rows, columns) > grid.space.size:

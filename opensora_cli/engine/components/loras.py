@@ -23,10 +23,9 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.listing import first_few, plain
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.models.low_rank import LowRankLinear
+from opensora_cli.models.linears import LowRankLinear, ShardedLinear, Split
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.models.sharding import ShardedLinear, Split
 from opensora_cli.parallel.tensor import FeatureCut
 from opensora_cli.settings.components import LoraFile, ModelSettings
 

@@ -2,11 +2,11 @@
 
 import torch.distributed as dist
 
+from opensora_cli.models.linears import ShardedLinear
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.models.sharding import ShardedLinear
 from opensora_cli.models.text.encoders import T5Encoder
-from opensora_cli.models.text.t5_blocks import keep_heads, t5_linears
+from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.shares import shares, span
 from opensora_cli.parallel.tensor import shard_linears
 

@@ -34,8 +34,7 @@ from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.engine.generate.velocity import GuidedVelocity
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition

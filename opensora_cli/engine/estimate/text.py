@@ -16,7 +16,7 @@ from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.text.folder import load_config
-from opensora_cli.models.text.t5_blocks import t5_linears
+from opensora_cli.models.text.t5 import t5_linears
 
 
 def text_memory(

@@ -5,8 +5,8 @@ Offloading, compiling, sharding, profiling and estimating read these tables, so 
 
 from dataclasses import dataclass
 
+from opensora_cli.models.linears import ShardedLinear, Split
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.sharding import ShardedLinear, Split
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """The sizes of an MMDiT."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass
 
 from opensora_cli.core.exceptions import RequestError
 
@@ -75,18 +73,3 @@ class MMDiTConfig:
     def conditioning_channels(self) -> int:
         """Width of a packed conditioning token: the mask's one channel and the reference latents, packed."""
         return self.in_channels + self.patch_size**2
-
-    @classmethod
-    def from_reference(cls, values: Mapping[str, object]) -> Self:
-        """Read the reference implementation's configuration, dropping the keys that only describe its file layout.
-
-        Raises:
-            RequestError: a key that this model does not know.
-        """
-        known = {field.name for field in fields(cls)}
-        layout_only = {"fused_qkv", "use_liger_rope"}
-        unknown = sorted(set(values) - known - layout_only)
-        if unknown:
-            raise RequestError(f"unknown MMDiT configuration keys: {', '.join(unknown)}")
-        chosen = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
-        return cls(**chosen)  # type: ignore[arg-type]  # JSON is untyped; __post_init__ and the golden files check it

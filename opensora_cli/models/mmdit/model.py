@@ -13,9 +13,9 @@ from opensora_cli.models.mmdit.layers import (
     Modulation,
     SingleStreamBlock,
     VectorEmbedder,
+    rotary_angles,
     sinusoidal_embedding,
 )
-from opensora_cli.models.mmdit.rotary import rotary_angles
 
 _ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linear", "cond_in"})
 

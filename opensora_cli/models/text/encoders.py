@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text import folder as folders
-from opensora_cli.models.text.norm import fuse_t5_norms
+from opensora_cli.models.text.t5 import fuse_t5_norms
 
 
 class _FolderEncoder:

@@ -35,10 +35,6 @@ class AutoencoderConfig(Protocol):
     def is_causal(self) -> bool:
         """Whether the first latent frame is the first frame alone; see `LatentGrid`."""
 
-    @property
-    def has_posterior(self) -> bool:
-        """Whether pixels are encoded to a normal distribution, and not straight to latents."""
-
 
 class Reconstruction(NamedTuple):
     """What became of pixels on their way through the latents, and the posterior that these were drawn from."""

@@ -8,10 +8,11 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.clip_convolution import ClipConv3d
-from opensora_cli.models.vae.dc_ae_config import HEAD_DIM
+from opensora_cli.models.vae.blocks import ClipConv3d
 from opensora_cli.models.vae.resample import fast_layout
 
+HEAD_DIM = 32
+"""Channels of an attention head."""
 _NORM_EPS = 1e-5
 _ATTENTION_EPS = 1e-15
 _GLU_EXPANSION = 4

@@ -1,18 +1,110 @@
 """The 2D autoencoder of the text-to-image stage."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, split_moments
-from opensora_cli.models.vae.flux_ae_config import NORM_GROUPS, FluxAEConfig
-from opensora_cli.models.vae.tiling import NO_TILING, TileAxis, TileGrid, Tiling, run_tiled, tiled_pieces
+from opensora_cli.models.vae.tiling import (
+    NO_TILING,
+    TileAxis,
+    TileGrid,
+    Tiling,
+    run_tiled,
+    tile_axes,
+    tiled_pieces,
+    tiles_fit,
+)
 
+NORM_GROUPS = 32
+"""Groups of every group norm of the released weights."""
 _NORM_EPS = 1e-6
 # Every frame is a tile of its own, which changes nothing but the memory that it takes.
 _FRAME_BY_FRAME = TileAxis(size=1, stride=1, blend=0, kept=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FluxAEConfig:
+    """Sizes of the autoencoder; the defaults are those of the released `flux1-dev-ae.safetensors`.
+
+    Args:
+        in_channels: colour channels that are encoded.
+        out_ch: colour channels that are decoded.
+        ch: base of the widths, a multiple of 32.
+        ch_mult: width of every resolution level over `ch`, finest first. Between two levels height and width are
+            halved.
+        num_res_blocks: residual blocks of an encoder level; a decoder level has one more.
+        z_channels: channels of the latents.
+        scale_factor: latents = scale_factor * (posterior - shift_factor).
+        shift_factor: see `scale_factor`.
+        tile_size: edge of a spatial tile in pixels.
+        tile_overlap_factor: share of a tile that overlaps with the next, in [0, 1).
+
+    Raises:
+        RequestError: the sizes contradict each other.
+    """
+
+    in_channels: int = 3
+    out_ch: int = 3
+    ch: int = 128
+    ch_mult: tuple[int, ...] = (1, 2, 4, 4)
+    num_res_blocks: int = 2
+    z_channels: int = 16
+    scale_factor: float = 0.3611
+    shift_factor: float = 0.1159
+    tile_size: int = 1024
+    tile_overlap_factor: float = 0.25
+
+    def __post_init__(self) -> None:
+        # A list is what JSON and YAML give; the configuration must be hashable.
+        object.__setattr__(self, "ch_mult", tuple(self.ch_mult))
+        if not self.ch_mult or min(self.ch_mult) < 1:
+            raise RequestError(f"vae.flux_ae.ch_mult={self.ch_mult} must name a factor, at least 1, for every level")
+        if self.ch < 1 or self.ch % NORM_GROUPS:
+            raise RequestError(f"vae.flux_ae.ch={self.ch} must be a multiple of {NORM_GROUPS}, the groups of the norms")
+        if self.num_res_blocks < 1 or self.z_channels < 1:
+            raise RequestError("vae.flux_ae.num_res_blocks and vae.flux_ae.z_channels must be at least 1")
+        ratio, overlap = self.spatial_compression_ratio, self.tile_overlap_factor
+        if not tiles_fit(self.tile_size, ratio=ratio, overlap=overlap):
+            raise RequestError(
+                f"vae.flux_ae.tile_size={self.tile_size} and vae.flux_ae.tile_overlap_factor={overlap} must give a "
+                f"tile and a smaller overlap that are multiples of {ratio}"
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of every level, finest first."""
+        return tuple(self.ch * factor for factor in self.ch_mult)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+        return self.z_channels
+
+    @property
+    def time_compression_ratio(self) -> int:
+        """Every frame is encoded by itself."""
+        return 1
+
+    @property
+    def spatial_compression_ratio(self) -> int:
+        """Pixels to a latent along height and width."""
+        return int(2 ** (len(self.ch_mult) - 1))
+
+    @property
+    def is_causal(self) -> bool:
+        """No frame knows of another."""
+        return False
+
+    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
+        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
+        axes = tile_axes(self.tile_size, ratio=self.spatial_compression_ratio, overlap=self.tile_overlap_factor)
+        encoded, decoded = (TileGrid(axis, _FRAME_BY_FRAME, is_causal=False) for axis in axes)
+        return encoded, decoded
 
 
 class ResnetBlock(nn.Module):
@@ -200,10 +292,7 @@ class FluxAE(PosteriorAutoencoder):
     def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the posterior, unscaled; see `PosteriorAutoencoder.encode_moments`."""
         self.check_pixels(pixels_BCTHW)
-        config = self.config
-        latent_tile = config.tile_size // config.spatial_compression_ratio
-        axis = TileAxis.from_sizes(config.tile_size, output_size=latent_tile, overlap=config.tile_overlap_factor)
-        grid = TileGrid(space=axis, time=_FRAME_BY_FRAME, is_causal=False)
+        grid = self.config.tile_grids()[0]
         return split_moments(run_tiled(_by_frame(self.encoder), pixels_BCTHW, grid=grid, tiling=tiling))
 
     def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
@@ -216,13 +305,11 @@ class FluxAE(PosteriorAutoencoder):
         """Decode as `decode` does, and yield frames as they are finished; see `Autoencoder.decode_pieces`."""
         self.check_latents(latents_BCTHW)
         config, place = self.config, canvas or latents_BCTHW.device
-        latent_tile = config.tile_size // config.spatial_compression_ratio
-        axis = TileAxis.from_sizes(latent_tile, output_size=config.tile_size, overlap=config.tile_overlap_factor)
         decode = _by_frame(self.decoder)
         return tiled_pieces(
             lambda tile_BCTHW: decode(tile_BCTHW).to(place),
             latents_BCTHW / config.scale_factor + config.shift_factor,
-            grid=TileGrid(space=axis, time=_FRAME_BY_FRAME, is_causal=False),
+            grid=config.tile_grids()[1],
             tiling=tiling,
         )
 

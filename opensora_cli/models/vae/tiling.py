@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -56,6 +54,36 @@ class TileAxis:
         return cls(size=size, stride=stride, blend=blend, kept=output_size - blend, shortest=shortest)
 
 
+def tile_axes(size: int, *, ratio: int, overlap: float, shortest: int = 1) -> tuple[TileAxis, TileAxis]:
+    """Return how pixels or frames are cut into tiles of `size` to encode them, and their latents to decode them.
+
+    Args:
+        size: pixels or frames of a tile.
+        ratio: of these to a latent.
+        overlap: share of a tile that overlaps with the next.
+        shortest: latents of the shortest last tile.
+    """
+    latent_size = size // ratio
+    return (
+        TileAxis.from_sizes(size, output_size=latent_size, overlap=overlap),
+        TileAxis.from_sizes(latent_size, output_size=size, overlap=overlap, shortest=shortest),
+    )
+
+
+def tiles_fit(size: int, *, ratio: int, overlap: float, shortest_overlap: int = 0) -> bool:
+    """Return whether tiles of pixels or frames and those of their latents are cut and joined at the same places.
+
+    Args:
+        size: pixels or frames of a tile.
+        ratio: of these to a latent.
+        overlap: share of a tile that overlaps with the next.
+        shortest_overlap: latents that two tiles must share at least.
+    """
+    encoded, decoded = tile_axes(size, ratio=ratio, overlap=overlap)
+    places = {encoded.stride, decoded.stride * ratio, encoded.kept * ratio, decoded.kept}
+    return 0 <= overlap < 1 and decoded.stride >= 1 and len(places) == 1 and encoded.blend >= shortest_overlap
+
+
 @dataclass(frozen=True, slots=True)
 class TileGrid:
     """The cut of space and time of one direction, encoding or decoding.
@@ -69,24 +97,6 @@ class TileGrid:
     space: TileAxis
     time: TileAxis
     is_causal: bool = True
-
-    @classmethod
-    def of_encoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
-        """Return the cut of pixels into tiles that become latents."""
-        overlap = config.tile_overlap_factor
-        return cls(
-            space=TileAxis.from_sizes(config.sample_size, output_size=config.latent_sample_size, overlap=overlap),
-            time=TileAxis.from_sizes(config.sample_tsize, output_size=config.latent_sample_tsize, overlap=overlap),
-        )
-
-    @classmethod
-    def of_decoder(cls, config: HunyuanVAEConfig) -> "TileGrid":
-        """Return the cut of latents into tiles that become pixels."""
-        overlap = config.tile_overlap_factor
-        return cls(
-            space=TileAxis.from_sizes(config.latent_sample_size, output_size=config.sample_size, overlap=overlap),
-            time=TileAxis.from_sizes(config.latent_sample_tsize, output_size=config.sample_tsize, overlap=overlap),
-        )
 
 
 def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling) -> Tensor:

@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.chunked import StoredClip, decode_in_chunks
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 
 TILES = HunyuanVAEConfig(

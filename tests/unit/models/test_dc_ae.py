@@ -7,8 +7,8 @@ from torch.nn import functional
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.estimate.fake_tensors import empty_module, without_memory
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.clip_convolution import ClipConv3d
-from opensora_cli.models.vae.dc_ae import DCAE, decoder_grid, encoder_grid
+from opensora_cli.models.vae.blocks import ClipConv3d
+from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.dc_ae_blocks import (
     ChannelRMSNorm,
     ConvPair,
@@ -17,7 +17,6 @@ from opensora_cli.models.vae.dc_ae_blocks import (
     relu_attention,
     repeat_channels,
 )
-from opensora_cli.models.vae.dc_ae_config import DCAEConfig
 from opensora_cli.models.vae.tiling import Tiling, run_tiled
 
 SMALL = {
@@ -149,7 +148,6 @@ def test_latents_are_divided_by_the_scaling_factor():
 def test_there_is_no_posterior():
     vae = small_vae().requires_grad_(False)
     pixels = random_clip(1, 3, 4, 8, 8)
-    assert not vae.config.has_posterior
     assert torch.equal(vae.encode(pixels, generator=torch.Generator().manual_seed(3)), vae.encode(pixels))
     result = vae(pixels)
     assert result.logvar_BCTHW is None
@@ -197,8 +195,8 @@ def test_tiles_of_local_functions_fit_together(tiling, num_latent_frames, height
     config = DCAEConfig(**SMALL)
     latents = random_clip(1, 3, num_latent_frames, height, width)
     pixels = up(latents)
-    torch.testing.assert_close(run_tiled(up, latents, grid=decoder_grid(config), tiling=tiling), pixels)
-    torch.testing.assert_close(run_tiled(down, pixels, grid=encoder_grid(config), tiling=tiling), latents)
+    torch.testing.assert_close(run_tiled(up, latents, grid=config.tile_grids()[1], tiling=tiling), pixels)
+    torch.testing.assert_close(run_tiled(down, pixels, grid=config.tile_grids()[0], tiling=tiling), latents)
 
 
 @pytest.mark.parametrize("num_frames", [52, 76, 100, 124])
@@ -211,7 +209,7 @@ def test_no_frame_is_lost_where_the_last_tile_would_have_one_latent_frame(num_fr
         return latents.repeat_interleave(4 if latents.shape[2] > 1 else 1, dim=2)
 
     latents = random_clip(1, 1, num_frames // 4, 1, 1)
-    decoded = run_tiled(decode, latents, grid=decoder_grid(config), tiling=Tiling(temporal=True))
+    decoded = run_tiled(decode, latents, grid=config.tile_grids()[1], tiling=Tiling(temporal=True))
     assert lengths == [8] * (len(lengths) - 1) + [7]
     torch.testing.assert_close(decoded, latents.repeat_interleave(4, dim=2))
 

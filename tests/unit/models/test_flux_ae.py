@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.vae.flux_ae import Attention, Downsample, FluxAE
-from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
+from opensora_cli.models.vae.flux_ae import Attention, Downsample, FluxAE, FluxAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
 SMALL = {"ch": 32, "ch_mult": (1, 2, 1), "num_res_blocks": 1, "z_channels": 4, "tile_size": 16}

@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.vae.blocks import CausalConv3d, FrameCausalAttention
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.resample import conv_of_upsampled, replicate_pad
-from opensora_cli.models.vae.tiling import TileGrid, Tiling, blend, run_tiled
+from opensora_cli.models.vae.tiling import Tiling, blend, run_tiled
 
 SMALL = HunyuanVAEConfig(
     latent_channels=4,
@@ -333,8 +332,8 @@ def up(latents):
 def test_tiles_of_local_functions_fit_together(tiling, num_latent_frames, height, width):
     latents = random_clip(2, 3, num_latent_frames, height, width)
     pixels = up(latents)
-    decoded = run_tiled(up, latents, grid=TileGrid.of_decoder(SMALL), tiling=tiling)
-    encoded = run_tiled(down, pixels, grid=TileGrid.of_encoder(SMALL), tiling=tiling)
+    decoded = run_tiled(up, latents, grid=SMALL.tile_grids()[1], tiling=tiling)
+    encoded = run_tiled(down, pixels, grid=SMALL.tile_grids()[0], tiling=tiling)
     torch.testing.assert_close(decoded, pixels)
     torch.testing.assert_close(encoded, latents)
 
@@ -346,7 +345,7 @@ def tile_shapes(clip, *, tiling):
         shapes.append(tuple(tile.shape[2:]))
         return down(tile)
 
-    run_tiled(run, clip, grid=TileGrid.of_encoder(SMALL), tiling=tiling)
+    run_tiled(run, clip, grid=SMALL.tile_grids()[0], tiling=tiling)
     return shapes
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from opensora_cli.memory.fp8_storage import Fp8Linear, store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
-from opensora_cli.models.low_rank import LowRankLinear
+from opensora_cli.models.linears import LowRankLinear
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

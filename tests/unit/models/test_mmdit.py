@@ -11,9 +11,8 @@ from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, Split, repeated_blocks
-from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, sinusoidal_embedding
+from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, rotary_angles, rotate, sinusoidal_embedding
 from opensora_cli.models.mmdit.layout import Rotary, converter, is_fused, reorder_heads
-from opensora_cli.models.mmdit.rotary import rotary_angles, rotate
 
 
 def small_config(**changes):
@@ -234,12 +233,6 @@ class TestConfig:
     def test_contradictions_are_named(self, changes, message):
         with pytest.raises(RequestError, match=message):
             small_config(**changes)
-
-    def test_reference_configuration(self):
-        config = MMDiTConfig.from_reference({"depth": 3, "axes_dim": [16, 56, 56], "fused_qkv": True})
-        assert config == MMDiTConfig(depth=3)
-        with pytest.raises(RequestError, match="deepness"):
-            MMDiTConfig.from_reference({"deepness": 3})
 
 
 class TestInitialisation:

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.components.configs import autoencoder_on_meta, vae_config
-from opensora_cli.models.vae.dc_ae_config import DCAEConfig
-from opensora_cli.models.vae.flux_ae_config import FluxAEConfig
+from opensora_cli.models.vae.dc_ae import DCAEConfig
+from opensora_cli.models.vae.flux_ae import FluxAEConfig
 from opensora_cli.settings.components import DCAESettings, FluxAESettings, VAESettings
 from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.explain import Given

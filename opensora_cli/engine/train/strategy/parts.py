@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.models.sharding import Split
 from opensora_cli.parallel.collectives import all_gather
 from opensora_cli.parallel.shares import span
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears

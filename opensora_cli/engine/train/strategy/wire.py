@@ -11,9 +11,9 @@ import torch
 
 from opensora_cli.engine.bench_comm.wire import Scheme, StepSizes, traffic
 from opensora_cli.engine.train.strategy.parts import feature_cuts, norms_of_heads, row_sizes
+from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.models.sharding import Split
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.strategy import Strategy
 

@@ -10,8 +10,7 @@ from opensora_cli.engine.ckpt.identify import Identity, check, identify
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 
 MODELS = {
     "open-sora-v2": lambda: MMDiT(MMDiTConfig()),

@@ -32,7 +32,7 @@ from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes, storage_bytes
 from opensora_cli.memory.streaming import streaming_bytes
-from opensora_cli.models.low_rank import LowRankLinear
+from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.ckpt import MergeLoraSettings
 from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode

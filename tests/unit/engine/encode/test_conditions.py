@@ -12,8 +12,7 @@ from opensora_cli.engine.encode.conditions import (
     fitting_modes,
     prepare_visual_condition_causal,
 )
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 
 ALL = dict.fromkeys(CONDITION_MODES, 1.0)
 RELEASED = ReferenceLengths()

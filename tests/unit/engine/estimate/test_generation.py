@@ -24,8 +24,7 @@ from opensora_cli.memory.counting import TensorBytes, storage_bytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.settings.enums import ModelName, OffloadMode
 from opensora_cli.settings.load import load_preset

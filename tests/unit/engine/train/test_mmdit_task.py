@@ -31,8 +31,7 @@ from opensora_cli.engine.encode.encoding import (
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import Chance
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 LENGTHS = ReferenceLengths(video=1, easy=2)

@@ -1,10 +1,12 @@
-"""T5's norm in one kernel."""
+"""Inside transformers' T5: its norm in one kernel, and how ranks divide its blocks."""
 
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from opensora_cli.models.linears import ShardedLinear, Split
 
 
 class FusedRMSNorm(nn.Module):
@@ -28,14 +30,6 @@ class FusedRMSNorm(nn.Module):
         """Return the norm that computes what a `T5LayerNorm` does, with the same parameter."""
         return cls(norm.weight, eps=norm.variance_epsilon).train(norm.training)
 
-    def to_t5_norm(self) -> nn.Module:
-        """Return the `T5LayerNorm` that computes the same, with the same parameter."""
-        from transformers.models.t5.modeling_t5 import T5LayerNorm
-
-        norm: nn.Module = T5LayerNorm(self.weight.shape[0], eps=self.eps)  # type: ignore[no-untyped-call]
-        norm.weight = self.weight
-        return norm.train(self.training)
-
     def forward(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x²) + eps) · weight over the last dimension, in the dtype that `T5LayerNorm` gives.
 
@@ -54,3 +48,40 @@ def fuse_t5_norms(model: nn.Module) -> None:
     for path, module in list(model.named_modules()):
         if isinstance(module, T5LayerNorm):
             model.set_submodule(path, FusedRMSNorm.from_t5_norm(module))
+
+
+_ATTENTION = "layer.0.SelfAttention"
+_MLP = "layer.1.DenseReluDense"
+
+
+def t5_linears(config: Any) -> tuple[ShardedLinear, ...]:
+    """Return the sharding plan of one block of the encoder; its norms stay whole on every rank.
+
+    Args:
+        config: a `T5Config`.
+    """
+    heads, mlp = (config.num_heads * config.d_kv,), (config.d_ff,)
+    inward = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
+    return (
+        *(ShardedLinear(f"{_ATTENTION}.{name}", Split.COLUMN, heads, (config.d_kv,)) for name in ("q", "k", "v")),
+        ShardedLinear(f"{_ATTENTION}.o", Split.ROW, heads, (config.d_kv,)),
+        *(ShardedLinear(f"{_MLP}.{name}", Split.COLUMN, mlp, (1,)) for name in inward),
+        ShardedLinear(f"{_MLP}.wo", Split.ROW, mlp, (1,)),
+    )
+
+
+def keep_heads(block: nn.Module, heads: slice) -> None:
+    """Tell a block that its projections have only some of the heads, and cut its position biases to theirs.
+
+    Args:
+        block: of the encoder; its linear layers have been cut by themselves.
+        heads: those that stay.
+    """
+    attention: Any = block.get_submodule(_ATTENTION)
+    attention.n_heads = heads.stop - heads.start
+    attention.inner_dim = attention.n_heads * attention.key_value_proj_dim
+    if attention.has_relative_attention_bias:
+        table: nn.Embedding = attention.relative_attention_bias
+        weight = table.weight.detach()[:, heads].clone()
+        table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
+        table.embedding_dim = attention.n_heads
