@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from opensora_cli.cli import data_cache, errors, options, output
+from opensora_cli.cli import errors, options, output, train
 
 if TYPE_CHECKING:
     from opensora_cli.settings.base import Section
@@ -17,6 +17,12 @@ app = typer.Typer(help="Make tables of pictures and videos, cut them up, look at
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder of pictures and videos.", show_default=False)]
 Table = Annotated[str, typer.Argument(metavar="TABLE", help="CSV or parquet table.", show_default=False)]
+RecipeTable = Annotated[
+    Path | None, typer.Option("--table", metavar="FILE", help="Table of clips, in place of the recipe's data.")
+]
+CacheFolder = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="The cache, in place of the recipe's.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
@@ -47,7 +53,7 @@ def scan(
       osora data scan clips -o clips.parquet --workers 16
     """
     with errors.interruptible():
-        from opensora_cli.settings.data_tools import ScanSettings
+        from opensora_cli.settings.data import ScanSettings
 
         settings = _validated(
             ScanSettings,
@@ -80,14 +86,14 @@ def shard(
       osora data shard clips.csv --parts 8
     """
     with errors.interruptible():
-        from opensora_cli.settings.data_tools import ShardSettings
+        from opensora_cli.settings.data import ShardSettings
 
         settings = _validated(
             ShardSettings,
             {"table": ("TABLE", table), "parts": ("--parts", parts), "overwrite": ("--overwrite", overwrite)},
         )
         with errors.uninterrupted():
-            from opensora_cli.engine.data import shard as engine
+            from opensora_cli.engine.data import scan as engine
 
         output.print_result(engine.shard(settings), as_json=json_)
 
@@ -116,7 +122,7 @@ def preview(
       osora data preview clips.csv -o sheet.png
     """
     with errors.interruptible():
-        from opensora_cli.settings.data_tools import PreviewSettings
+        from opensora_cli.settings.data import PreviewSettings
 
         settings = _validated(
             PreviewSettings,
@@ -151,6 +157,49 @@ def preview(
         result.require_whole()
 
 
+def cache(
+    config: train.Recipe = None,
+    table: RecipeTable = None,
+    out: CacheFolder = None,
+    set_: train.Assignments = None,
+    device: options.Device = None,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Precompute latents and text embeddings of all clips that a training of the transformer asks for.
+
+    Training with the same recipe then reads them (train_mmdit.cache), and loads neither the autoencoder nor the text
+    encoders. It would make the cache by itself, too; what is there is not made again, unless its file was replaced. A
+    cache belongs to its autoencoder, text encoders and settings: others are refused.
+
+    Examples:
+
+      osora data cache --config demo
+
+      osora data cache --config stage1 --table clips.csv -o clips_cache
+    """
+    flags = {
+        "data.table": ("--table", table),
+        "train_mmdit.cache": ("--out", out),
+        "device": ("--device", device),
+    }
+    with errors.interruptible():
+        from opensora_cli.settings.explain import Given
+        from opensora_cli.settings.layers import collect_overrides
+        from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+        given = {key: Given(str(value), flag) for key, (flag, value) in flags.items() if value is not None}
+        overrides = collect_overrides(TrainSettings, given, set_ or [])
+        reporter = output.make_reporter(quiet=quiet)
+        settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, tell=reporter.note)
+        with errors.uninterrupted():
+            from opensora_cli.engine.data.cache import cache_clips
+
+        result = cache_clips(settings, reporter=reporter)
+        output.print_result(result, as_json=json_)
+        result.require_whole()
+
+
 def _validated(schema: type[SectionT], given: dict[str, tuple[str, object]]) -> SectionT:
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.layers import validate
@@ -161,7 +210,7 @@ def _validated(schema: type[SectionT], given: dict[str, tuple[str, object]]) -> 
 app.command("scan")(scan)
 app.command("shard")(shard)
 app.command("preview")(preview)
-app.command("cache")(data_cache.cache)
+app.command("cache")(cache)
 
 
 @app.callback(invoke_without_command=True)

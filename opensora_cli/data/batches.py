@@ -1,9 +1,140 @@
-"""What training is given: micro-batches of clips, and the cuts of files that they are made of."""
+"""The micro-batches of training: which samples each has, in which order, and what they become once read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
 from torch import Tensor
+
+from opensora_cli.data.buckets import Buckets, Samples
+
+_SUBSTITUTES = 3
+
+# Streams of one seed that must not resemble each other, nor those of noise and clips (0 and 1).
+_BUCKETS = 2
+_ORDER = 3
+_STARTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What is asked of a loader: some samples, all of one bucket."""
+
+    number: int
+    """In the whole run, over all ranks and epochs; from 0."""
+    epoch: int
+    position: int
+    """In the epoch, from 0."""
+    bucket: int
+    samples: tuple[int, ...]
+    substitutes: tuple[int, ...]
+    """The samples that take the place of broken ones, in this order: those that come next in the bucket."""
+
+
+class EpochPlan:
+    """The micro-batches of one epoch, in order, without those that their bucket could not fill.
+
+    Args:
+        bucket_of_sample: index of each sample's bucket; negative: none.
+        batch_sizes: samples of a micro-batch, by bucket.
+        rng: shuffles samples and micro-batches.
+    """
+
+    def __init__(self, bucket_of_sample: NDArray[np.int32], batch_sizes: NDArray[np.int64], *, rng: Generator) -> None:
+        shuffled = rng.permutation(len(bucket_of_sample))
+        by_bucket = np.argsort(bucket_of_sample[shuffled], kind="stable")
+        placed = bucket_of_sample[bucket_of_sample >= 0]
+        # Those without a bucket, -1, come first.
+        self._samples = shuffled[by_bucket][len(bucket_of_sample) - len(placed) :]
+        self._counts = np.bincount(placed, minlength=len(batch_sizes))
+        self._begins = np.cumsum(self._counts) - self._counts
+        self._batch_sizes = batch_sizes
+        batches = self._counts // batch_sizes
+        buckets = np.repeat(np.arange(len(batch_sizes)), batches)
+        index_in_bucket = np.arange(len(buckets)) - np.repeat(np.cumsum(batches) - batches, batches)
+        order = rng.permutation(len(buckets))
+        self._buckets, self._index_in_bucket = buckets[order], index_in_bucket[order]
+
+    def __len__(self) -> int:
+        """Return how many micro-batches there are."""
+        return len(self._buckets)
+
+    @property
+    def samples_of_buckets(self) -> NDArray[np.int64]:
+        """How many samples each bucket has, those that fill no micro-batch included."""
+        return self._counts
+
+    @property
+    def batches_of_buckets(self) -> NDArray[np.int64]:
+        """How many micro-batches each bucket has."""
+        return self._counts // self._batch_sizes
+
+    def batch(self, position: int, *, number: int, epoch: int) -> MicroBatch:
+        """Return the micro-batch at `position`, with the number and epoch that it has in the run."""
+        bucket = int(self._buckets[position])
+        size, count = int(self._batch_sizes[bucket]), int(self._counts[bucket])
+        members = self._samples[self._begins[bucket] : self._begins[bucket] + count]
+        start = int(self._index_in_bucket[position]) * size
+        own = members[start : start + size]
+        others = [members[(start + size + step) % count] for step in range(min(_SUBSTITUTES, count - size))]
+        return MicroBatch(
+            number=number,
+            epoch=epoch,
+            position=position,
+            bucket=bucket,
+            samples=tuple(int(sample) for sample in own),
+            substitutes=tuple(int(sample) for sample in (others or own)),
+        )
+
+
+PlanEpoch = Callable[[int], EpochPlan]
+"""Epoch -> its plan; the same for the same epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSampler:
+    """Plans the epochs of a table. In each, samples draw anew whether a bucket's probability lets them in."""
+
+    buckets: Buckets
+    samples: Samples
+    seed: int
+
+    def __call__(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch."""
+        draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), self.buckets.num_resolutions))
+        sizes = np.array([self.buckets[index].batch_size for index in range(len(self.buckets))], dtype=np.int64)
+        assigned = self.buckets.assign(self.samples, draws_NR)
+        return EpochPlan(assigned, sizes, rng=_rng(self.seed, epoch, _ORDER))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SceneSampler:
+    """Plans epochs of procedural clips: bucket 0 has the clips, bucket 1 the single frames."""
+
+    count: int
+    batch_size: int
+    picture_share: float
+    """Part of the clips, 0 to 1, that are single frames; others in each epoch."""
+    picture_batch_size: int
+    seed: int
+
+    def __call__(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch."""
+        pictures = _rng(self.seed, epoch, _BUCKETS).permutation(self.count) < round(self.picture_share * self.count)
+        sizes = np.array([self.batch_size, self.picture_batch_size], dtype=np.int64)
+        return EpochPlan(pictures.astype(np.int32), sizes, rng=_rng(self.seed, epoch, _ORDER))
+
+
+def draw_start(*, seed: int, number: int, place: int, latest: int) -> int:
+    """Return the first frame, 0 to `latest`, of the clip at `place` in micro-batch `number` of a run."""
+    return int(np.random.default_rng((seed, number, _STARTS, place)).integers(latest + 1))
+
+
+def _rng(seed: int, epoch: int, stream: int) -> Generator:
+    return np.random.default_rng((seed, epoch, stream))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

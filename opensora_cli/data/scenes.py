@@ -7,6 +7,7 @@ that the world answers short prompts too. Combinations chosen by a hash are held
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -18,6 +19,10 @@ from numpy.typing import NDArray
 from opensora_cli.data import painting
 
 _T = TypeVar("_T")
+
+# Apart from the streams of one seed that order an epoch.
+_SCENES = 5
+_NAME = re.compile(r"(scene|held-out):(\d+)/(\d+)")
 
 
 class Place(StrEnum):
@@ -352,3 +357,37 @@ def _motion(thing: Thing, mention: _Mentions, verb: str, rng: Generator) -> str:
 
 def _pick(rng: Generator, options: tuple[_T, ...]) -> _T:
     return options[int(rng.integers(len(options)))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SceneClip:
+    """One clip, by where it is drawn from."""
+
+    seed: int
+    number: int
+    held_out: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> "SceneClip | None":
+        """Return the clip of this `name`; None: it is not the name of one."""
+        match = _NAME.fullmatch(name)
+        return cls(seed=int(match[2]), number=int(match[3]), held_out=match[1] == "held-out") if match else None
+
+    @property
+    def name(self) -> str:
+        """What stands for a path: `scene:SEED/NUMBER`, or `held-out:SEED/NUMBER`."""
+        return f"{'held-out' if self.held_out else 'scene'}:{self.seed}/{self.number}"
+
+    @property
+    def caption(self) -> str:
+        """The scene in words."""
+        return self._draw()[1]
+
+    def render(self, *, size: int, num_frames: int, fps: float) -> NDArray[np.uint8]:
+        """Return the frames (num_frames, size, size, 3); see `render_scene`."""
+        return render_scene(self._draw()[0], size=size, num_frames=num_frames, fps=fps)
+
+    def _draw(self) -> tuple[Scene, str]:
+        rng = np.random.default_rng((self.seed, self.number, _SCENES))
+        scene = sample_scene(rng, held_out=self.held_out)
+        return scene, caption_scene(scene, rng)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
-from opensora_cli.data.sampler import MicroBatch, PlanEpoch
+from opensora_cli.data.batches import MicroBatch, PlanEpoch
 
 T = TypeVar("T")
 

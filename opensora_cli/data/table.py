@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from opensora_cli.core.documents import Document
 from opensora_cli.data.buckets import Samples
 from opensora_cli.data.table_files import read_columns
-from opensora_cli.data.text_column import TextColumn
 
 COLUMNS = ("path", "text", "num_frames", "height", "width", "aspect_ratio", "resolution", "fps")
 """What `osora data scan` writes. `aspect_ratio` is height / width, `resolution` height x width."""
@@ -19,8 +20,44 @@ COLUMNS = ("path", "text", "num_frames", "height", "width", "aspect_ratio", "res
 _SIZES = ("num_frames", "height", "width")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRow:
+class TextColumn:
+    """An unchangeable sequence of texts.
+
+    A list of a million strings is a million objects, whose reference counts make every worker process copy the memory
+    that it shared with its parent. Here they are one array of bytes.
+
+    Args:
+        texts: the texts, in order.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        # Lone surrogates come from file names that are not UTF-8.
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._bytes: NDArray[np.uint8] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return how many texts there are."""
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        """Return one text, counted from 0."""
+        if not 0 <= index < len(self._ends):
+            raise IndexError(index)
+        begin = int(self._ends[index - 1]) if index else 0
+        return self._bytes[begin : int(self._ends[index])].tobytes().decode("utf-8", "surrogateescape")
+
+    @property
+    def num_empty(self) -> int:
+        """How many of the texts are empty."""
+        return int((np.diff(self._ends, prepend=0) == 0).sum())
+
+    def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return all bytes, and where each text ends."""
+        return self._bytes, self._ends
+
+
+class BadRow(Document):
     """A row that cannot be used."""
 
     row: int
@@ -70,7 +107,7 @@ class ClipTable:
 def read_table(path: Path) -> ClipTable:
     """Read a table with the columns path, text, num_frames, height and width, and maybe fps and motion_score.
 
-    Rows without a path, or whose sizes are no whole numbers over 0, are told as `bad_rows`. Empty cells and `nan` are
+    Rows without a path, or whose sizes are no whole numbers over 0, become `bad_rows`. Empty cells and `nan` are
     unknown frame rates and motion scores, and empty captions.
 
     Raises:

@@ -5,8 +5,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from opensora_cli.data.buckets import NO_BUCKET, Samples
-from opensora_cli.data.frame_rates import map_target_fps
+from opensora_cli.data.buckets import NO_BUCKET, Samples, map_target_fps
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.sampling.guidance import oscillating_scale
 from opensora_cli.sampling.schedule import flow_timesteps

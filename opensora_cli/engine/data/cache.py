@@ -35,14 +35,14 @@ class CacheReport(Document):
         if self.failed:
             raise BatchError(
                 f"{len(self.failed)} of {len(self.failed) + self.clips} clips could not be read",
-                hint="mend them and run it again; training leaves out what the cache lacks",
+                hint="fix them and rerun; training leaves out what the cache lacks",
             )
 
 
 def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
     """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
 
-    What it has of a file that was replaced since is encoded anew. Interrupted, it keeps what is finished, and goes on
+    What it has of a file that was replaced since is encoded again. Interrupted, it keeps what is finished, and goes on
     there the next time.
 
     Raises:

@@ -1,28 +1,26 @@
 """`osora train --check-data`: what the data of a run come to, before any model is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import ClassVar, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.data.batches import BucketSampler, EpochPlan
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
-from opensora_cli.data.sampler import BucketSampler, EpochPlan
 from opensora_cli.data.table import BadRow, ClipTable
-from opensora_cli.engine.encode.datasets import open_dataset
+from opensora_cli.engine.encode.datasets import TableRequests, open_dataset
 from opensora_cli.engine.encode.loading import pixel_multiple
-from opensora_cli.engine.encode.requests import TableRequests
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
-REPORT_SCHEMA = "osora.data-check/1"
 _LISTED = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketReport:
+class BucketReport(Document):
     """One resolution and length, in all shapes, in the first epoch."""
 
     resolution: str
@@ -30,57 +28,40 @@ class BucketReport:
     probability: float
     batch_size: int
     samples: int
-    batches: int
+    micro_batches: int
 
     @property
     def name(self) -> str:
-        """As people say it."""
+        """As messages call it."""
         return f"{self.resolution} x {self.num_frames} frame{'' if self.num_frames == 1 else 's'}"
 
     def line(self) -> str:
         """Return it for people."""
-        batches = f"{self.batches:>9,} micro-batches of {self.batch_size}"
+        batches = f"{self.micro_batches:>9,} micro-batches of {self.batch_size}"
         chance = "" if self.probability == 1 else f", probability {self.probability:g}"
         return f"{self.name:20} {self.samples:>9,} samples {batches}{chance}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataReport:
+class DataReport(Document):
     """What an epoch has, and which rows it cannot use."""
+
+    SCHEMA: ClassVar = "osora.data-check/1"
 
     source: str
     """The table, or what stands for it."""
     rows: int
-    bad_rows: tuple[BadRow, ...]
-    """Rows that make no sense, and rows whose file is missing."""
-    without_caption: int
-    without_bucket: int
+    bad_rows: tuple[BadRow, ...] = ()
+    without_caption: int = 0
+    without_bucket: int = 0
     """Good rows that are too small or too short for every bucket, whatever their probability."""
     buckets: tuple[BucketReport, ...]
     micro_batches: int
     """Of the first epoch."""
     micro_batches_of_update: int
-
-    @property
-    def updates(self) -> int:
-        """Of an epoch."""
-        return self.micro_batches // self.micro_batches_of_update
-
-    @property
-    def problems(self) -> list[str]:
-        """Why this cannot be trained on, one line each."""
-        empty = [bucket for bucket in self.buckets if bucket.probability > 0 and bucket.batches == 0]
-        problems = [
-            f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
-            f"{bucket.batch_size}"
-            for bucket in empty
-        ]
-        if self.updates == 0:
-            problems.append(
-                f"an epoch is empty: it has {self.micro_batches} micro-batches, and an update takes "
-                f"{self.micro_batches_of_update}"
-            )
-        return problems
+    updates: int
+    """Of an epoch."""
+    problems: tuple[str, ...]
+    """Why this cannot be trained on, one line each."""
 
     def require_batches(self) -> None:
         """Raise FileProblem if a bucket or the epoch is empty."""
@@ -89,32 +70,6 @@ class DataReport:
                 "\n".join(self.problems),
                 hint="take empty buckets out of data.buckets, make their batches smaller, or give more data",
             )
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as a document of the schema `osora.data-check/1`."""
-        return {
-            "schema": REPORT_SCHEMA,
-            "source": self.source,
-            "rows": self.rows,
-            "bad_rows": [{"row": bad.row, "path": bad.path, "reason": bad.reason} for bad in self.bad_rows],
-            "without_caption": self.without_caption,
-            "without_bucket": self.without_bucket,
-            "buckets": [
-                {
-                    "resolution": bucket.resolution,
-                    "num_frames": bucket.num_frames,
-                    "probability": bucket.probability,
-                    "batch_size": bucket.batch_size,
-                    "samples": bucket.samples,
-                    "micro_batches": bucket.batches,
-                }
-                for bucket in self.buckets
-            ],
-            "micro_batches": self.micro_batches,
-            "micro_batches_of_update": self.micro_batches_of_update,
-            "updates": self.updates,
-            "problems": self.problems,
-        }
 
     def lines(self) -> list[str]:
         """Return the report for people."""
@@ -155,13 +110,34 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
     return DataReport(
         source="procedural scenes",
         rows=data.scenes.count,
-        bad_rows=(),
-        without_caption=0,
-        without_bucket=0,
-        buckets=tuple(_scene_buckets(data, plan)),
-        micro_batches=len(plan),
-        micro_batches_of_update=of_update,
+        **_epoch(plan, tuple(_scene_buckets(data, plan)), of_update=of_update),
     )
+
+
+class _Epoch(TypedDict):
+    buckets: tuple[BucketReport, ...]
+    micro_batches: int
+    micro_batches_of_update: int
+    updates: int
+    problems: tuple[str, ...]
+
+
+def _epoch(plan: EpochPlan, buckets: tuple[BucketReport, ...], *, of_update: int) -> _Epoch:
+    problems = [
+        f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
+        f"{bucket.batch_size}"
+        for bucket in buckets
+        if bucket.probability > 0 and bucket.micro_batches == 0
+    ]
+    if len(plan) < of_update:
+        problems.append(f"an epoch is empty: it has {len(plan)} micro-batches, and an update takes {of_update}")
+    return {
+        "buckets": buckets,
+        "micro_batches": len(plan),
+        "micro_batches_of_update": of_update,
+        "updates": len(plan) // of_update,
+        "problems": tuple(problems),
+    }
 
 
 def _table_report(
@@ -178,12 +154,10 @@ def _table_report(
     return DataReport(
         source=str(data.table),
         rows=len(table) + len(table.bad_rows),
-        bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda bad: bad.row)),
+        bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=table.texts.num_empty,
         without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
-        buckets=tuple(_bucket_reports(data, buckets, plan)),
-        micro_batches=len(plan),
-        micro_batches_of_update=of_update,
+        **_epoch(plan, tuple(_bucket_reports(data, buckets, plan)), of_update=of_update),
     )
 
 
@@ -210,7 +184,7 @@ def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> It
             probability=probability,
             batch_size=batch_size,
             samples=samples,
-            batches=batches,
+            micro_batches=batches,
         )
 
 
@@ -228,5 +202,5 @@ def _scene_buckets(data: DataSettings, plan: EpochPlan) -> Iterator[BucketReport
                 probability=1.0,
                 batch_size=batch_size,
                 samples=int(plan.samples_of_buckets[index]),
-                batches=int(plan.batches_of_buckets[index]),
+                micro_batches=int(plan.batches_of_buckets[index]),
             )

@@ -1,12 +1,13 @@
 """`osora data preview`: a contact sheet of what a table holds."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, OutputError
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.listing import escaped
@@ -15,10 +16,7 @@ from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import ClipTable, read_table
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.read import read_cut
-from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.data_tools import PreviewSettings
-
-RESULT_SCHEMA = "osora.data-preview/1"
+from opensora_cli.settings.data import DataSettings, PreviewSettings
 
 _COLUMNS = 3
 _FRAMES = 3
@@ -32,32 +30,23 @@ _CELL = (_FRAMES * (_THUMBNAIL[0] + 2), _THUMBNAIL[1] + (_CAPTION_LINES + 1) * _
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviewResult:
+class PreviewResult(Document):
     """What is on the sheet."""
+
+    SCHEMA: ClassVar = "osora.data-preview/1"
 
     sheet: Path
     shown: int
     rows: int
     broken: tuple[str, ...]
-    """Why some samples could not be drawn."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the result as a document of the schema `osora.data-preview/1`."""
-        return {
-            "schema": RESULT_SCHEMA,
-            "sheet": str(self.sheet),
-            "shown": self.shown,
-            "rows": self.rows,
-            "broken": list(self.broken),
-        }
+    """Why some samples could not be read."""
 
     def lines(self) -> list[str]:
         """Return the path of the sheet."""
         return [str(self.sheet)]
 
     def require_whole(self) -> None:
-        """Raise BatchError if samples could not be drawn."""
+        """Raise BatchError if samples could not be read."""
         if self.broken:
             count = f"{len(self.broken)} of {self.shown} samples cannot be read"
             raise BatchError("\n".join([count, *self.broken]))
@@ -72,7 +61,7 @@ def preview(
         settings: which table, and where to.
         data: its buckets.
         multiple: side of a token in pixels, which sizes of buckets are multiples of.
-        reporter: shown progress; None: nobody.
+        reporter: shown progress.
 
     Raises:
         FileProblem: the table is missing, broken or empty.

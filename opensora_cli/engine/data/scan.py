@@ -1,28 +1,27 @@
-"""`osora data scan`: from a folder of pictures and videos to the table that training reads."""
+"""`osora data scan` and `shard`: from a folder of pictures and videos to the tables that training reads."""
 
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.table import COLUMNS
-from opensora_cli.data.table_files import check_table_name, write_table
-from opensora_cli.engine.data.captions import read_caption
-from opensora_cli.engine.data.scan_journal import Finding, ScanJournal
+from opensora_cli.data.table_files import check_table_name, split_table, write_table
+from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.media.read import probe
-from opensora_cli.settings.data_tools import ScanSettings
-
-RESULT_SCHEMA = "osora.data-scan/1"
+from opensora_cli.settings.data import ScanSettings, ShardSettings
 
 _VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv", ".wmv", ".gif"}
 _PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
+_CAPTION_KEYS = ("text", "caption", "prompt")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokenFile:
+class BrokenFile(Document):
     """A file that is not in the table."""
 
     path: str
@@ -30,11 +29,13 @@ class BrokenFile:
     """Names it, or the file of its caption."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanResult:
+class ScanResult(Document):
     """What a scan found."""
 
+    SCHEMA: ClassVar = "osora.data-scan/1"
+
     table: Path
+    rows: int
     videos: int
     pictures: int
     without_caption: int
@@ -42,25 +43,12 @@ class ScanResult:
     """Files that were read or tried; the others had not changed since an earlier scan."""
     broken: tuple[BrokenFile, ...]
 
-    def to_json(self) -> dict[str, object]:
-        """Return the result as a document of the schema `osora.data-scan/1`."""
-        return {
-            "schema": RESULT_SCHEMA,
-            "table": str(self.table),
-            "rows": self.videos + self.pictures,
-            "videos": self.videos,
-            "pictures": self.pictures,
-            "without_caption": self.without_caption,
-            "read": self.read,
-            "broken": [{"path": file.path, "reason": file.reason} for file in self.broken],
-        }
-
     def lines(self) -> list[str]:
         """Return the result for people."""
-        known = self.videos + self.pictures + len(self.broken) - self.read
+        known = self.rows + len(self.broken) - self.read
         return [
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
-            f"files     {self.read:,} read, {known:,} known from before",
+            f"files     {self.read:,} read, {known:,} known from an earlier scan",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
             *(f"broken    {file.reason}" for file in self.broken),
         ]
@@ -70,7 +58,7 @@ class ScanResult:
         if self.broken:
             count = "1 file" if len(self.broken) == 1 else f"{len(self.broken)} files"
             raise BatchError(
-                f"{count} cannot be read: {self.table} has the others", hint="mend or remove them, and scan again"
+                f"{count} cannot be read: {self.table} has the others", hint="fix or remove them, and scan again"
             )
 
 
@@ -78,12 +66,12 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     """Write the table of a folder.
 
     What is found is noted in a journal beside the table as it comes: after an interruption, or when files were added or
-    changed, the next scan reads those alone, and tries again what it could not read. Captions are read anew every time.
+    changed, the next scan reads those alone, and tries again what it could not read. Captions are read every time.
     Files whose names begin with a dot are left out.
 
     Args:
         settings: which folder, and where to.
-        reporter: shown progress; None: nobody.
+        reporter: shown progress.
 
     Raises:
         FileProblem: the folder is missing, or has neither pictures nor videos.
@@ -113,6 +101,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     pictures = sum(row[-1] is None for row in rows)
     return ScanResult(
         table=table,
+        rows=len(rows),
         videos=len(rows) - pictures,
         pictures=pictures,
         without_caption=sum(not row[1] for row in rows),
@@ -204,3 +193,83 @@ def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], 
         shape = round(height / width, 6)
         rows.append((each.path, caption, facts.num_frames, height, width, shape, height * width, fps))
     return rows, broken
+
+
+def read_caption(path: Path) -> str:
+    """Return the caption of a picture or video, in one line; empty if it has none.
+
+    A text file wins. A JSON file holds a text, or an object with one under `text`, `caption` or `prompt`.
+
+    Raises:
+        FileProblem: it has one that cannot be read.
+    """
+    text = _content(path.with_suffix(".txt"))
+    if text is None:
+        sidecar = path.with_suffix(".json")
+        content = _content(sidecar)
+        text = "" if content is None else _from_json(content, sidecar)
+    return " ".join(text.split())
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise FileProblem(f"{path} is not text in UTF-8") from error
+    except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _from_json(content: str, path: Path) -> str:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise FileProblem(f"{path} is not JSON: {error}") from error
+    found = value if isinstance(value, str) else None
+    if isinstance(value, dict):
+        found = next((value[key] for key in _CAPTION_KEYS if isinstance(value.get(key), str)), None)
+    if found is None:
+        raise FileProblem(f"{path} has no text under {', '.join(_CAPTION_KEYS[:-1])} or {_CAPTION_KEYS[-1]}")
+    return found
+
+
+class TablePart(Document):
+    """A part of a table."""
+
+    table: Path
+    rows: int
+
+
+class ShardResult(Document):
+    """The parts of a table, in order."""
+
+    SCHEMA: ClassVar = "osora.data-shard/1"
+
+    parts: tuple[TablePart, ...]
+
+    def lines(self) -> list[str]:
+        """Return the path of every part."""
+        return [str(part.table) for part in self.parts]
+
+
+def shard(settings: ShardSettings) -> ShardResult:
+    """Write the parts beside the table, so that relative paths in it stay right: `clips_1-of-8.csv` and so on.
+
+    Raises:
+        FileProblem: the table is missing, broken, or has fewer rows than parts.
+        OutputError: a part exists already, or cannot be written.
+        HardwareError: the table is parquet, and pyarrow is not installed.
+    """
+    table = Path(settings.table)
+    digits = len(str(settings.parts))
+    targets = [
+        table.with_name(f"{table.stem}_{part:0{digits}d}-of-{settings.parts}{table.suffix}")
+        for part in range(1, settings.parts + 1)
+    ]
+    existing = [target for target in targets if os.path.lexists(target)]
+    if existing and not settings.overwrite:
+        raise OutputError(f"{existing[0]} exists already", hint="use --overwrite")
+    rows = split_table(table, targets)
+    return ShardResult(parts=tuple(TablePart(table=t, rows=n) for t, n in zip(targets, rows, strict=True)))

@@ -7,9 +7,8 @@ from opensora_cli.core.listing import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.stream import BatchStream, PicturesFirst
-from opensora_cli.engine.encode.datasets import ClipDataset, open_dataset
+from opensora_cli.engine.encode.datasets import ClipDataset, TableRequests, open_dataset
 from opensora_cli.engine.encode.reading import ClipLoader, LoadClip, ReadingNotes
-from opensora_cli.engine.encode.requests import TableRequests
 from opensora_cli.engine.train.objectives.task import BatchSource
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget

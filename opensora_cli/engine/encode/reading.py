@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from opensora_cli.core.exceptions import FileProblem, OsoraError
-from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
-from opensora_cli.data.sampler import MicroBatch
-from opensora_cli.data.scene_clips import SceneClip
-from opensora_cli.engine.encode.requests import ClipRequests
+from opensora_cli.data.batches import ClipBatch, ClipRequest, MicroBatch, Replacement
+from opensora_cli.data.scenes import SceneClip
+from opensora_cli.engine.encode.datasets import ClipRequests
 from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import Fit, fit_frames
 

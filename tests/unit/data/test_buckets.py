@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, Samples
-from opensora_cli.data.frame_rates import frame_intervals, map_target_fps
+from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, Samples, frame_intervals, map_target_fps
 
 SIZES = {"2:1": (64, 128), "1:1": (96, 96), "1:2": (128, 64)}
 

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from opensora_cli.data.batches import BucketSampler, EpochPlan, MicroBatch, SceneSampler, draw_start
 from opensora_cli.data.buckets import Buckets, Resolution, Samples
-from opensora_cli.data.sampler import BucketSampler, EpochPlan, MicroBatch, SceneSampler, draw_start
 
 
 def all_batches(plan: EpochPlan) -> list[MicroBatch]:

@@ -9,9 +9,8 @@ import pytest
 from tiny_clips import write_rows
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
-from opensora_cli.data.table import COLUMNS, read_table
+from opensora_cli.data.table import COLUMNS, TextColumn, read_table
 from opensora_cli.data.table_files import read_columns, split_table, write_table
-from opensora_cli.data.text_column import TextColumn
 
 KINDS = pytest.mark.parametrize("kind", [".csv", ".parquet"])
 ROWS: list[tuple[object, ...]] = [

@@ -40,13 +40,13 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
         (15, "wrong.mp4", "num_frames=many must be a whole number over 0"),
         (16, "gone.mp4", "there is no such file"),
     ]
-    assert [(b.resolution, b.num_frames, b.samples, b.batches) for b in report.buckets] == [
+    assert [(b.resolution, b.num_frames, b.samples, b.micro_batches) for b in report.buckets] == [
         ("64px", 1, 4, 2),
         ("64px", 33, 10, 2),
     ]
     assert (report.rows, report.without_caption, report.without_bucket) == (17, 10, 1)
     assert (report.micro_batches, report.micro_batches_of_update, report.updates) == (4, 2, 2)
-    assert report.problems == []
+    assert report.problems == ()
     report.require_batches()
     document = json.loads(json.dumps(report.to_json()))
     assert document["schema"] == "osora.data-check/1"
@@ -96,7 +96,7 @@ def test_scenes_are_counted_too() -> None:
         "picture_batch_size": 5,
     }
     report = check({"scenes": scenes})
-    assert [(b.name, b.samples, b.batches) for b in report.buckets] == [
+    assert [(b.name, b.samples, b.micro_batches) for b in report.buckets] == [
         ("64px x 17 frames", 30, 10),
         ("64px x 1 frame", 10, 2),
     ]

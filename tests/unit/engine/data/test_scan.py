@@ -17,11 +17,9 @@ from opensora_cli.data.table import COLUMNS, read_table
 from opensora_cli.data.table_files import read_columns
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.preview import preview
-from opensora_cli.engine.data.scan import ScanResult, scan
-from opensora_cli.engine.data.shard import shard
+from opensora_cli.engine.data.scan import ScanResult, scan, shard
 from opensora_cli.media.read import MediaFacts
-from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.data_tools import PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
 
 @pytest.fixture
@@ -208,9 +206,9 @@ def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None
     table = write_rows(tmp_path / "table.csv", [[f"{i}.mp4", "", 5, 64, 64, 24] for i in range(25)])
     settings = ShardSettings(table=str(table), parts=10)
     result = shard(settings)
-    assert [path.name for path, _ in result.parts][:2] == ["table_01-of-10.csv", "table_02-of-10.csv"]
-    assert sum(rows for _, rows in result.parts) == 25
-    parts = [read_table(path) for path, _ in result.parts]
+    assert [part.table.name for part in result.parts][:2] == ["table_01-of-10.csv", "table_02-of-10.csv"]
+    assert sum(part.rows for part in result.parts) == 25
+    parts = [read_table(part.table) for part in result.parts]
     assert [part.paths[i] for part in parts for i in range(len(part))] == [f"{i}.mp4" for i in range(25)]
     with pytest.raises(OutputError, match=r"table_01-of-10\.csv exists already"):
         shard(settings)
