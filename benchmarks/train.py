@@ -36,7 +36,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.encode.encoding import CachedClip, EmptyPrompt, encode_for_cache, fresh_clip
-from opensora_cli.engine.encode.frozen import load_encoders
+from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.objectives.task import BatchSource

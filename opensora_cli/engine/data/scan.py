@@ -48,7 +48,7 @@ class ScanResult(Document):
         known = self.rows + len(self.broken) - self.read
         return [
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
-            f"files     {self.read:,} read, {known:,} known from an earlier scan",
+            f"files     {self.read:,} read, {known:,} known from before",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
             *(f"broken    {file.reason}" for file in self.broken),
         ]

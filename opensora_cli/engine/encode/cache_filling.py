@@ -12,7 +12,7 @@ from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
-from opensora_cli.engine.encode.conditions import encoded_parts, fitting_modes
+from opensora_cli.engine.encode.clip_conditions import encoded_parts, fitting_modes
 from opensora_cli.engine.encode.datasets import all_requests
 from opensora_cli.engine.encode.encoding import (
     ALWAYS_CACHED,
@@ -22,9 +22,8 @@ from opensora_cli.engine.encode.encoding import (
     fresh_clip,
     part_name,
 )
-from opensora_cli.engine.encode.frozen import cache_identity, load_encoders
-from opensora_cli.engine.encode.loading import pixel_multiple
-from opensora_cli.engine.encode.reading import read_clip
+from opensora_cli.engine.encode.frozen_parts import cache_identity, load_encoders
+from opensora_cli.engine.encode.loading import pixel_multiple, read_clip
 from opensora_cli.settings.train import TrainSettings
 
 

@@ -8,7 +8,7 @@ import torch
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import autoencoder_on_meta, transformer_on_meta
-from opensora_cli.engine.encode import frozen
+from opensora_cli.engine.encode import frozen_parts
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.loading import open_batches
@@ -127,7 +127,7 @@ def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
     """
     match settings.target:
         case TrainTarget.MMDIT:
-            return frozen.find_frozen_parts(settings)
+            return frozen_parts.find_frozen_parts(settings)
         case TrainTarget.VAE:
             files = {file: Path(file) for file in settings.train_vae.perceptual_files}
             return {name: path if path.exists() else None for name, path in files.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.configs import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.encode.frozen import find_frozen_parts, frozen_dtype
+from opensora_cli.engine.encode.frozen_parts import find_frozen_parts, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import give_empty_weights, without_memory
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import (

@@ -11,7 +11,7 @@ from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.core.files import atomic_path
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.encode.frozen import PACKAGED
+from opensora_cli.engine.encode.frozen_parts import PACKAGED
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 LOG_FILE = "log.jsonl"

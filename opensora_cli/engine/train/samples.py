@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import vae_tiling
 from opensora_cli.engine.encode.encoding import training_caption
-from opensora_cli.engine.encode.frozen import load_encoders
+from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.generate.load import release_memory
 from opensora_cli.engine.generate.references import to_uint8
 from opensora_cli.engine.generate.text import PromptEmbeds

@@ -12,8 +12,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.datasets import open_dataset
-from opensora_cli.engine.encode.loading import ReplacementWarnings, pixel_multiple
-from opensora_cli.engine.encode.reading import ClipLoader, ReadingNotes
+from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings, pixel_multiple
 from opensora_cli.engine.train.objectives.task import Batch, Chance
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer

@@ -20,7 +20,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, CheckpointError, FileProblem, MediaError, RequestError
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.data.cache import cache_clips
-from opensora_cli.engine.encode import cache_filling, frozen
+from opensora_cli.engine.encode import cache_filling, frozen_parts
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
 from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders
@@ -351,7 +351,7 @@ def test_requests_that_make_no_sense(weights, tmp_path):
 def test_training_reads_no_frozen_weights(weights, tmp_path, monkeypatch):
     settings = settings_of(weights, tmp_path / "cache")
     cache_clips(settings)
-    for module in (frozen, cache_filling):
+    for module in (frozen_parts, cache_filling):
         monkeypatch.setattr(module, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
     cache = prepared(settings)
     assert isinstance(cache, ClipCache)

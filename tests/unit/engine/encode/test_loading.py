@@ -15,8 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.encode.datasets import all_requests
-from opensora_cli.engine.encode.loading import ReplacementWarnings, open_clips
-from opensora_cli.engine.encode.reading import read_clip
+from opensora_cli.engine.encode.loading import ReplacementWarnings, open_clips, read_clip
 from opensora_cli.settings.data import DataSettings
 
 BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}

@@ -6,7 +6,7 @@ import torch
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.encode.conditions import (
+from opensora_cli.engine.encode.clip_conditions import (
     draw_mode,
     encoded_parts,
     fitting_modes,
