@@ -7,6 +7,7 @@ times a second: after some hundred tests that is all that the machine does.
 import gc
 import importlib.util
 import multiprocessing
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -32,7 +34,9 @@ class Pool:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, ranks, theirs), daemon=True)
-            process.start()
+            # A rank would import the script that started the tests, which need not be made for that.
+            with patch.object(sys.modules["__main__"], "__file__", None):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

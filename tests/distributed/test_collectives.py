@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_close
 from torch import Tensor
 
 from opensora_cli.parallel.collectives import (
@@ -46,7 +47,7 @@ def _gradient(function: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) 
 
 def _equal(ours: Tensor, expected: Tensor) -> None:
     assert ours.shape == expected.shape
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    assert_close(ours, expected, tolerance=1e-12)
 
 
 def _gather_and_reduce(uneven: bool) -> int:

@@ -1,14 +1,14 @@
 """Several ranks draw the video that one draws: the demo, under all conditions and by every way to share its work."""
 
-import re
 import sys
 from functools import cache
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_close
+from mapped_memory import NO_FILE, mapped_files
 from shared_tokens import prompt_exchanges
 
 from opensora_cli.cli.app import main
@@ -128,8 +128,7 @@ def test_velocity(pool, degrees):
     ranks = pool(prod(degrees.values()))
     expected = ranks.run(velocity, {})[0]
     for computed in ranks.run(velocity, degrees):
-        assert computed.shape == expected.shape
-        assert (computed - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert_close(computed, expected)
 
 
 def assert_drawn_alike(ranks, mode, degrees):
@@ -201,26 +200,20 @@ def test_memory_of_a_rank_is_predicted(pool, degrees):
         assert predicted == pytest.approx(peak, rel=0.05)
 
 
-def added_pss(path, changes):
-    """Return the bytes of the weights, and by how many loading them raises this rank's share of the memory."""
-
-    def pss():
-        rollup = Path("/proc/self/smaps_rollup").read_text()
-        return 1024 * int(re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[1])
-
+def mapped(path, changes):
+    """Return the bytes of the weights, the file that each of them maps, and the bytes that this rank has for itself."""
     plan = plan_of("t2v", {"ulysses": 4}, transformer=path, **changes)
     neighbours = Ranks(plan.mesh, torch.device("cpu")).neighbours
-    before = pss()
     transformer = load.load_transformer(plan, neighbours=neighbours)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
     assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page
-    dist.barrier()
-    added = pss() - before
-    dist.barrier()  # nobody unmaps what another still counts
-    return sum(weight.nbytes for weight in held), added
+    files, own_bytes = mapped_files(held)
+    own_bytes += sum(weight.nbytes for weight, file in zip(held, files, strict=True) if file == NO_FILE)
+    dist.barrier()  # no file is deleted, and its number given to another, before all have looked
+    return sum(weight.nbytes for weight in held), files, own_bytes
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of pages")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of memory")
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [
@@ -235,9 +228,9 @@ def test_ranks_share_one_copy_of_the_weights(pool, tmp_path, dtype, changes):
         target = tmp_path / path.name
         assert main(["ckpt", "convert", str(path), str(target), "--dtype", dtype, "--quiet"]) == 0
         path = target
-    answers = pool(4).run(added_pss, str(path), changes)
-    [size] = {size for size, _ in answers}
+    answers = pool(4).run(mapped, str(path), changes)
+    size, files, _ = answers[0]
     assert size > 10e6
-    if "memory.fp8_storage" in changes:
-        size += path.stat().st_size  # biases lie in the file, of which all pages have been read
-    assert 0.9 * size < sum(added for _, added in answers) < 1.2 * size
+    for also_size, also_files, own_bytes in answers:
+        assert (also_size, also_files) == (size, files)
+        assert own_bytes < 0.05 * size

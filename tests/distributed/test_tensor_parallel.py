@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import relative_error
 from shared_models import Scheme, divided, golden
 from tiny_transformer import inputs, transformer
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def _velocity_errors(scheme: Scheme, name: str | None, chunk: int | None) -> flo
         call = _sharded(model, scheme)
         model.set_sequence_chunk(chunk)
         velocity = call(latents, **given)
-    return ((velocity - expected).abs().max() / expected.abs().max()).item()
+    return relative_error(velocity, expected)
 
 
 @pytest.mark.parametrize("scheme", [*ALONE, *TOGETHER], ids=str)
@@ -105,7 +106,7 @@ def _gradient_error(scheme: Scheme) -> tuple[float, int]:
         if name != "latents":
             dist.all_reduce(found[name], group=mesh.group("ring", "ulysses"))
         assert exact.any()
-        errors.append(((found[name] - exact).abs().max() / exact.abs().max()).item())
+        errors.append(relative_error(found[name], exact))
     return max(errors), len(errors)
 
 
@@ -160,7 +161,7 @@ def _uneven() -> tuple[float, int]:
     with torch.inference_mode():
         expected = model(latents, **given)
         velocity = _sharded(model, Scheme(tensor=2))(latents, **given)
-    error = ((velocity - expected).abs().max() / expected.abs().max()).item()
+    error = relative_error(velocity, expected)
     return error, model.single_blocks[0].v_mlp.weight.shape[0]
 
 
@@ -238,7 +239,7 @@ def _streamed(scheme: Scheme) -> tuple[float, float, int]:
         with stream_blocks([model.double_blocks, model.single_blocks], device="cpu", resident=1) as figures:
             streamed = call(latents, **given)
     return (
-        ((streamed - expected).abs().max() / expected.abs().max()).item(),
+        relative_error(streamed, expected),
         (streamed - whole).abs().max().item(),
         figures.copied_bytes,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_close
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -126,7 +127,7 @@ def test_sharded_weights_learn_as_in_one_process(pool: Callable[[int], Any], off
         assert len(expected) == 4 * 3
         assert expected.keys() == found.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+            assert_close(found[name], value, what=name)
         assert kinds.count("DTensor") == (8 if shard_last else 4)
 
 
@@ -135,14 +136,14 @@ def test_sharded_ranks_go_on_from_the_state_of_one_process(pool: Callable[[int],
     for expected, found in pool(2).run(_goes_on_from_a_whole_state, offload):
         assert len(expected) == 4 * 3
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+            assert_close(found[name], value, what=name)
 
 
 def test_gradients_are_unscaled_where_they_are(pool: Callable[[int], Any]) -> None:
     for found, expected in pool(2).run(_unscaled_gradients):
         assert all(gradient.any() for gradient in expected)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+            assert_close(one, other)
 
 
 def test_products_of_8_bits_over_sharded_weights(pool: Callable[[int], Any]) -> None:
@@ -150,4 +151,4 @@ def test_products_of_8_bits_over_sharded_weights(pool: Callable[[int], Any]) -> 
         assert sharded == len(expected) == 4
         for one, other in zip(found, expected, strict=True):
             assert other.any()
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+            assert_close(one, other)

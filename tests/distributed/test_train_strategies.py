@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from tiny_strategies import MAX_NORM, Case, Run, micro_batch, precision_of, step_sizes, tiny_transformer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -224,7 +225,7 @@ def test_one_process_is_a_distribution_too() -> None:
     expected = torch.nn.utils.clip_grad_norm_(twin, 0.1)
     assert distribution.clip_grad_norm(model, 0.1).item() == pytest.approx(expected.item(), rel=1e-6)
     for weight, clipped in zip(model.parameters(), twin, strict=True):
-        assert torch.allclose(weight.grad, clipped.grad, rtol=1e-5, atol=0)
+        assert_close(weight.grad, clipped.grad)
 
 
 def _in_a_mode(case: Case, compiled: bool, checkpoints: bool, offload: bool) -> tuple[list[float], int, int]:
@@ -372,7 +373,7 @@ def test_frozen_weights_stay(pool: Pool, case: Case) -> None:
         assert our_norms == pytest.approx(norms, rel=1e-4)
         for name, weight in weights.items():
             is_trained = "q_proj" in name or "query_norm" in name
-            assert torch.allclose(our_weights[name], weight, rtol=0, atol=1e-4)
+            assert_close(our_weights[name], weight, tolerance=1e-4)
             assert torch.equal(our_weights[name], before[name]) != is_trained
 
 

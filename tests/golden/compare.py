@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import closeness
 import torch
+from closeness import relative_error
 from safetensors import safe_open
 
 SizesT = TypeVar("SizesT")
@@ -51,15 +53,11 @@ def read_golden_file(path: Path) -> GoldenFile:
     return GoldenFile(config, groups["param"], groups["in"], groups["out"])
 
 
+def golden_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest error as `TOLERANCE` counts it; infinite for a NaN."""
+    return relative_error(actual, expected, floor=1.0)
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, what: str = "output") -> None:
     """Fail unless `actual` has the shape of `expected` and agrees with it to `TOLERANCE`; a NaN never agrees."""
-    assert tuple(actual.shape) == tuple(expected.shape), (
-        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    )
-    if expected.numel() == 0:
-        return
-    actual_64, expected_64 = actual.detach().cpu().double(), expected.detach().cpu().double()
-    allowed = TOLERANCE * max(1.0, expected_64.abs().max().item())
-    error = (actual_64 - expected_64).abs().max().item()
-    # Written so that a NaN on either side fails: every comparison with it is false.
-    assert error <= allowed, f"{what}: max abs error {error:.3g}, allowed {allowed:.3g}"
+    closeness.assert_close(actual, expected, tolerance=TOLERANCE, floor=1.0, what=what)

@@ -1,35 +1,14 @@
-"""Fixtures of the golden tests: our numbers against numbers recorded from the reference implementation.
+"""Fixtures of the golden tests: our numbers against numbers recorded from the reference implementation."""
 
-The tests import nothing from here; they ask for the fixtures, so that they run under every import mode of pytest.
-"""
-
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from golden import compare
 
-HERE = Path(__file__).resolve().parent
-DEFAULT_DIR = HERE / "data"
-
-
-def _load_compare() -> ModuleType:
-    # Neither tests/ nor this folder need be on sys.path (pytest's importlib mode puts them nowhere).
-    name = "osora_golden_compare"
-    spec = importlib.util.spec_from_file_location(name, HERE / "compare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while they are made
-    spec.loader.exec_module(module)
-    return module
-
-
-_compare = _load_compare()
+DEFAULT_DIR = Path(__file__).resolve().parent / "data"
 
 
 def _chosen_dir(config: pytest.Config) -> Path | None:
@@ -63,7 +42,7 @@ def golden_path(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 @pytest.fixture
 def golden(golden_path: Callable[[str], Path]) -> Callable[[str], Any]:
     """`golden("mmdit_video") -> GoldenFile(config, params, inputs, outputs)` with the tensors' prefixes taken off."""
-    return lambda name: _compare.read_golden_file(golden_path(f"{name}.safetensors"))
+    return lambda name: compare.read_golden_file(golden_path(f"{name}.safetensors"))
 
 
 @pytest.fixture
@@ -75,5 +54,5 @@ def golden_json(golden_path: Callable[[str], Path]) -> Callable[[str], Any]:
 @pytest.fixture
 def assert_close() -> Callable[..., None]:
     """`assert_close(actual, expected, what="decode")`: max abs error 2e-5, relative where magnitudes exceed 1."""
-    check: Callable[..., None] = _compare.assert_close
+    check: Callable[..., None] = compare.assert_close
     return check

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_adapters import draw, factors, write_adapter
@@ -55,7 +56,7 @@ class TestMerge:
         merged = merge(held(weights), open_adapter(write_adapter(folder, tensors, **config)))
         assert list(merged) == list(weights)
         expected = weights["block.proj.weight"].double() + scale * (b.double() @ a.double())
-        assert torch.allclose(merged["block.proj.weight"].read().double(), expected, atol=1e-5)
+        assert_close(merged["block.proj.weight"].read().double(), expected)
         assert torch.equal(merged["block.proj.bias"].read(), weights["block.proj.bias"])
 
     def test_the_sum_is_rounded_once(self, folder, weights):
@@ -72,7 +73,7 @@ class TestMerge:
         adapter = open_adapter(write_adapter(folder, factors("block.proj", 6, 5)))
         base = weights["block.proj.weight"]
         whole, half = (merge(held(weights), adapter, scale=s)["block.proj.weight"].read() for s in (1.0, 0.5))
-        assert torch.allclose(half - base, (whole - base) / 2, atol=1e-5)
+        assert_close(half - base, (whole - base) / 2)
 
     @pytest.mark.parametrize("kernel", [(3, 3), (1, 1), (2, 3, 3), (4,)])
     def test_convolutions(self, folder, kernel):
@@ -84,7 +85,7 @@ class TestMerge:
         merged = merge({"conv.weight": HeldEntry(weight)}, adapter)["conv.weight"].read()
         inputs = draw(1, 4, *(5 for _ in kernel), seed=3)
         expected = convolve(inputs, weight) + 4 * convolve(convolve(inputs, a), b)
-        assert torch.allclose(convolve(inputs, merged), expected, atol=1e-4)
+        assert_close(convolve(inputs, merged), expected, tolerance=1e-4)
 
     @pytest.mark.parametrize("table", [True, False])
     def test_weights_with_inputs_first(self, folder, table):
@@ -94,7 +95,7 @@ class TestMerge:
         weight = draw(9, 4)
         adapter = open_adapter(write_adapter(folder, tensors, fan_in_fan_out=not table))
         merged = merge({"words.weight": HeldEntry(weight)}, adapter)["words.weight"].read()
-        assert torch.allclose(merged, weight + 4 * (b @ a).T, atol=1e-5)
+        assert_close(merged, weight + 4 * (b @ a).T)
 
     def test_tensors_that_were_trained_as_a_whole_are_replaced(self, folder, weights):
         weights = {name: tensor.half() for name, tensor in weights.items()}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 from torch.nn import functional
 
 from opensora_cli.core.attention import accumulation_dtype
@@ -133,7 +134,7 @@ def test_parts_make_the_whole(dtype, tolerance, cuts, scale, kernel):
     assert lse.dtype is out.dtype is accumulation_dtype(dtype)
     of_scores = 10 * torch.finfo(lse.dtype).eps * scale**2
     assert (out.double() - expected).abs().max() <= tolerance + of_scores
-    assert torch.allclose(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert_close(lse.double(), scores.logsumexp(-1))
 
 
 @pytest.mark.parametrize("kernel", ["fused", "math"])

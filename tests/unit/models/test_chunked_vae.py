@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -74,7 +75,7 @@ def test_every_choice_of_ratios(widths, time, space):
     latents = latents_of(1, 2, 4, 2, 3, dtype=torch.float64)
     whole = vae.decode(latents)
     for chunk_frames in (1, 2, 3):
-        torch.testing.assert_close(vae.decode(latents, chunk_frames=chunk_frames), whole, rtol=0, atol=1e-12)
+        assert_close(vae.decode(latents, chunk_frames=chunk_frames), whole, tolerance=1e-12)
 
 
 def test_bf16_loses_no_more_in_chunks():
@@ -96,7 +97,7 @@ def test_a_norm_of_chunks_is_that_of_the_clip():
     with torch.no_grad():
         normed = torch.cat([normalise(chunk) for chunk in stored.chunks()], dim=2)
         # A mean of 33 standard deviations costs fp32 some digits, here as there.
-        torch.testing.assert_close(normed.double(), norm.double()(clip.double()), rtol=0, atol=1e-4)
+        assert_close(normed.double(), norm.double()(clip.double()), tolerance=1e-4)
     assert torch.equal(torch.cat(list(stored.drain()), dim=2), clip)
     assert not list(stored.drain())
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
@@ -47,7 +48,7 @@ def test_attention_is_the_mean_of_values_by_relu_products():
     q, k, v = (random_clip(2, 3, 5, 7, seed=seed, dtype=torch.float64) for seed in range(3))
     weights = torch.einsum("bhcn,bhcm->bhnm", q.relu(), k.relu())
     expected = torch.einsum("bhnm,bhcm->bhcn", weights / weights.sum(-1, keepdim=True).clamp_min(1e-15), v)
-    torch.testing.assert_close(relu_attention(q, k, v), expected)
+    assert_close(relu_attention(q, k, v), expected)
 
 
 def test_attention_adds_up_in_full_precision_under_autocast():
@@ -55,7 +56,7 @@ def test_attention_adds_up_in_full_precision_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         attended = relu_attention(q, k, v)
     assert attended.dtype == torch.float32
-    torch.testing.assert_close(attended, torch.ones(1, 1, 2, 5000))
+    assert_close(attended, torch.ones(1, 1, 2, 5000))
 
 
 def test_queries_that_see_nothing_give_zero():
@@ -141,8 +142,8 @@ def test_every_frame_sees_every_other():
 def test_latents_are_divided_by_the_scaling_factor():
     pixels = random_clip(1, 3, 4, 8, 8)
     plain, scaled = (small_vae(scaling_factor=factor).requires_grad_(False) for factor in (None, 0.5))
-    torch.testing.assert_close(scaled.encode(pixels), 2 * plain.encode(pixels))
-    torch.testing.assert_close(scaled.decode(scaled.encode(pixels)), plain.decode(plain.encode(pixels)))
+    assert_close(scaled.encode(pixels), 2 * plain.encode(pixels))
+    assert_close(scaled.decode(scaled.encode(pixels)), plain.decode(plain.encode(pixels)))
 
 
 def test_there_is_no_posterior():
@@ -195,8 +196,8 @@ def test_tiles_of_local_functions_fit_together(tiling, num_latent_frames, height
     config = DCAEConfig(**SMALL)
     latents = random_clip(1, 3, num_latent_frames, height, width)
     pixels = up(latents)
-    torch.testing.assert_close(run_tiled(up, latents, grid=config.tile_grids()[1], tiling=tiling), pixels)
-    torch.testing.assert_close(run_tiled(down, pixels, grid=config.tile_grids()[0], tiling=tiling), latents)
+    assert_close(run_tiled(up, latents, grid=config.tile_grids()[1], tiling=tiling), pixels)
+    assert_close(run_tiled(down, pixels, grid=config.tile_grids()[0], tiling=tiling), latents)
 
 
 @pytest.mark.parametrize("num_frames", [52, 76, 100, 124])
@@ -211,7 +212,7 @@ def test_no_frame_is_lost_where_the_last_tile_would_have_one_latent_frame(num_fr
     latents = random_clip(1, 1, num_frames // 4, 1, 1)
     decoded = run_tiled(decode, latents, grid=config.tile_grids()[1], tiling=Tiling(temporal=True))
     assert lengths == [8] * (len(lengths) - 1) + [7]
-    torch.testing.assert_close(decoded, latents.repeat_interleave(4, dim=2))
+    assert_close(decoded, latents.repeat_interleave(4, dim=2))
 
 
 def test_pieces_come_as_they_are_finished():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
@@ -29,18 +30,18 @@ def test_every_frame_is_encoded_and_decoded_by_itself(vae):
     assert decoded.shape == pixels.shape
     for index in range(3):
         frame = slice(index, index + 1)
-        torch.testing.assert_close(latents[:, :, frame], vae.encode(pixels[:, :, frame]))
-        torch.testing.assert_close(decoded[:, :, frame], vae.decode(latents[:, :, frame]))
+        assert_close(latents[:, :, frame], vae.encode(pixels[:, :, frame]))
+        assert_close(decoded[:, :, frame], vae.decode(latents[:, :, frame]))
 
 
 def test_temporal_tiling_changes_nothing_and_gives_frames_one_by_one(vae):
     tiling = Tiling(temporal=True)
     pixels = random_clip(1, 3, 3, 8, 8)
     latents = vae.encode(pixels)
-    torch.testing.assert_close(vae.encode(pixels, tiling=tiling), latents)
+    assert_close(vae.encode(pixels, tiling=tiling), latents)
     pieces = list(vae.decode_pieces(latents, tiling=tiling))
     assert [piece.shape[2] for piece in pieces] == [1, 1, 1]
-    torch.testing.assert_close(torch.cat(pieces, dim=2), vae.decode(latents))
+    assert_close(torch.cat(pieces, dim=2), vae.decode(latents))
 
 
 def test_spatial_tiles_give_pictures_of_the_same_size(vae):
@@ -49,17 +50,17 @@ def test_spatial_tiles_give_pictures_of_the_same_size(vae):
     latents = vae.encode(pixels, tiling=tiling)
     assert latents.shape == (1, 4, 2, 4, 7)
     assert vae.decode(latents, tiling=tiling).shape == pixels.shape
-    torch.testing.assert_close(vae.encode(pixels[..., :16], tiling=tiling), vae.encode(pixels[..., :16]))
+    assert_close(vae.encode(pixels[..., :16], tiling=tiling), vae.encode(pixels[..., :16]))
     # Nothing is blended where the second tile does not reach.
-    torch.testing.assert_close(latents[..., :3], vae.encode(pixels[..., :16])[..., :3])
+    assert_close(latents[..., :3], vae.encode(pixels[..., :16])[..., :3])
 
 
 def test_latents_are_shifted_and_scaled(vae):
     mean, logvar = vae.encode_moments(random_clip(1, 3, 1, 8, 8))
-    torch.testing.assert_close(vae.encode(random_clip(1, 3, 1, 8, 8)), 0.3611 * (mean - 0.1159))
+    assert_close(vae.encode(random_clip(1, 3, 1, 8, 8)), 0.3611 * (mean - 0.1159))
     sample = vae.encode(random_clip(1, 3, 1, 8, 8), generator=torch.Generator().manual_seed(5))
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(sample, 0.3611 * (mean + torch.exp(logvar / 2) * noise - 0.1159))
+    assert_close(sample, 0.3611 * (mean + torch.exp(logvar / 2) * noise - 0.1159))
 
 
 def test_attention_is_dense_attention_over_positions():
@@ -70,7 +71,7 @@ def test_attention_is_dense_attention_over_positions():
     q, k, v = (project(normed).flatten(2) for project in (layer.q, layer.k, layer.v))
     weights = torch.softmax(q.transpose(1, 2) @ k / 32**0.5, dim=-1)
     expected = hidden + layer.proj_out((v @ weights.transpose(1, 2)).view(hidden.shape))
-    torch.testing.assert_close(layer(hidden), expected)
+    assert_close(layer(hidden), expected)
 
 
 def test_downsampling_pads_below_and_on_the_right():

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,7 +139,7 @@ def test_causal_conv_of_a_still_clip_is_still_and_has_no_border():
     conv = CausalConv3d(2, 3)
     with torch.no_grad():
         out = conv(torch.ones(1, 2, 4, 5, 5))
-    torch.testing.assert_close(out, out[:, :, :1, :1, :1].expand_as(out))
+    assert_close(out, out[:, :, :1, :1, :1].expand_as(out))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
@@ -153,11 +154,11 @@ def test_conv_of_upsampled_equals_upsampling_then_convolving(time, space, num_fr
     wide = clip.repeat_interleave(space, dim=3).repeat_interleave(space, dim=4)
     expected = conv(torch.cat((wide[:, :, :1], wide[:, :, 1:].repeat_interleave(time, dim=2)), dim=2))
     actual = conv_of_upsampled(clip, conv.conv, time=time, space=space)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
     weighting = torch.randn_like(expected)
     inputs = (clip, conv.conv.weight, conv.conv.bias)
-    torch.testing.assert_close(
+    assert_close(
         torch.autograd.grad((actual * weighting).sum(), inputs),
         torch.autograd.grad((expected * weighting).sum(), inputs),
     )
@@ -182,10 +183,10 @@ def test_attention_equals_the_masked_formula_forward_and_backward(memory_format)
         nn.init.normal_(parameter)
     hidden = random_clip(2, 8, 4, 3, 5, dtype=torch.float64).contiguous(memory_format=memory_format).requires_grad_()
     actual, expected = layer(hidden), dense_attention(layer, hidden)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     weighting = torch.randn_like(expected)
     inputs = (hidden, *layer.parameters())
-    torch.testing.assert_close(
+    assert_close(
         torch.autograd.grad((actual * weighting).sum(), inputs),
         torch.autograd.grad((expected * weighting).sum(), inputs),
     )
@@ -281,9 +282,9 @@ def test_encode_scales_the_mode_or_a_seeded_sample_of_the_posterior():
         mode = vae.encode(pixels)
         sample = vae.encode(pixels, generator=torch.Generator().manual_seed(5))
         again = vae.encode(pixels, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(mode, 0.5 * (mean - 0.25))
+    assert_close(mode, 0.5 * (mean - 0.25))
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(sample, 0.5 * (mean + (logvar / 2).exp() * noise - 0.25))
+    assert_close(sample, 0.5 * (mean + (logvar / 2).exp() * noise - 0.25))
     assert torch.equal(sample, again)
 
 
@@ -305,7 +306,7 @@ def test_decode_undoes_the_scaling():
     )
     posterior = random_clip(1, 4, 2, 2, 2)
     with torch.no_grad():
-        torch.testing.assert_close(scaled.decode(scaled.scale_latents(posterior)), plain.decode(posterior))
+        assert_close(scaled.decode(scaled.scale_latents(posterior)), plain.decode(posterior))
 
 
 def vars_of(config: HunyuanVAEConfig):
@@ -334,8 +335,8 @@ def test_tiles_of_local_functions_fit_together(tiling, num_latent_frames, height
     pixels = up(latents)
     decoded = run_tiled(up, latents, grid=SMALL.tile_grids()[1], tiling=tiling)
     encoded = run_tiled(down, pixels, grid=SMALL.tile_grids()[0], tiling=tiling)
-    torch.testing.assert_close(decoded, pixels)
-    torch.testing.assert_close(encoded, latents)
+    assert_close(decoded, pixels)
+    assert_close(encoded, latents)
 
 
 def tile_shapes(clip, *, tiling):
@@ -395,7 +396,7 @@ def test_a_tile_is_decoded_on_its_own():
         first_tile = vae.decode(latents[:, :, :5, :4, :4])
     assert tiled.shape == (1, 3, 21, 24, 24)
     # Up to where the next tile begins, nothing is blended.
-    torch.testing.assert_close(tiled[:, :, :13, :12, :12], first_tile[:, :, :13, :12, :12])
+    assert_close(tiled[:, :, :13, :12, :12], first_tile[:, :, :13, :12, :12])
 
 
 # --- training ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import Tensor, nn
 
 from opensora_cli.memory.fp8_storage import Fp8Linear, store_in_fp8
@@ -26,8 +27,8 @@ def test_it_computes_with_the_sum(bias, shape):
     low_rank, features = layer(bias=bias), draw(*shape, seed=5)
     weight = low_rank.base.weight + low_rank.lora_b @ low_rank.lora_a
     expected = nn.functional.linear(features, weight, low_rank.base.bias)
-    torch.testing.assert_close(low_rank(features), expected)
-    torch.testing.assert_close(low_rank.weight, weight)
+    assert_close(low_rank(features), expected)
+    assert_close(low_rank.weight, weight)
     assert low_rank.bias is low_rank.base.bias
 
 
@@ -53,10 +54,8 @@ def test_beside_a_weight_in_8_bits_it_is_not_rounded():
     change = block["proj"](features) - block["proj"].base(features)
     store_in_fp8(block)
     assert isinstance(block["proj"].base, Fp8Linear)
-    torch.testing.assert_close(block["proj"](features) - block["proj"].base(features), change, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        block["proj"].weight, block["proj"].base.weight + block["proj"].lora_b @ block["proj"].lora_a
-    )
+    assert_close(block["proj"](features) - block["proj"].base(features), change)
+    assert_close(block["proj"].weight, block["proj"].base.weight + block["proj"].lora_b @ block["proj"].lora_a)
 
 
 @pytest.mark.parametrize("source", ["pinned", "mapped"])

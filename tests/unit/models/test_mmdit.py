@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
@@ -73,8 +74,8 @@ class TestRotary:
     def test_known_angles(self):
         cos, sin = rotary_angles(torch.tensor([[[1.0, 2.0, 3.0]]]), axes_dim=(2, 4, 2), theta=100)
         angles = torch.tensor([1.0, 2.0, 0.2, 3.0])
-        assert torch.allclose(cos.squeeze(), angles.cos())
-        assert torch.allclose(sin.squeeze(), angles.sin())
+        assert_close(cos.squeeze(), angles.cos())
+        assert_close(sin.squeeze(), angles.sin())
 
     def test_position_zero_does_not_rotate(self):
         x = torch.randn(1, 2, 3, 12, generator=torch.Generator().manual_seed(0))
@@ -91,7 +92,7 @@ class TestRotary:
             ]
             return (rotated[0] * rotated[1]).sum()
 
-        assert torch.allclose(product([5, 3, 9], [4, 1, 2]), product([1, 2, 7], [0, 0, 0]), atol=1e-5)
+        assert_close(product([5, 3, 9], [4, 1, 2]), product([1, 2, 7], [0, 0, 0]))
         assert not torch.allclose(product([5, 3, 9], [4, 1, 2]), product([5, 3, 9], [4, 1, 3]), atol=1e-2)
 
     def test_autocast_does_not_round_angles(self):
@@ -113,7 +114,7 @@ class TestPrecision:
     def test_embedding_is_cosine_then_sine_of_a_thousand_times(self):
         embedding = sinusoidal_embedding(torch.tensor([0.25]), dtype=torch.float32)
         angles = 250.0 * 10000.0 ** (-torch.arange(128) / 128)
-        assert torch.allclose(embedding[0], torch.cat((angles.cos(), angles.sin())), atol=1e-4)
+        assert_close(embedding[0], torch.cat((angles.cos(), angles.sin())), tolerance=1e-4)
 
     @pytest.mark.parametrize("latents_dtype", [torch.bfloat16, torch.float32])
     def test_bf16_model_answers_in_the_callers_dtype(self, latents_dtype):
@@ -159,10 +160,10 @@ class TestPrecision:
         x = torch.tensor([[[3e-3, -1e-3]]])
         variance = torch.tensor(4e-6 + 1e-6)
         layer = modulated_norm(x, shift=torch.tensor(0.5), scale=torch.tensor(1.0))
-        assert torch.allclose(layer, (x - 1e-3) / variance.sqrt() * 2.0 + 0.5)
+        assert_close(layer, (x - 1e-3) / variance.sqrt() * 2.0 + 0.5)
         norm = HeadNorm(2)
         nn.init.constant_(norm.scale, 3.0)
-        assert torch.allclose(norm(x), 3.0 * x / torch.tensor(5e-6 + 1e-6).sqrt())
+        assert_close(norm(x), 3.0 * x / torch.tensor(5e-6 + 1e-6).sqrt())
 
 
 class TestInputs:
@@ -182,7 +183,7 @@ class TestInputs:
 
         watched, plain = filled(config, attention=watching), filled(config)
         given = inputs(config)
-        assert torch.allclose(run(watched, given), run(plain, given), atol=1e-5)
+        assert_close(run(watched, given), run(plain, given))
         # 5 text and 12 latent tokens attend to each other in each of the 2 + 2 blocks.
         assert seen == [((2, 4, 17, 12),) * 3] * 4
 
@@ -190,13 +191,13 @@ class TestInputs:
         config = small_config()
         model, given = filled(config), inputs(config)
         shared = run(model, given, position_ids_BN3=given["position_ids_BN3"][:1])
-        assert torch.allclose(shared, run(model, given), atol=1e-6)
+        assert_close(shared, run(model, given))
 
     def test_samples_do_not_mix(self):
         config = small_config(guidance_embed=True)
         model, given = filled(config), inputs(config)
         alone = run(model, {key: value[1:] for key, value in given.items()})
-        assert torch.allclose(run(model, given)[1:], alone, atol=1e-5)
+        assert_close(run(model, given)[1:], alone)
 
     @pytest.mark.parametrize(
         "name", ["conditioning_BNK", "embedded_guidance_B", "timesteps_B", "pooled_prompt_embeds_BV"]
@@ -377,7 +378,7 @@ class TestTables:
         rotary = rotary_angles(torch.arange(27).reshape(1, 9, 3), axes_dim=config.axes_dim, theta=config.theta)
         plan = repeated_blocks(config)[1].linears
         parts = [sharded(block, plan, rank, 2)(tokens, vector, rotary) - tokens for rank in range(2)]
-        assert torch.allclose(sum(parts), block(tokens, vector, rotary) - tokens, atol=1e-5)
+        assert_close(sum(parts), block(tokens, vector, rotary) - tokens)
 
     @pytest.mark.parametrize("silenced", ["mlp.2", "attn.proj"])
     def test_double_stream_plan_adds_up(self, silenced):
@@ -395,5 +396,5 @@ class TestTables:
         whole = block(latents, text, vector, rotary)
         for stream, start in enumerate((latents, text)):
             added = sum(part[stream] - start for part in parts)
-            assert torch.allclose(added, whole[stream] - start, atol=1e-5)
+            assert_close(added, whole[stream] - start)
             assert added.abs().max() > 0.1

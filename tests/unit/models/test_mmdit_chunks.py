@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
@@ -151,7 +152,7 @@ def test_a_shard_with_fewer_heads_runs_in_chunks():
     with torch.no_grad():
         whole = block(tokens, vector, rotary)
         block.chunk_tokens = 4
-        torch.testing.assert_close(block(tokens, vector, rotary), whole)
+        assert_close(block(tokens, vector, rotary), whole)
 
 
 def test_weights_in_8_bits_run_in_chunks():
@@ -163,7 +164,7 @@ def test_weights_in_8_bits_run_in_chunks():
     with torch.no_grad():
         whole = model(latents, **others)
         model.set_sequence_chunk(4)
-        torch.testing.assert_close(model(latents, **others), whole)
+        assert_close(model(latents, **others), whole)
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
@@ -245,5 +246,5 @@ def test_the_reference_attention_takes_some_queries_at_a_time(monkeypatch):
     monkeypatch.setattr("opensora_cli.models.attention.math._LARGEST_MATRIX", 2 * 4 * 50 * 3)
     with torch.no_grad(), TensorBytes() as counter:
         blockwise = math(q, k, v)
-    torch.testing.assert_close(blockwise, whole)
+    assert_close(blockwise, whole)
     assert counter.peak_bytes < 2 * blockwise.nbytes + 4 * matrix_bytes * 3 / 50

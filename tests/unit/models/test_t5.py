@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from closeness import assert_close
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -57,7 +58,7 @@ def test_gradients():
         given = x.clone().requires_grad_()
         found.append(torch.autograd.grad(norm(given).square().sum(), (given, norm.weight)))
     for expected, ours in zip(*found, strict=True):
-        assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
+        assert_close(ours, expected)
 
 
 def test_all_norms_of_a_model():
@@ -71,4 +72,4 @@ def test_all_norms_of_a_model():
     assert sum(isinstance(module, FusedRMSNorm) for module in model.modules()) == 2 * 2 + 1
     assert not any(isinstance(module, T5LayerNorm) for module in model.modules())
     assert model.state_dict().keys() == names
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected)

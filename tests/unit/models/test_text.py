@@ -417,7 +417,8 @@ from transformers import AutoTokenizer, T5EncoderModel
 from opensora_cli.models.text.encoders import T5Encoder
 
 def anonymous():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+    found = re.findall(r"(?:RssAnon|VmSwap):\\s+(\\d+)", open("/proc/self/status").read())
+    return sum(map(int, found)) * 1024
 
 AutoTokenizer.from_pretrained(sys.argv[1])
 peak = baseline = anonymous()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 
 from opensora_cli.core.conditions import condition_mode
 from opensora_cli.sampling.denoise import denoise, denoise_distilled, euler_step
@@ -41,7 +42,7 @@ def test_euler_step_towards_data():
 def test_straight_paths_are_followed_exactly(steps):
     noise, data = _random(0), _random(1)
     result = _run(lambda _latents, _t, branches: dict.fromkeys(branches, noise - data), noise, steps=steps)
-    torch.testing.assert_close(result, data)
+    assert_close(result, data)
 
 
 def test_the_model_sees_the_latents_of_its_time():
@@ -49,10 +50,10 @@ def test_the_model_sees_the_latents_of_its_time():
 
     def velocity(latents, t, branches):
         # On the straight path the data can be told from any point of it, at the right time only.
-        torch.testing.assert_close(latents, data + t * (noise - data))
+        assert_close(latents, data + t * (noise - data))
         return dict.fromkeys(branches, (latents - data) / t)
 
-    torch.testing.assert_close(_run(velocity, noise, steps=5), data)
+    assert_close(_run(velocity, noise, steps=5), data)
 
 
 @pytest.mark.parametrize(("mode", "steps", "evaluations"), [("t2v", 50, 80), ("i2v_head", 50, 110)])
@@ -81,7 +82,7 @@ def test_guidance_pushes_away_from_the_negative_prompt():
 
     guidance = Guidance(guidance_scale=5.0, image_guidance_scale=4.0, temporal_image_scaling=False)
     result = _run(velocity, noise, steps=1, guidance=guidance, mode="i2v_head")
-    torch.testing.assert_close(result, torch.full_like(noise, -(1.0 + 4.0 * 1.0 + 5.0 * 1.0)))
+    assert_close(result, torch.full_like(noise, -(1.0 + 4.0 * 1.0 + 5.0 * 1.0)))
 
 
 def test_latents_keep_their_dtype_between_steps():
@@ -104,7 +105,7 @@ def test_the_callback_follows_every_step():
     assert [step.t_next for step in steps] == _timesteps(4)[1:]
     assert torch.equal(steps[-1].packed_latents, result)
     for step in steps:
-        torch.testing.assert_close(step.predicted_data(), data)
+        assert_close(step.predicted_data(), data)
 
 
 def test_a_callback_does_not_change_the_result():
@@ -148,7 +149,7 @@ def test_distilled_sampling_takes_one_evaluation_a_step():
 
     timesteps = _timesteps(6)
     result = denoise_distilled(velocity, noise, timesteps=timesteps, on_step=steps.append)
-    torch.testing.assert_close(result, data)
+    assert_close(result, data)
     assert times == timesteps[:-1]
     assert [step.t_next for step in steps] == timesteps[1:]
 

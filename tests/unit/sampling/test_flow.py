@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_close
 
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 
@@ -15,7 +16,7 @@ def pair():
 
 def test_ends():
     data, noise = pair()
-    assert torch.allclose(noisy_latents(data, noise, torch.zeros(2), sigma_min=SIGMA), data + SIGMA * noise)
+    assert_close(noisy_latents(data, noise, torch.zeros(2), sigma_min=SIGMA), data + SIGMA * noise)
     assert torch.equal(noisy_latents(data, noise, torch.ones(2), sigma_min=SIGMA), noise)
 
 
@@ -30,12 +31,12 @@ def test_the_target_is_the_derivative_by_time():
     t = torch.tensor([0.3, 0.8], dtype=torch.float64, requires_grad=True)
     noisy_latents(data, noise, t, sigma_min=SIGMA).sum().backward()
     target = flow_target(data, noise, sigma_min=SIGMA)
-    assert torch.allclose(t.grad, target.sum(dim=(1, 2)))
+    assert_close(t.grad, target.sum(dim=(1, 2)))
 
 
 def test_shift():
     normal = torch.tensor([-2.0, 0.0, 2.0])
-    assert torch.allclose(shifted_time(normal, shift=1.0), torch.sigmoid(normal))
+    assert_close(shifted_time(normal, shift=1.0), torch.sigmoid(normal))
     assert shifted_time(normal, shift=3.0)[1].item() == pytest.approx(0.75)
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from closeness import assert_close
 
 from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
 from opensora_cli.sampling.guidance import (
@@ -82,7 +83,7 @@ def test_only_branches_that_count_are_needed(text, image, branches):
     velocities = _velocities(frames=3)
     # The left-out branches are left out for good: with any other values the result is the same.
     guided = combine_branches({branch: velocities[branch] for branch in branches}, scales)
-    torch.testing.assert_close(guided, _published_formula(velocities, scales, tokens_per_frame=4))
+    assert_close(guided, _published_formula(velocities, scales, tokens_per_frame=4))
 
 
 def _velocities(*, frames, batch=2, tokens_per_frame=4, dtype=torch.float64):

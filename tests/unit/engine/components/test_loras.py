@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from closeness import assert_close
 from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from tiny_adapters import factors, write_adapter, write_lora
@@ -103,19 +104,17 @@ class TestAddLoras:
         plain, expected = velocity(plan_of()), velocity(plan_of(**{"runtime.weights": str(folder)}))
         found = velocity(plan_of(f"{style}:{scale}"))
         assert (expected - plain).norm() > 0.01 * plain.norm()
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert_close(found, expected)
 
     def test_two_add(self, style, everything, base, tmp_path):
         folder = merged(base, tmp_path, (style, 0.8), (everything, -0.5))
         found = velocity(plan_of(f"{style}:0.8", f"{everything}/adapter_model.safetensors:-0.5"))
         expected = velocity(plan_of(**{"runtime.weights": str(folder)}))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert_close(found, expected)
         assert not torch.allclose(found, velocity(plan_of(f"{style}:0.8")), atol=1e-3)
 
     def test_opposite_ones_cancel(self, everything):
-        torch.testing.assert_close(
-            velocity(plan_of(f"{everything}:0.7", f"{everything}:-0.7")), velocity(plan_of()), atol=1e-5, rtol=1e-5
-        )
+        assert_close(velocity(plan_of(f"{everything}:0.7", f"{everything}:-0.7")), velocity(plan_of()))
 
     @pytest.mark.parametrize(
         "offload",
@@ -129,7 +128,7 @@ class TestAddLoras:
     def test_offload_changes_no_more_than_rounding(self, everything, offload):
         expected = velocity(plan_of(str(everything)))
         found = velocity(plan_of(str(everything), offload=offload))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert_close(found, expected)
 
     @pytest.mark.parametrize("chunk", [None, 7])
     def test_beside_weights_in_8_bits(self, everything, chunk):
@@ -147,7 +146,7 @@ class TestAddLoras:
                     )
                     transformer.set_submodule(path, plain)
             expected = transformer(**given)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert_close(found, expected)
 
     def test_in_16_bits_it_is_as_near_to_the_exact_result_as_merged_weights_are(self, style, base, tmp_path):
         exact = velocity(plan_of(str(style)))

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import torch
+from closeness import assert_close
 from pydantic import ValidationError
 from tiny_world import demo_settings, moving_frames, released_settings
 
@@ -233,7 +234,7 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     ]
     assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
     assert transformer.calls[0]["timesteps_B"].item() == 1.0
-    torch.testing.assert_close(latents[0, :, :1], reference)
+    assert_close(latents[0, :, :1], reference)
 
 
 def test_distilled_model_is_told_its_guidance(world, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_autoencoders
 import torch
+from closeness import assert_close
 from safetensors.torch import load_file
 from torch import nn
 
@@ -213,7 +214,7 @@ class TestModes:
         alone, inside = vae.encode(whole[:, :, frames]), vae.encode(whole)[:, :, position]
         # By frame, then tokens (h w) of (c ph pw), as they are packed.
         packed = alone[0].reshape(4, -1, 4, 2, 4, 2).permute(1, 2, 4, 0, 3, 5).reshape(-1, 16, 16)
-        assert torch.allclose(reference[position], packed, atol=1e-6)
+        assert_close(reference[position], packed)
         assert not torch.allclose(alone, inside, atol=1e-2)
 
     def test_modes_come_by_weight(self, vae):
@@ -263,7 +264,7 @@ class TestStep:
         for name, value in spy.calls[0].items():
             if value is not None:
                 assert torch.equal(value[[2, 0, 1]], spy.calls[1][name]), name
-        assert torch.allclose(straight, turned, rtol=1e-6)
+        assert_close(straight, turned)
 
     def test_the_same_clip_twice_is_drawn_for_twice(self, vae):
         spy = Spy()

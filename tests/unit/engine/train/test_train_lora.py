@@ -7,6 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from closeness import assert_close
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_transformer import inputs, loss_of, transformer
@@ -148,7 +149,7 @@ class TestAddLora:
             loss_of(model, inputs(model, seed=8)).backward()
             gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
         for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            assert_close(one, other)
 
     def test_without_peft(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "peft", None)
@@ -167,7 +168,7 @@ class TestSaveLora:
         plain.load_state_dict({name: entry.read() for name, entry in merge(entries, adapter).items()})
         expected = velocity(model, plain)
         assert not torch.allclose(expected, velocity(transformer(), plain), atol=1e-3)
-        torch.testing.assert_close(velocity(plain, plain), expected, atol=1e-5, rtol=1e-5)
+        assert_close(velocity(plain, plain), expected)
 
     def test_peft_reads_it(self, tmp_path):
         model, plain = transformer(), transformer()
@@ -175,7 +176,7 @@ class TestSaveLora:
         learn(model)
         expected = velocity(model, plain)
         read = peft.PeftModel.from_pretrained(transformer(), str(saved(model, tmp_path / "adapter")))
-        torch.testing.assert_close(velocity(read, plain), expected)
+        assert_close(velocity(read, plain), expected)
 
     def test_files(self, tmp_path):
         model = transformer(depth=1, single=1)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import nn
 from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask, draw, toy_trainer
 
@@ -31,7 +32,7 @@ class TestUpdateEma:
             module.block.weight.mul_(3.0)
         expected = 0.75 * ema.block.weight + 0.25 * module.block.weight
         update_ema(ema, module, decay=0.75)
-        assert torch.allclose(ema.block.weight, expected)
+        assert_close(ema.block.weight, expected)
         assert torch.equal(ema.out.weight, module.out.weight)
 
     def test_of_tensors_by_name(self):
@@ -42,7 +43,7 @@ class TestUpdateEma:
             module.out.weight.add_(1.0)
         before = ema["out.weight"].clone()
         update_ema(ema, module, decay=0.5)
-        assert torch.allclose(ema["out.weight"], before + 0.5)
+        assert_close(ema["out.weight"], before + 0.5)
 
     def test_a_weight_in_two_places_counts_once(self):
         def tied(value: float) -> nn.ModuleList:
@@ -135,7 +136,7 @@ class TestStep:
         first = task.module.out.weight.detach().clone()
         trainer.do_step()
         assert trainer.ema is not None
-        assert torch.allclose(trainer.ema["out.weight"], 0.1 * first + 0.9 * task.module.out.weight)
+        assert_close(trainer.ema["out.weight"], 0.1 * first + 0.9 * task.module.out.weight)
         assert not torch.equal(first, task.module.out.weight)
 
     def test_without_average(self):

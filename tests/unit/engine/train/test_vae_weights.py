@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from closeness import assert_close
 from tiny_autoencoders import VAES
 
 from opensora_cli.data.scenes import render_scene, sample_scene
@@ -31,7 +32,7 @@ def test_pixels():
     frames[0, 1, 2, 0] = torch.tensor([255, 51, 0])
     pixels = to_pixels(frames)
     assert pixels.shape == (1, 3, 2, 4, 3)
-    assert torch.allclose(pixels[0, :, 1, 2, 0], torch.tensor([1.0, -0.6, -1.0]))
+    assert_close(pixels[0, :, 1, 2, 0], torch.tensor([1.0, -0.6, -1.0]))
     assert pixels.is_contiguous(memory_format=torch.channels_last_3d)
 
 
@@ -41,8 +42,8 @@ class TestMoveToLastTap:
         moments, decoded = vae.encode_moments(pictures), vae.decode(vae.encode(pictures))
         move_to_last_tap(dict(vae.named_parameters()))
         for before, after in zip(moments, vae.encode_moments(pictures), strict=True):
-            assert torch.allclose(before, after, atol=1e-5)
-        assert torch.allclose(decoded, vae.decode(vae.encode(pictures)), atol=1e-5)
+            assert_close(before, after)
+        assert_close(decoded, vae.decode(vae.encode(pictures)))
 
     def test_the_past_is_not_seen_any_more(self, vae):
         taps = [
@@ -72,7 +73,7 @@ class TestWhitenLatents:
         after, _ = vae.encode_moments(pixels)
         assert after.mean(dim=(0, 2, 3, 4)).abs().max() < 1e-4
         assert after.std(dim=(0, 2, 3, 4)).sub(1.0).abs().max() < 1e-4
-        assert torch.allclose(vae.decode(vae.encode(pixels)), decoded, atol=1e-4)
+        assert_close(vae.decode(vae.encode(pixels)), decoded, tolerance=1e-4)
 
     def test_the_posterior_is_the_same_but_for_its_scale(self, vae):
         pixels = clips(6)
@@ -80,5 +81,5 @@ class TestWhitenLatents:
         whiten_latents(vae, pixels)
         scaled_means, scaled_logvars = vae.encode_moments(pixels)
         scale = means.std(dim=(0, 2, 3, 4), keepdim=True)
-        assert torch.allclose(scaled_means * scale, means - means.mean(dim=(0, 2, 3, 4), keepdim=True), atol=1e-4)
-        assert torch.allclose(torch.exp(0.5 * scaled_logvars) * scale, torch.exp(0.5 * logvars), atol=1e-4)
+        assert_close(scaled_means * scale, means - means.mean(dim=(0, 2, 3, 4), keepdim=True), tolerance=1e-4)
+        assert_close(torch.exp(0.5 * scaled_logvars) * scale, torch.exp(0.5 * logvars), tolerance=1e-4)
