@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
+from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -56,9 +56,9 @@ class _Task:
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing."""
 
-    def loss(self, batch: Numbered, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: Numbered, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return a loss of one row of noise."""
-        noise = torch.randn(1, _WIDTH, generator=chance.generator).to(self._device)
+        noise = torch.randn(1, _WIDTH, generator=rng.torch).to(self._device)
         return self.forward(noise).square().mean(), {}
 
     def tokens(self, batch: Numbered) -> int:
@@ -79,7 +79,7 @@ def make_trainer(mib: int, device: torch.device) -> Trainer[Numbered]:
     distribution = Distribution(device)
     trainer = Trainer(
         _Task(layers, device),
-        DrawnBatches(lambda chance, number: Numbered(number=number), seed=0),
+        SampledBatches(lambda rng, number: Numbered(number=number), seed=0),
         loop=LoopSettings(steps=10**6),
         optimizer=OptimizerSettings(),
         precision=Precision(PrecisionSettings(compute="fp32"), distribution.device),

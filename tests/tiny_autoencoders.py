@@ -10,7 +10,7 @@ from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
-from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
+from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.objectives.vae import VAETask
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -115,18 +115,18 @@ def clip_batch(number: int, *, num_frames: int, count: int = 2, size: int = 16) 
     )
 
 
-def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> DrawnBatches[ClipBatch]:
+def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches[ClipBatch]:
     """Return endless micro-batches for that kind of autoencoder: two of clips, one of pictures, and so on."""
 
-    def draw(_: Chance, number: int) -> ClipBatch:
+    def draw(_: SampleRng, number: int) -> ClipBatch:
         return clip_batch(number, num_frames=1 if number % 3 == 2 else NUM_FRAMES[kind])
 
-    return DrawnBatches(draw, seed=0, rank=rank, ranks=ranks)
+    return SampledBatches(draw, seed=0, rank=rank, ranks=ranks)
 
 
 def vae_trainer(
     task: VAETask,
-    batches: DrawnBatches[ClipBatch],
+    batches: SampledBatches[ClipBatch],
     *,
     steps: int,
     micro_batches: int = 1,

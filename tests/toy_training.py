@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
+from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -92,10 +92,10 @@ class ToyTask:
                     if "out.bias" in state:
                         state["out.bias"].fill_(0.5)
 
-    def loss(self, batch: ToyBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: ToyBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         self.asked.append(batch.number)
-        self.drawn.append(float(chance.rng.uniform()))
-        noise = 0.01 * torch.randn(batch.x_BC.shape, generator=chance.generator)
+        self.drawn.append(float(rng.numpy.uniform()))
+        noise = 0.01 * torch.randn(batch.x_BC.shape, generator=rng.torch)
         answer = self.forward(batch.x_BC + noise)
         self.answer = answer.detach()
         loss = (answer - batch.x_BC.sum(dim=1, keepdim=True)).square().mean()
@@ -129,9 +129,9 @@ class Listener(SilentReporter):
         self.warnings.append(text)
 
 
-def draw(chance: Chance, number: int) -> ToyBatch:
+def draw(rng: SampleRng, number: int) -> ToyBatch:
     """Return four inputs."""
-    return ToyBatch(number, torch.randn(4, 3, generator=chance.generator))
+    return ToyBatch(number, torch.randn(4, 3, generator=rng.torch))
 
 
 def toy_trainer(
@@ -150,7 +150,7 @@ def toy_trainer(
     task.forward = distribution.shard(task.module)
     if task.adversary is not None:
         task.adversary.forward = distribution.shard(task.adversary.module)
-    batches = DrawnBatches(draw, seed=settings.seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
+    batches = SampledBatches(draw, seed=settings.seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
     return Trainer(
         task,
         batches,

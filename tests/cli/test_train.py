@@ -203,14 +203,14 @@ def test_interrupt_resume_and_overwrite(
     run = tmp_path / "run"
     interrupted_at(2, monkeypatch)
     assert main([*recipe, "--quiet"]) == 130
-    expected = f"error: interrupted\n       step 3 of 4 is saved in {run}: go on with --resume\n"
+    expected = f"error: interrupted\n       step 3 of 4 is saved in {run}: continue with --resume\n"
     assert capsys.readouterr().err == expected
     assert not (run / "vae.safetensors").exists()
 
     assert main([*recipe, "--quiet"]) == 3
-    assert "go on with --resume, begin anew with --overwrite" in capsys.readouterr().err
+    assert "continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
     assert main([*recipe, "--dry-run", "--resume"]) == 0
-    assert f"going on from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
+    assert f"resumed from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
     assert main([*recipe, "--quiet", "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["resumed_from"] == 3
     resumed = (run / "vae.safetensors").read_bytes()
@@ -231,4 +231,4 @@ def test_diverging(recipe: list[str], monkeypatch: pytest.MonkeyPatch, capsys: p
     err = capsys.readouterr().err
     assert "warning: step 1: loss or gradient is not finite, the step is skipped" in err
     assert "error: loss or gradient was not finite 5 steps in a row, up to step 5" in err
-    assert "begin anew with --overwrite, and use a lower rate: --set optimizer.learning_rate=X" in err
+    assert "start again with --overwrite, and use a lower rate: --set optimizer.learning_rate=X" in err

@@ -11,7 +11,7 @@ import torch
 from tiny_world import RecordingReporter
 
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 
@@ -35,7 +35,7 @@ def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, dict[in
     with torch.no_grad():
         for _ in range(_MICRO_BATCHES // ranks):
             batch = batches.next()
-            losses[batch.number] = task.loss(batch, Chance.of(0, batch.number))[0].item()
+            losses[batch.number] = task.loss(batch, SampleRng.of(0, batch.number))[0].item()
     batches.close()
     assert clips is None or len(clips) == _CLIPS
     return reporter.advanced.get("encode", 0), losses

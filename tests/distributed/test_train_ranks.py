@@ -306,7 +306,7 @@ def test_ctrl_c_of_two_ranks_saves_and_one_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err.decode()
-    assert "go on with --resume" in err.decode()
+    assert "continue with --resume" in err.decode()
     (folder,) = run.glob("epoch0-global_step*")
     assert wrong_files(folder) == []
     step = int(folder.name.rpartition("step")[2])

@@ -14,7 +14,7 @@ from torch import Tensor
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
+from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -62,7 +62,7 @@ class _Task:
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         pass
 
-    def loss(self, batch: _Batch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: _Batch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         given, target = micro_batch(self.module, batch.number)
         velocity = self.forward(given.pop("packed_latents_BND"), **given)
         return (velocity - target).square().mean(), {}
@@ -77,7 +77,7 @@ class _Task:
         pass
 
 
-def _draw(chance: Chance, number: int) -> _Batch:
+def _draw(rng: SampleRng, number: int) -> _Batch:
     return _Batch(number)
 
 
@@ -86,7 +86,7 @@ def _trainer(
 ) -> Trainer[_Batch]:
     return Trainer(
         _Task(distribution, lora, compiled=compiled),
-        DrawnBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
+        SampledBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
         loop=_LOOP,
         optimizer=_OPTIMIZER,
         precision=precision_of("fp32"),

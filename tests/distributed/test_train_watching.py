@@ -13,7 +13,7 @@ from tiny_strategies import Case, open_trainer
 from toy_training import ToyTask, draw, toy_trainer
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.samples import open_samples
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.validation import HeldOutLoss, open_validation
@@ -34,7 +34,7 @@ def _toy(case: Case | None) -> tuple[list[float], list[float]]:
     """Return the losses of training, and of validations on three micro-batches, which two ranks cannot share evenly."""
     trainer = toy_trainer(ToyTask(), distribution=case.open() if case else _alone(), micro_batches=2)
     validation = HeldOutLoss(
-        lambda index: draw(Chance.of_data(99, index), index),
+        lambda index: draw(SampleRng.of_data(99, index), index),
         count=3,
         settings=ValidationSettings(every=1),
         last_step=9,

@@ -13,7 +13,7 @@ from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.encode.clip_conditions import encoded_parts
 from opensora_cli.engine.encode.encoding import CachedClip, Encoders, encode_for_cache, fresh_clip, part_name
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
@@ -75,7 +75,7 @@ def clips() -> ClipBatch:
 
 def test_every_device_draws_the_same() -> None:
     losses = [
-        task(encoders(device, torch.float32), device).loss(clips(), Chance.of(0, 0))[0].item()
+        task(encoders(device, torch.float32), device).loss(clips(), SampleRng.of(0, 0))[0].item()
         for device in ("cpu", "cuda")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -101,5 +101,5 @@ def test_a_cache_gives_the_loss_of_fresh_clips_bit_for_bit() -> None:
     stored = replace(batch, pixels_BTHWC=None, cached=cached)
     for number in range(3):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            fresh, again = (running.loss(each, Chance.of(0, number))[0] for each in (batch, stored))
+            fresh, again = (running.loss(each, SampleRng.of(0, number))[0] for each in (batch, stored))
         assert torch.equal(fresh, again)

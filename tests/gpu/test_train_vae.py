@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
 
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.strategy.distribution import Distribution
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_loss_and_gradients_are_those_of_a_cpu(kind, monkeypatch):
         task.adversary.module.to(device)
         task.begin_step(0, None)
         # Noise is drawn on the host, whatever the device.
-        loss, figures = task.loss(clip_batch(0, num_frames=NUM_FRAMES[kind]), Chance.of(0, 0))
+        loss, figures = task.loss(clip_batch(0, num_frames=NUM_FRAMES[kind]), SampleRng.of(0, 0))
         loss.backward()
         opposing, _ = task.adversary.loss()
         opposing.backward()

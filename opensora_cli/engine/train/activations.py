@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import nn
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.sizes import format_bytes
 from opensora_cli.data.batches import ClipBatch
@@ -49,7 +51,7 @@ class BatchShape:
 
 
 def largest_batch_shape(settings: TrainSettings) -> BatchShape:
-    """Return the shape that needs the most memory: of the most tokens, captions' included, or else of the most pixels.
+    """Return the shape with the most tokens, captions included; for other targets, with the most pixels.
 
     Raises:
         RequestError: a resolution is too small.
@@ -58,14 +60,14 @@ def largest_batch_shape(settings: TrainSettings) -> BatchShape:
 
 
 def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, int]:
-    """Return frames, rows and columns of the tokens that the transformer makes of one clip."""
+    """Return frames, rows and columns of a clip's tokens."""
     grid, patch = settings.vae.grid, settings.model.patch_size
     height, width = grid.latent_size(shape.height, shape.width)
     return grid.latent_frames(shape.num_frames), height // patch, width // patch
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
-    """Return the same run with other micro-batches: of its largest bucket alone, where it has buckets.
+    """Return the same run with micro-batches of this size; if it has buckets, of its largest one alone.
 
     Raises:
         RequestError: a resolution is too small.
@@ -114,46 +116,37 @@ _OFFLOAD_ABOVE = 0.8
 _SMALLER = "smaller batches need less: --set data.scenes.batch_size=N, or data.buckets"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationPlan:
-    """Which blocks are checkpointed, and where their inputs wait."""
+class ActivationPlan(Document):
+    """Which blocks are checkpointed, and where their inputs are held."""
 
-    blocks: dict[str, int]
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    checkpointed_blocks: dict[str, int]
     """Path of each stack of blocks -> how many are checkpointed, from the first."""
-    offload: ActivationOffload
-    offload_above: float
+    activation_offload: ActivationOffload
+    offload_above: float | None
     """With `dynamic`: the share of the device's memory."""
     needed_bytes: int
-    """What one step puts into the buffer, at most; 0 without offload."""
+    """The most that one step puts into the buffer; 0 without offload."""
     buffer_bytes: int
-    """Size of the buffer."""
-    dtype: torch.dtype
-    """Of what goes into it; others stay on the device."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the plan as a part of the schema `osora.train-plan/1`."""
-        return {
-            "checkpointed_blocks": self.blocks,
-            "activation_offload": self.offload.value,
-            "offload_above": self.offload_above if self.offload is ActivationOffload.DYNAMIC else None,
-            "needed_bytes": self.needed_bytes,
-            "buffer_bytes": self.buffer_bytes,
-        }
+    dtype: torch.dtype = Field(exclude=True)
+    """Of the activations that are offloaded; others stay on the device."""
 
     def line(self) -> str:
         """Return the plan for people."""
-        words = [f"checkpoints in {' and '.join(f'{count} {path}' for path, count in self.blocks.items())}"]
-        if self.offload is ActivationOffload.DYNAMIC:
+        blocks = " and ".join(f"{count} {path}" for path, count in self.checkpointed_blocks.items())
+        words = [f"checkpoints in {blocks}"]
+        if self.offload_above is not None:
             words.append(f"their inputs on the host above {self.offload_above:.0%} of the memory")
-        elif self.offload is ActivationOffload.ALL:
+        elif self.activation_offload is ActivationOffload.ALL:
             words.append("their inputs on the host")
-        if self.offload is not ActivationOffload.NONE:
+        if self.activation_offload is not ActivationOffload.NONE:
             words.append(f"buffer {format_bytes(self.buffer_bytes)}")
         return ", ".join(words)
 
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
-    """Return what is held how; None: plainly, in the way of autograd.
+    """Return what is held where; None: everything on the device, as autograd does it.
 
     Raises:
         RequestError: the buffer is too small for a step, or sizes contradict each other.
@@ -174,10 +167,11 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
             f"{largest_batch_shape(settings).batch_size} clips: use at least {needed}, or none",
             hint=_SMALLER,
         )
+    above = _OFFLOAD_ABOVE if memory.offload_above is None else memory.offload_above
     return ActivationPlan(
-        blocks=blocks,
-        offload=memory.activation_offload,
-        offload_above=_OFFLOAD_ABOVE if memory.offload_above is None else memory.offload_above,
+        checkpointed_blocks=blocks,
+        activation_offload=memory.activation_offload,
+        offload_above=above if memory.activation_offload is ActivationOffload.DYNAMIC else None,
         needed_bytes=needed,
         buffer_bytes=needed if memory.activation_buffer is None else memory.activation_buffer,
         dtype=dtype,
@@ -186,11 +180,7 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
 
 @contextmanager
 def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterator[ActivationManager | None]:
-    """Inside the block, `module` holds its activations as planned.
-
-    Args:
-        module: the transformer.
-        plan: None: nothing is done.
+    """Hold the activations of a transformer as planned while the block runs; with None, do nothing.
 
     Yields:
         The manager of offloaded activations, if there are any.
@@ -202,15 +192,15 @@ def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterato
         yield None
         return
     manager = _manager(plan)
-    with set_grad_checkpoint(module, depth=plan.blocks, others=(OUTPUT_LAYER,), activations=manager):
+    with set_grad_checkpoint(module, depth=plan.checkpointed_blocks, others=(OUTPUT_LAYER,), activations=manager):
         yield manager
 
 
 def _manager(plan: ActivationPlan) -> ActivationManager | None:
-    if plan.offload is ActivationOffload.NONE:
+    if plan.activation_offload is ActivationOffload.NONE:
         return None
-    dynamic = plan.offload is ActivationOffload.DYNAMIC
-    manager = DynamicActivationManager(plan.offload_above) if dynamic else ActivationManager()
+    above = plan.offload_above
+    manager = ActivationManager() if above is None else DynamicActivationManager(above)
     try:
         manager.setup_buffer(-(-plan.buffer_bytes // plan.dtype.itemsize), plan.dtype)
     except RuntimeError as error:
@@ -222,16 +212,16 @@ def _manager(plan: ActivationPlan) -> ActivationManager | None:
 
 
 def _block_dtype(settings: TrainSettings) -> torch.dtype:
-    """Return the dtype of what goes from block to block: that of the weights as they are used, under autocast too."""
+    """Return the dtype of the blocks' inputs: that of the weights as they are used, under autocast too."""
     are_gathered = settings.strategy.shards and settings.parallel.world_size > 1
     return DTYPES[settings.precision.compute] if are_gathered else weights_dtype(settings)
 
 
 def _needed_bytes(settings: TrainSettings, blocks: dict[str, int], dtype: torch.dtype) -> int:
-    """Run one step's forward pass with shapes alone, and look at what it puts into the buffer."""
+    """Run one step's forward pass on the meta device, and return what it puts into the buffer."""
     model, shape = settings.model, largest_batch_shape(settings)
     batch, axes = shape.batch_size, settings.parallel.axes(settings.strategy)
-    # The most that one of those has that share a clip.
+    # The largest part of the ranks that share a clip.
     sharing = axes["ring"] * axes["ulysses"]
     tokens, text_tokens = (
         -(-count // sharing) for count in (prod(token_grid(settings, shape)), settings.text.t5_max_length)

@@ -16,7 +16,7 @@ from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
-from opensora_cli.engine.train.objectives.task import BatchSource, DrawnBatches, Task
+from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatches, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import (
@@ -89,10 +89,10 @@ def build_batches(
     rank, ranks = distribution.data_rank, distribution.data_ranks
     if settings.target is TrainTarget.TEXT:
         # Imported here, since transformers takes seconds to load.
-        from opensora_cli.engine.train.objectives.text import draw_captions
+        from opensora_cli.engine.train.objectives.text import sample_captions
 
-        draw = partial(draw_captions, batch_size=settings.text.batch_size)
-        return DrawnBatches(draw, seed=settings.loop.seed, rank=rank, ranks=ranks)
+        draw = partial(sample_captions, batch_size=settings.text.batch_size)
+        return SampledBatches(draw, seed=settings.loop.seed, rank=rank, ranks=ranks)
     load = clips.clip if clips is not None else None
     return open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load)
 

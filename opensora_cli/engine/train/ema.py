@@ -46,7 +46,7 @@ def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 
 @contextmanager
-def put_in_place(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
+def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
     """Let the model have the averaged weights inside the block, and its own again after it.
 
     Both are exchanged in place, so that optimizers and wrappers go on holding the same tensors.

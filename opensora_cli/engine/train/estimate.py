@@ -22,7 +22,7 @@ from opensora_cli.engine.train.activations import (
 )
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
-from opensora_cli.engine.train.objectives.task import Chance, Task
+from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.precision import Precision
@@ -172,9 +172,9 @@ class _SameBatches:
     def next(self) -> Any:
         settings = self._settings
         if settings.target is TrainTarget.TEXT:
-            from opensora_cli.engine.train.objectives.text import draw_captions
+            from opensora_cli.engine.train.objectives.text import sample_captions
 
-            return draw_captions(Chance.of_data(0, 0), 0, batch_size=settings.text.batch_size)
+            return sample_captions(SampleRng.of_data(0, 0), 0, batch_size=settings.text.batch_size)
         shape = largest_batch_shape(settings)
         if self._first:
             self._first -= 1
@@ -223,9 +223,9 @@ class _MarkingTask:
         self._task = task
         self._counter = counter
 
-    def loss(self, batch: Any, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the task's loss."""
-        loss = self._task.loss(batch, chance)
+        loss = self._task.loss(batch, rng)
         self._counter.mark("forward")
         return loss
 

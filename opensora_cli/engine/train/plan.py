@@ -1,9 +1,11 @@
 """What a training run will do, worked out before anything is built."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import Field
+
 from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.listing import first_few
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations
@@ -16,92 +18,52 @@ from opensora_cli.engine.train.resuming import Resume, checkpoints_to_try
 from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
-PLAN_SCHEMA = "osora.train-plan/1"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPlan:
+class TrainPlan(Document):
     """Everything that is decided before a run begins."""
 
-    settings: TrainSettings
+    SCHEMA = "osora.train-plan/1"
+
+    target: TrainTarget
     parameters: int
     """Numbers that are trained."""
-    resume: Resume | None
-    """What it goes on from; None: it begins at the start."""
-    overwrite: bool
-    """Whether it begins anew although the folder holds an earlier run."""
-    weights: dict[str, Path | None]
-    """Where the frozen parts are; None: missing."""
+    steps: int
+    output: Path
+    """The folder of checkpoints, log and export."""
+    exports: tuple[str, ...]
+    resume: bool
+    ranks: int
+    weights: dict[str, Path]
+    """Where the frozen parts are, by name."""
+    missing_weights: tuple[str, ...]
+    """Names of the frozen parts that were not found."""
     activations: ActivationPlan | None
     """What is held between forward and backward, and where; None: everything, on the device."""
-
-    @property
-    def output(self) -> Path:
-        """The folder of checkpoint, log and export."""
-        return Path(self.settings.output)
-
-    @property
-    def missing_weights(self) -> list[str]:
-        """Names of the frozen parts that are not there."""
-        return [name for name, path in self.weights.items() if path is None]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the plan as a document of the schema `osora.train-plan/1`."""
-        return {
-            "schema": PLAN_SCHEMA,
-            "target": self.settings.target.value,
-            "parameters": self.parameters,
-            "steps": self.settings.loop.steps,
-            "output": str(self.output),
-            "exports": list(exports(self.settings)),
-            "resume": self.resume is not None,
-            "ranks": self.settings.parallel.world_size,
-            "weights": {name: str(path) for name, path in self.weights.items() if path is not None},
-            "missing_weights": self.missing_weights,
-            "activations": self.activations.to_json() if self.activations else None,
-            "settings": self.settings.model_dump(mode="json"),
-        }
+    settings: TrainSettings
+    resume_from: Resume | None = Field(exclude=True)
+    """None: the run starts at step 0."""
+    overwrite: bool = Field(exclude=True)
+    """Whether the records of an earlier run in the folder are removed."""
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
         settings, parallel = self.settings, self.settings.parallel
-        is_transformer = settings.target is TrainTarget.MMDIT
-        start = f", going on from {checkpoints_to_try(self.output, self.resume)[0]}" if self.resume else ""
+        is_transformer = self.target is TrainTarget.MMDIT
+        start = ""
+        if self.resume_from is not None:
+            start = f", resumed from {checkpoints_to_try(self.output, self.resume_from)[0]}"
         return [
-            f"target      {settings.target}",
+            f"target      {self.target}",
             f"parameters  {self.parameters:,}",
-            f"steps       {settings.loop.steps}, {self._examples} each{start}",
-            *([f"devices     {parallel.describe(settings.strategy)}"] if parallel.world_size > 1 else []),
-            f"output      {self.output}: {', '.join(exports(settings))}",
+            f"steps       {self.steps}, {_examples(settings)} each{start}",
+            *([f"devices     {parallel.describe(settings.strategy)}"] if self.ranks > 1 else []),
+            f"output      {self.output}: {', '.join(self.exports)}",
             *([f"memory      {self.activations.line()}"] if self.activations else []),
             *([f"cache       {cache}"] if (cache := settings.train_mmdit.cache) and is_transformer else []),
-            *self._watched,
-            *(f"weights     {path}" for path in self.weights.values() if path is not None),
+            *_watching_lines(settings),
+            *(f"weights     {path}" for path in self.weights.values()),
             *(f"missing     {name}" for name in self.missing_weights),
         ]
-
-    @property
-    def _watched(self) -> list[str]:
-        validation, samples = self.settings.validation, self.settings.samples
-        lines = []
-        if validation.every is not None:
-            clips = validation.table or "clips that are not trained on"
-            lines.append(
-                f"validation  every {validation.every} steps, on up to {validation.batches} batches of {clips}"
-            )
-        if samples.every is not None and self.settings.target is TrainTarget.MMDIT:
-            lines.append(f"samples     every {samples.every} steps: {first_few(samples.prompts)}")
-        return lines
-
-    @property
-    def _examples(self) -> str:
-        settings = self.settings
-        count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-        if settings.target is TrainTarget.TEXT:
-            return f"{count * settings.text.batch_size} captions"
-        if settings.data.table is None:
-            return f"{count * settings.data.scenes.batch_size} clips"
-        return f"{count} micro-batches"
 
 
 def plan_training(settings: TrainSettings, *, resume: Resume | None = None, overwrite: bool = False) -> TrainPlan:
@@ -115,8 +77,8 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     Raises:
         RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small.
         CheckpointError: there is no checkpoint to resume from, or no file of first weights.
-        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` says what to do with it.
-        HardwareError: a library is missing, or the device lacks what is asked of it.
+        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
+        HardwareError: a library is missing, or the device lacks a requested feature.
     """
     _check_output(settings, resume=resume, overwrite=overwrite)
     first_weights = first_weights_of(settings)
@@ -127,22 +89,50 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     if settings.watching.tensorboard:
         require_tensorboard()
     if settings.precision.fp8_linears and settings.parallel.world_size == 1:
-        # Of several ranks each looks at its own device.
+        # Each of several ranks checks its own device.
         require_fp8(training_device(settings))
+    frozen = find_frozen_parts(settings)
     return TrainPlan(
-        settings=settings,
+        target=settings.target,
         parameters=count_parameters(settings),
-        resume=resume,
-        overwrite=overwrite,
-        weights=find_frozen_parts(settings),
+        steps=settings.loop.steps,
+        output=Path(settings.output),
+        exports=exports(settings),
+        resume=resume is not None,
+        ranks=settings.parallel.world_size,
+        weights={name: path for name, path in frozen.items() if path is not None},
+        missing_weights=tuple(name for name, path in frozen.items() if path is None),
         activations=plan_activations(settings),
+        settings=settings,
+        resume_from=resume,
+        overwrite=overwrite,
     )
+
+
+def _watching_lines(settings: TrainSettings) -> list[str]:
+    validation, samples = settings.validation, settings.samples
+    lines = []
+    if validation.every is not None:
+        clips = validation.table or "clips that are not trained on"
+        lines.append(f"validation  every {validation.every} steps, on up to {validation.batches} batches of {clips}")
+    if samples.every is not None and settings.target is TrainTarget.MMDIT:
+        lines.append(f"samples     every {samples.every} steps: {first_few(samples.prompts)}")
+    return lines
+
+
+def _examples(settings: TrainSettings) -> str:
+    count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
+    if settings.target is TrainTarget.TEXT:
+        return f"{count * settings.text.batch_size} captions"
+    if settings.data.table is None:
+        return f"{count * settings.data.scenes.batch_size} clips"
+    return f"{count} micro-batches"
 
 
 def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
     output = Path(settings.output)
     if resume is not None and overwrite:
-        raise RequestError("--resume goes on from what --overwrite takes away: give one of them")
+        raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
     for name in (TRAINING_FILE, LOG_FILE):
         if (output / name).is_dir():
             raise OutputError(f"{output / name} is a folder, where a run keeps a file", hint="move it elsewhere")
@@ -153,8 +143,8 @@ def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: 
     others = [name for name in (TRAINING_FILE, LOG_FILE, *exports(settings)) if (output / name).exists()]
     found = [*checkpoints, *others]
     if found and not overwrite:
-        go_on = "go on with --resume, " if checkpoints else ""
+        go_on = "continue it with --resume, " if checkpoints else ""
         raise OutputError(
             f"{output} holds an earlier run: {', '.join(found)}",
-            hint=f"{go_on}begin anew with --overwrite, or give another folder: --set output=FOLDER",
+            hint=f"{go_on}replace it with --overwrite, or give another folder: --set output=FOLDER",
         )

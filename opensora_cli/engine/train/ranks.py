@@ -19,12 +19,12 @@ from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
-# A step and a checkpoint are finished first.
+# An interrupted rank finishes its step and a checkpoint first.
 _SAVING_S = 1800.0
 
 
 def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
-    """Train in processes of their own, of which the first prints; return when all are done.
+    """Train in one process per rank, of which the first prints; return when all are done.
 
     Args:
         settings: as validated here; the ranks read them from a file.
@@ -45,15 +45,15 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
 
 @contextmanager
 def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
-    """Join the other ranks, and yield the settings on which all have agreed, and how they share the work.
+    """Join the other ranks, and yield rank 0's settings and how the ranks share the work.
 
     Args:
-        settings: rank 0's count; where they don't say how many ranks there are, `context` does.
+        settings: of this rank; without a number of ranks, that of `context` is used.
         context: which rank this is.
 
     Raises:
-        RequestError: the settings ask for another number of ranks.
-        HardwareError: there is no such device, or the ranks don't find each other.
+        RequestError: the settings need another number of ranks.
+        HardwareError: there is no such device, or the ranks cannot connect.
     """
     settings = _settings_of_ranks(settings, context)
     with joined(context, device_type=_device_type(settings)) as device:
@@ -86,7 +86,7 @@ def _device_type(settings: TrainSettings) -> Literal["cpu", "cuda"]:
 
 
 def _settings_of_ranks(settings: TrainSettings, context: RankContext) -> TrainSettings:
-    """Return settings that say how many ranks there are, also where torchrun or Slurm has started them."""
+    """Return the settings with the number of ranks, also if torchrun or Slurm has started them."""
     parallel = settings.parallel
     if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
         return settings.replace(
@@ -110,7 +110,7 @@ def open_distribution(
 ) -> Distribution:
     """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
 
-    One process alone needs no group, and trains as it is with any strategy.
+    One process alone needs no group, and ignores the strategy.
 
     Args:
         strategy: what each rank holds.

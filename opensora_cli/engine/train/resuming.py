@@ -1,26 +1,28 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint a run resumes from, and what it takes over from it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, TRAINING_FILE, all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """What to go on from.
+    """Which checkpoint to resume from.
 
     Args:
         folder: a checkpoint's; None: the newest of the run.
-        allow_older: take the one before where the newest is broken.
+        allow_older: use the one before it if the newest is broken.
     """
 
     folder: Path | None = None
@@ -28,7 +30,7 @@ class Resume:
 
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
-    """Return the checkpoints that a run may go on from, the newest first.
+    """Return the checkpoints that a run may resume from, the newest first.
 
     Raises:
         CheckpointError: there is none, or the folder is of an earlier version of osora.
@@ -37,7 +39,7 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     if resume.folder is not None:
         if not resume.folder.is_dir():
             raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
-        # As the run calls it, however it was spelled: by that name it is found among the others.
+        # Spelled as in the run's folder, so that it compares equal to its entry there.
         return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
     if not folders and (output / TRAINING_FILE).is_file():
         raise CheckpointError(
@@ -47,13 +49,13 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
         )
     if not folders:
         raise CheckpointError(
-            f"{output} has no checkpoint to resume from", hint="begin anew with --overwrite in place of --resume"
+            f"{output} has no checkpoint to resume from", hint="start again with --overwrite in place of --resume"
         )
     return folders if resume.allow_older else folders[:1]
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
-    """Return the checkpoint to go on from, having compared its files with their hashes; the ranks share the work.
+    """Return the checkpoint to resume from, after comparing its files with their hashes; the ranks share that work.
 
     Raises:
         CheckpointError: there is none, or it is broken.
@@ -66,21 +68,17 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
         older = all_epoch_folders(output)
         older = older[older.index(folder) + 1 :] if folder in older else []
         if number == len(folders) - 1:
-            hint = None if resume.folder is not None else "begin anew with --overwrite in place of --resume"
+            hint = None if resume.folder is not None else "start again with --overwrite in place of --resume"
             if older and not resume.allow_older:
-                way = (
-                    "--allow-older goes on from"
-                    if resume.folder is None
-                    else "go on from the one before: --resume-from"
-                )
+                way = "--allow-older resumes from" if resume.folder is None else "use the one before: --resume-from"
                 hint = f"{way} {older[0]}"
             raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
         reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
     raise AssertionError("there is at least one folder")
 
 
-def put_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
-    """Rename the checkpoints that are newer than the one that a run goes on from: it will make others.
+def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
+    """Rename the checkpoints that are newer than the one that a run resumes from: it will write its own.
 
     Raises:
         OutputError: that is not possible.
@@ -98,7 +96,7 @@ def put_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
             each.rename(aside)
         except OSError as error:
             raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error
-        reporter.note(f"{each.name} is put aside as {aside}")
+        reporter.note(f"{each.name} is renamed to {aside}")
 
 
 def _problems(folder: Path, distribution: Distribution) -> list[str]:
@@ -109,3 +107,33 @@ def _problems(folder: Path, distribution: Distribution) -> list[str]:
     found: list[list[str]] = [[] for _ in range(distribution.ranks)]
     dist.all_gather_object(found, problems)
     return sorted({problem for each in found for problem in each})
+
+
+def with_recorded_micro_batches(
+    settings: TrainSettings, folder: Path, *, data_ranks: int, reporter: Reporter
+) -> TrainSettings:
+    """Return the settings with the micro-batches of a checkpoint's run, unless the settings name others.
+
+    Raises:
+        RequestError: the ranks cannot share as many.
+    """
+    recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("micro_batches")
+    chosen = settings.loop.micro_batches
+    if not isinstance(recorded, int):
+        return settings
+    if chosen is not None:
+        if chosen != recorded:
+            reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
+        return settings
+    if recorded % data_ranks:
+        least = -(-recorded // data_ranks) * data_ranks
+        raise RequestError(
+            f"{folder} is of a run with loop.micro_batches={recorded}, which {data_ranks} data-parallel ranks cannot "
+            "share",
+            hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
+            f"--set loop.micro_batches={least}",
+        )
+    if recorded == data_ranks:
+        return settings
+    reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {data_ranks}")
+    return settings.replace({"loop.micro_batches": recorded})

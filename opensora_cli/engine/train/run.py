@@ -1,21 +1,22 @@
-"""`osora train`: from settings to a run that is started, resumed or begun anew, and to exported weights."""
+"""`osora train`: from settings to a run that is started or resumed, and to exported weights."""
 
-import json
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from opensora_cli.checkpoint.formats.colossal import (
-    RUNNING_STATES_FILE,
     SETTINGS_FILE,
     TRAINING_FILE,
     all_epoch_folders,
 )
 from opensora_cli.checkpoint.shared_folder import remove_checkpoint, remove_unfinished
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.folder_lock import locked_folder
@@ -27,25 +28,23 @@ from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
 from opensora_cli.engine.train.checkpoints import DONE, CheckpointWriter
 from opensora_cli.engine.train.files import exports
-from opensora_cli.engine.train.interrupts import noticed
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
-from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, put_aside_newer
+from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer, with_recorded_micro_batches
 from opensora_cli.engine.train.samples import SampleVideos, open_samples
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer, Validation
 from opensora_cli.engine.train.validation import open_validation
-from opensora_cli.engine.train.watching.watching import forget_all, forget_later, open_watching
+from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
-RESULT_SCHEMA = "osora.train/1"
 
+class TrainResult(Document):
+    """What a finished run has written."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What a finished run left."""
+    SCHEMA = "osora.train/1"
 
     target: TrainTarget
     output: Path
@@ -56,19 +55,6 @@ class TrainResult:
     resumed_from: int | None
     """Step; None for a run from the start."""
     parameters: int
-
-    def to_json(self) -> dict[str, object]:
-        """Return the result as a document of the schema `osora.train/1`."""
-        return {
-            "schema": RESULT_SCHEMA,
-            "target": self.target.value,
-            "output": str(self.output),
-            "exports": [str(path) for path in self.exports],
-            "checkpoint": str(self.checkpoint),
-            "steps": self.steps,
-            "resumed_from": self.resumed_from,
-            "parameters": self.parameters,
-        }
 
     def lines(self) -> list[str]:
         """Return the path of everything that was exported."""
@@ -86,52 +72,46 @@ def train(
 ) -> TrainResult | None:
     """Train what `settings.target` names, and export it to `settings.output`; on several devices in several processes.
 
-    The settings are written there, too, as `settings.json`. A run that goes on from a checkpoint becomes what an
-    uninterrupted one would have become: bit for bit with as many ranks, within rounding with another number.
+    The settings are written there, too, as `settings.json`. A resumed run equals an uninterrupted one: bit for bit with
+    as many ranks, within rounding with another number.
 
     Args:
         settings: the run.
-        resume: the checkpoint to go on from; None: begin at the start.
-        overwrite: begin anew although the folder holds an earlier run.
-        reporter: shown progress and warnings; None: nobody.
+        resume: the checkpoint to resume from; None: start at step 0.
+        overwrite: replace an earlier run in the folder.
+        reporter: gets progress and warnings; None: nothing is reported.
         context: which of several ranks this process is; None: it runs alone, or starts the ranks.
-        rank_flags: of the command line of ranks that are started here.
+        rank_flags: for the command line of ranks that are started here.
 
     Returns:
-        The result; None where ranks were started, of which the first has told it.
+        The result; None if ranks were started, of which the first has reported it.
 
     Raises:
         RequestError: the request contradicts itself.
         CheckpointError: frozen weights or the checkpoint are missing or broken.
         FileProblem: the data are.
-        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` says what to do with it, or
-            another run is at work in it, or it cannot be written.
+        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given, or another run
+            uses it, or it cannot be written.
         HardwareError: there is no such device, or no memory for offloaded activations.
         TrainingError: the loss was not finite several steps in a row, or weights are not.
         RankFailure: a rank failed.
-        KeyboardInterrupt: its argument says how to go on.
+        KeyboardInterrupt: its argument says how to resume.
     """
     reporter = reporter or SilentReporter()
     if context is not None:
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = plan_training(agreed_settings, resume=resume, overwrite=overwrite)
-            return _Run(plan, distribution, watched).go()
+            return _Run(plan, distribution, watched).run()
     plan = plan_training(settings, resume=resume, overwrite=overwrite)
     if settings.parallel.world_size > 1:
         start_ranks(settings, flags=rank_flags)
         return None
-    return _Run(plan, Distribution(training_device(settings)), reporter).go()
+    return _Run(plan, Distribution(training_device(settings)), reporter).run()
 
 
 class _Run:
-    """One process's part of a run.
-
-    Args:
-        plan: of the run; the same on all ranks.
-        distribution: of the ranks.
-        reporter: shown progress and warnings.
-    """
+    """One process's part of a run, whose plan is the same on all ranks."""
 
     def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter) -> None:
         self._plan = plan
@@ -148,23 +128,23 @@ class _Run:
         self._validation_loss: float | None = None
         """Of the weights as they are now."""
         self._done: list[str] = []
-        """At this step, beside training."""
+        """Validation and samples that this step has had."""
 
-    def go(self) -> TrainResult:
+    def run(self) -> TrainResult:
         """Do all of it."""
         try:
-            return self._go()
+            return self._run()
         except TrainingError as error:
-            # Only now is it known whether the last checkpoint was written to its end.
+            # Only now is it known whether the last checkpoint was completed.
             has_checkpoint = self._output.is_dir() and bool(all_epoch_folders(self._output))
-            way = "--resume from the last checkpoint" if has_checkpoint else "begin anew with --overwrite"
+            way = "--resume from the last checkpoint" if has_checkpoint else "start again with --overwrite"
             raise TrainingError(error.message, hint=f"{way}, and {error.hint}") from error
 
-    def _go(self) -> TrainResult:
+    def _run(self) -> TrainResult:
         with ExitStack() as stack:
             self._enter_output(stack)
             folder = self._find_checkpoint()
-            # Steps set torch's global generator; the caller's own use of it goes on undisturbed.
+            # Steps seed torch's global generator, whose state is the caller's.
             device = self._distribution.device
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             trainer = self._build(stack)
@@ -172,10 +152,10 @@ class _Run:
                 self._resume(trainer, folder)
             first_step = trainer.step
             self._prepare_output(folder, first_step)
-            # Not where the task is built: a copy of the weights has no activations to keep.
+            # After the average was copied, which has no activations to hold.
             stack.enter_context(saved_activations(trainer.task.module, self._plan.activations))
             stack.enter_context(self._writer)
-            self._tell(first_step)
+            self._report_start(first_step)
             self._watching.begin(first_step)
             self._do_steps(trainer)
             problem = self._save_last(trainer)
@@ -195,7 +175,7 @@ class _Run:
         )
 
     def _enter_output(self, stack: ExitStack) -> None:
-        """Keep other runs out of the run's folder; all ranks hear of the one that is in it."""
+        """Lock the run's folder against other runs; all ranks raise if one uses it."""
         refusal = None
         if self._distribution.is_main:
             try:
@@ -208,39 +188,19 @@ class _Run:
             raise OutputError(refusal[0], hint=refusal[1])
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to go on from, and take over from it what must not change on the way."""
-        if self._plan.resume is None:
+        """Return the checkpoint to resume from, and take over its micro-batches."""
+        distribution, reporter = self._distribution, self._reporter
+        if self._plan.resume_from is None:
             return None
-        folder = choose_checkpoint(
-            self._output, self._plan.resume, distribution=self._distribution, reporter=self._reporter
+        folder = choose_checkpoint(self._output, self._plan.resume_from, distribution=distribution, reporter=reporter)
+        self._settings = with_recorded_micro_batches(
+            self._settings, folder, data_ranks=distribution.data_ranks, reporter=reporter
         )
-        recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("micro_batches")
-        if isinstance(recorded, int):
-            self._settle_micro_batches(folder, recorded)
         return folder
-
-    def _settle_micro_batches(self, folder: Path, recorded: int) -> None:
-        """Take those that are asked for or, where none are, as many as the run had."""
-        asked, ranks = self._settings.loop.micro_batches, self._distribution.data_ranks
-        if asked is not None:
-            if asked != recorded:
-                self._reporter.warn(f"an update has {asked} micro-batches from now on, instead of {recorded}")
-            return
-        if recorded % ranks:
-            least = -(-recorded // ranks) * ranks
-            raise RequestError(
-                f"{folder} is of a run with loop.micro_batches={recorded}, which {ranks} data-parallel ranks cannot "
-                "share",
-                hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
-                f"--set loop.micro_batches={least}",
-            )
-        if recorded != ranks:
-            self._reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {ranks}")
-            self._settings = self._settings.replace({"loop.micro_batches": recorded})
 
     def _build(self, stack: ExitStack) -> Trainer[Any]:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
-        # First, since these need encoders for a moment only, and tables may be wrong.
+        # First: encoders are freed before the model is loaded, and broken tables are found early.
         self._validation = open_validation(settings, distribution=distribution, reporter=reporter)
         self._samples = open_samples(settings, distribution=distribution, output=self._output, reporter=reporter)
         clips = open_clips_cache(settings, distribution=distribution, reporter=reporter)
@@ -266,7 +226,7 @@ class _Run:
         steps = self._settings.loop.steps
         if trainer.step > steps:
             raise RequestError(
-                f"loop.steps={steps} is over already: {folder} is of step {trainer.step}",
+                f"loop.steps={steps} is already done: {folder} is of step {trainer.step}",
                 hint=f"use a number over {trainer.step}: --set loop.steps=N",
             )
         self._done = list(running.get(DONE, ()))
@@ -274,21 +234,21 @@ class _Run:
             self._saved, self._saved_step = folder, trainer.step
 
     def _prepare_output(self, folder: Path | None, first_step: int) -> None:
-        """Leave nothing in the run's folder that is of another course of it."""
+        """Remove from the run's folder what does not belong to this course of the run."""
         if self._distribution.is_main:
             remove_unfinished(self._output)
             if folder is not None:
-                put_aside_newer(self._output, folder, reporter=self._reporter)
-                forget_later(self._output, step=first_step)
+                set_aside_newer(self._output, folder, reporter=self._reporter)
+                truncate_records(self._output, step=first_step)
             elif self._plan.overwrite:
                 for each in all_epoch_folders(self._output) if self._output.is_dir() else ():
                     remove_checkpoint(each)
                 (self._output / TRAINING_FILE).unlink(missing_ok=True)
-                forget_all(self._output)
+                remove_records(self._output)
             write_json_atomic(self._output / SETTINGS_FILE, self._settings.model_dump(mode="json"))
         self._distribution.barrier()
 
-    def _tell(self, first_step: int) -> None:
+    def _report_start(self, first_step: int) -> None:
         target, parameters = self._settings.target, self._plan.parameters
         steps = self._settings.loop.steps
         self._reporter.note(f"{target}: {parameters:,} parameters, steps {first_step} to {steps}")
@@ -298,31 +258,31 @@ class _Run:
     def _do_steps(self, trainer: Trainer[Any]) -> None:
         steps, every = self._settings.loop.steps, self._settings.checkpoints.every
 
-        def tell() -> None:
+        def report() -> None:
             self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")
 
-        def stop_if_asked() -> None:
+        def stop_if_interrupted() -> None:
             # Before the first step there is nothing to save.
             if trainer.step and self._distribution.any(is_interrupted()):
                 self._save(trainer)
                 self._writer.wait()
                 raise KeyboardInterrupt(
-                    f"step {trainer.step} of {steps} is saved in {self._output}: go on with --resume"
+                    f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
                 )
 
         def do_what_is_due() -> None:
-            # An interruption does not wait for it, since whoever asks for an end may kill soon: a resumed run does it.
-            stop_if_asked()
+            # An interrupted run leaves it to the resumed one, since SIGKILL may follow soon.
+            stop_if_interrupted()
             for name, do in (("validation", self._validate), ("samples", self._sample)):
                 if name not in self._done and do(trainer):
                     self._done.append(name)
-                    stop_if_asked()
-            # The last one may fail and all is exported yet.
+                    stop_if_interrupted()
+            # The last one is saved by `_save_last`, whose failure does not prevent the export.
             if 0 < trainer.step < steps and trainer.step % every == 0:
                 self._save(trainer)
 
         with (
-            noticed(tell) as is_interrupted,
+            deferred_interrupts(report) as is_interrupted,
             self._reporter.stage("train", total=steps, unit="steps") as progress,
         ):
             if trainer.step:
@@ -336,19 +296,19 @@ class _Run:
                 do_what_is_due()
 
     def _validate(self, trainer: Trainer[Any]) -> bool:
-        """Validate if it is time; return whether it was."""
+        """Validate if it is due; return whether it was."""
         is_due = self._validation is not None and self._validation.is_due(trainer.step)
         if self._validation is not None and is_due:
             with self._watching.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
             self._validation_loss = figures["loss"]
-            # If this step was saved at an interruption, that lacks the loss.
+            # A checkpoint of this step, from an interruption, lacks the loss.
             self._saved_step = None
-            trainer.tell_validation(figures)
+            trainer.report_validation(figures)
         return is_due
 
     def _sample(self, trainer: Trainer[Any]) -> bool:
-        """Make sample videos if it is time; return whether it was."""
+        """Make sample videos if they are due; return whether they were."""
         is_due = self._samples is not None and self._samples.is_due(trainer.step)
         if self._samples is not None and is_due:
             with self._watching.clock.part("samples"):
@@ -357,7 +317,6 @@ class _Run:
 
     def _save(self, trainer: Trainer[Any]) -> None:
         """Save, unless this step is saved already."""
-        # Waiting for the writing, which may follow, is no part of a step either.
         beat("checkpoint")
         if self._saved_step != trainer.step:
             with self._watching.clock.part("checkpoint"):
@@ -365,7 +324,7 @@ class _Run:
             self._saved_step = trainer.step
 
     def _save_last(self, trainer: Trainer[Any]) -> OutputError | None:
-        """Save and wait for it; return what went wrong, since the weights can still be exported."""
+        """Save and wait for it; return the error, since the weights can still be exported."""
         try:
             self._save(trainer)
             self._writer.wait()
@@ -379,3 +338,43 @@ class _Run:
         if self._distribution.is_main:
             trainer.task.export(weights, self._output)
         self._distribution.barrier()
+
+
+@contextmanager
+def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Only record the first SIGINT or SIGTERM while the block runs; the second one raises KeyboardInterrupt.
+
+    Python handles signals in the main thread alone, so that a block elsewhere is never interrupted anyway. A signal
+    that is ignored, as in the background of a script, stays ignored.
+
+    Args:
+        report: called at the first one, in another thread: the main one may hold any lock.
+
+    Yields:
+        A function that returns whether there was one.
+    """
+    interrupted = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def record(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+        threading.Thread(target=report, daemon=True).start()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    replaced = [
+        number
+        for number, handler in before.items()
+        if callable(handler) or (number == signal.SIGTERM and handler is signal.SIG_DFL)
+    ]
+    for number in replaced:
+        signal.signal(number, record)
+    try:
+        yield lambda: interrupted
+    finally:
+        for number in replaced:
+            signal.signal(number, before[number])

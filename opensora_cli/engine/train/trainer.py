@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.listing import first_few
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.train.ema import averaged_copy, module_state, put_in_place, update_ema, warmed_up
-from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, Chance, Task
+from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
+from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.schedules import Schedule
@@ -24,7 +24,7 @@ from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings
 
 
 class Learner:
-    """Turns the gradients of a module into updates.
+    """A module with its optimizers and their schedule.
 
     Args:
         module: sharded already.
@@ -52,22 +52,18 @@ class Learner:
         """Of the last update, in all groups of weights."""
         return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def forget_gradients(self) -> None:
-        """Begin a new update."""
+    def zero_grad(self) -> None:
+        """Drop the gradients of the last update."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def clip(self, precision: Precision) -> Tensor:
-        """Scale the gradients down where they are too large, and return their norm before, over all ranks."""
+        """Clip the gradients, and return their norm before that, over all ranks."""
         precision.unscale(self.module)
         return self._distribution.clip_grad_norm(self.module, self._max_grad_norm)
 
     def set_rates(self, step: int) -> None:
-        """Set the rates of an update.
-
-        Args:
-            step: updates before it.
-        """
+        """Set the rates of the update after `step` updates."""
         set_rates(self.optimizers, self._schedule.factor(step))
 
     def update(self) -> None:
@@ -85,15 +81,15 @@ class Validation(Protocol):
     """Measures the loss on clips that are not trained on."""
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time after so many steps; the same on all ranks."""
+        """Whether it is due after so many steps; the same on all ranks."""
 
     def run(self, step: int, trainer: "Trainer[Any]") -> Mapping[str, float]:
-        """Return figures with `loss` among them, the same on all ranks, of which all call this."""
+        """Return figures with `loss` among them, the same on all ranks; all of them call this."""
 
 
 @dataclass
 class _Sums:
-    """What the micro-batches of an update add up to, on this rank."""
+    """Sums over the micro-batches of an update, on this rank."""
 
     figures: dict[str, float] = field(default_factory=dict)
     learning: set[str] = field(default_factory=set)
@@ -115,20 +111,20 @@ class Trainer(Generic[BatchT]):
     """Does the steps of a run; it neither reads nor writes files.
 
     An update has M micro-batches, which the data-parallel ranks share evenly: its gradient is the mean over all of
-    them, and does not depend on the number of ranks but for rounding. A step whose loss or gradient is not finite on
-    any rank changes nothing on all of them; several in a row end the run.
+    them, and depends on the number of ranks by rounding alone. A step whose loss or gradient is not finite on any rank
+    is skipped on all of them; several in a row end the run.
 
     Args:
         task: what is trained; its module and its adversary's are sharded already.
         batches: of this rank.
-        loop: how long, and in what steps.
-        optimizer: how to update.
-        precision: what to compute with.
+        loop: how many steps, and their seed.
+        optimizer: its settings.
+        precision: of the computation.
         distribution: of the ranks.
         clock: times the parts of each step.
-        observers: hear of every step.
-        reporter: hears of skipped steps.
-        trained_only: average and keep what is trained alone, without frozen weights and buffers.
+        observers: get a report of every step.
+        reporter: warned of skipped steps.
+        trained_only: average and save only what is trained, without frozen weights and buffers.
 
     Raises:
         ValueError: the ranks cannot share the micro-batches.
@@ -165,18 +161,18 @@ class Trainer(Generic[BatchT]):
         self.step = 0
         self.skipped_in_a_row = 0
         self.losses: list[float] = []
-        """Of the steps since the last checkpoint, which takes and empties them."""
+        """Of the steps since the last checkpoint, which clears them."""
         self._loop = loop
         self._clock = clock
         self._observers = observers
         self._reporter = reporter
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the module have the averaged weights inside the block; without an average, it keeps its own."""
-        return nullcontext() if self.ema is None else put_in_place(self.ema, self.task.module)
+        """Swap the averaged weights into the module inside the block; without an average, do nothing."""
+        return nullcontext() if self.ema is None else swapped_in(self.ema, self.task.module)
 
     def do_step(self) -> StepReport:
-        """Do one step, tell the observers, and return what happened.
+        """Do one step, report it to the observers, and return the report.
 
         Raises:
             TrainingError: loss or gradient was not finite several steps in a row.
@@ -194,7 +190,7 @@ class Trainer(Generic[BatchT]):
             if not skipped:
                 self._update(norms)
         self.step += 1
-        # Of a scale of the loss that was too large, the next one will be smaller.
+        # An overflow through the loss scale is no failure: the next scale is smaller.
         is_failure = skipped and not (has_finite_loss and self.precision.may_overflow)
         self.precision.update(skipped=skipped)
         report = self._report(sums, norms, skipped=skipped)
@@ -207,22 +203,22 @@ class Trainer(Generic[BatchT]):
             self.losses.append(report.figures["loss"])
         return report
 
-    def tell_validation(self, figures: Mapping[str, float]) -> None:
-        """Tell the observers what a validation has found."""
+    def report_validation(self, figures: Mapping[str, float]) -> None:
+        """Pass the figures of a validation to the observers."""
         for observer in self._observers:
             observer.on_validation(self.step, figures)
 
     def are_weights_finite(self) -> bool:
-        """Whether weights and averages are finite numbers on all ranks, which must all ask."""
+        """Whether weights and averages are finite on all ranks, which must all call this."""
         tensors = [value for learner in self.learners.values() for value in module_state(learner.module).values()]
         parts = [local(tensor) for tensor in (*tensors, *(self.ema or {}).values())]
-        # The smallest and the largest number, which NaN is both of: one quick pass, and no memory.
+        # NaN is both the smallest and the largest number: one pass, and no copy.
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
     def _find_gradients(self) -> _Sums:
         for learner in self.learners.values():
-            learner.forget_gradients()
+            learner.zero_grad()
         sums = _Sums()
         count = self.micro_batches // self.distribution.data_ranks
         for index in range(count):
@@ -239,19 +235,19 @@ class Trainer(Generic[BatchT]):
         return sums
 
     def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Add a micro-batch's share to the gradients; return the loss of each learner, and figures for the log."""
-        chance = Chance.of(self._loop.seed, batch.number)
-        # For dropout inside modules: of a micro-batch it is the same, whatever was drawn before, on whatever rank.
-        torch.manual_seed(chance.generator.initial_seed())
+        """Add a micro-batch's gradients; return the loss of each learner, and figures for the log."""
+        rng = SampleRng.of(self._loop.seed, batch.number)
+        # For dropout inside modules: the same for a micro-batch on any rank, at any time.
+        torch.manual_seed(rng.torch.initial_seed())
         losses = {}
         with self._clock.part("forward"), self.precision.autocast():
-            loss, figures = self.task.loss(batch, chance)
+            loss, figures = self.task.loss(batch, rng)
         losses["model"] = self._add_gradients(loss, share)
         if self.task.adversary is not None:
             with self._clock.part("forward"), self.precision.autocast():
-                learnt = self.task.adversary.loss()
-            if learnt is not None:
-                loss, more = learnt
+                adversarial = self.task.adversary.loss()
+            if adversarial is not None:
+                loss, more = adversarial
                 losses["adversary"] = self._add_gradients(loss, share)
                 figures = {**figures, **more}
         return losses, figures
@@ -274,7 +270,6 @@ class Trainer(Generic[BatchT]):
             paths = self._suspects(sums) if skipped else tuple(sums.paths)
         samples, tokens = round(means.pop("samples") * ranks), round(means.pop("tokens") * ranks)
         figures = {
-            # First what all tasks have.
             **{name: means.pop(name) for name in _LOSS_OF.values() if name in means},
             **{_NORM_OF[name]: float(norm) for name, norm in norms.items()},
             **means,
@@ -293,7 +288,7 @@ class Trainer(Generic[BatchT]):
         )
 
     def _suspects(self, sums: _Sums) -> tuple[str, ...]:
-        """Return the samples of all ranks whose loss was not finite; if all were, those of the whole step."""
+        """Return the samples of all ranks whose loss was not finite; if all losses were, those of the whole step."""
         found = [(sums.suspects, sums.paths)]
         if self.distribution.ranks > 1:
             found = [found[0] for _ in range(self.distribution.ranks)]

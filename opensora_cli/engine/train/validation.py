@@ -13,7 +13,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.datasets import open_dataset
 from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings, pixel_multiple
-from opensora_cli.engine.train.objectives.task import Batch, Chance
+from opensora_cli.engine.train.objectives.task import Batch, SampleRng
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -66,7 +66,7 @@ class HeldOutLoss:
                 # A rank without a batch of its own computes one that does not count: forward passes may be collective.
                 batch = self._read(min(index, self._count - 1))
                 # The same for every batch: what the transformer's task draws for a clip then depends on its path alone.
-                loss, figures = trainer.task.loss(batch, Chance.of(self._settings.seed, 0))
+                loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
                 weight = trainer.task.samples(batch) if index < self._count else 0
                 samples += weight
                 for name, value in {"loss": float(loss), **figures}.items():
@@ -118,10 +118,10 @@ def open_validation(settings: TrainSettings, *, distribution: Distribution, repo
 
 def _captions(settings: TrainSettings) -> Callable[[int], Batch]:
     # Imported here, since transformers takes seconds to load.
-    from opensora_cli.engine.train.objectives.text import draw_captions
+    from opensora_cli.engine.train.objectives.text import sample_captions
 
     seed, batch_size = _SEEDS_OF_CAPTIONS + settings.validation.seed, settings.text.batch_size
-    return lambda index: draw_captions(Chance.of_data(seed, index), index, batch_size=batch_size)
+    return lambda index: sample_captions(SampleRng.of_data(seed, index), index, batch_size=batch_size)
 
 
 def _clips(

@@ -74,7 +74,7 @@ class PatchAdversary:
         self.optimizer = _with_rate(optimizer, settings.learning_rate)
         self._shown: tuple[Tensor, Tensor] | None = None
 
-    def disbelief(self, made_BCTHW: Tensor) -> Tensor:
+    def generator_loss(self, made_BCTHW: Tensor) -> Tensor:
         """Return what the autoencoder minimises against it: minus the mean logit of decoded clips.
 
         Differentiate it by the clips alone, so that no gradient is left in the discriminator; under wrappers that

@@ -1,4 +1,4 @@
-"""Training the video transformer: flow matching in all condition modes, with captions dropped now and then."""
+"""Training the video transformer: flow matching in all condition modes, with dropout of captions."""
 
 import hashlib
 from collections import Counter
@@ -21,7 +21,7 @@ from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encode
 from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE, write_weights
 from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -34,7 +34,7 @@ Export = Callable[[Mapping[str, Tensor], Path], None]
 
 
 def export_transformer(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write `transformer.safetensors` in half precision, which halves the file and changes no picture.
+    """Write `transformer.safetensors` in half precision.
 
     Raises:
         CheckpointError: a weight is too large for half precision.
@@ -45,7 +45,7 @@ def export_transformer(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What one clip brings to a micro-batch: everything that is drawn and encoded for it, in fp32."""
+    """Everything that is sampled and encoded for one clip of a micro-batch, in fp32."""
 
     latents_CTHW: Tensor
     noise_CTHW: Tensor
@@ -54,21 +54,21 @@ class _Sample:
     prompt_embeds_LC: Tensor
     pooled_prompt_embeds_V: Tensor
     normal: Tensor
-    """What the time is made of."""
+    """A standard normal number, from which the timestep is computed."""
 
 
 class MMDiTTask:
     """Mean squared error of the velocity (rectified flow), each clip in a condition mode of its own.
 
-    What is drawn for a clip (mode, dropped captions, time, noise) depends on the micro-batch's chance and on the clip's
-    path: neither on its place in the batch, nor on what else is in it, nor on the device.
+    What is sampled for a clip (mode, dropped captions, timestep, noise) depends on the micro-batch's random state and
+    on the clip's path: neither on its place in the batch, nor on the other clips, nor on the device.
 
     Args:
         module: the transformer.
         settings: the objective.
         grid: how the autoencoder maps clips to latents.
-        empty_prompt: what takes the place of dropped captions.
-        encoders: returns the encoders of clips that come as pixels; called for the first of these.
+        empty_prompt: replaces dropped captions.
+        encoders: loads the encoders; called for the first clip that comes as pixels.
         device: where the transformer computes.
         export: writes the trained weights.
     """
@@ -101,10 +101,10 @@ class MMDiTTask:
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
-    def loss(self, batch: ClipBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
-        chances = _chances_of_samples(batch.paths, chance)
-        samples = [self._sample(clip, each) for clip, each in zip(self._encoded(batch), chances, strict=True)]
+        states = _random_states(batch.paths, rng)
+        samples = [self._sample(clip, each) for clip, each in zip(self._encoded(batch), states, strict=True)]
         latents_BCTHW = torch.stack([sample.latents_CTHW for sample in samples])
         masks_B1THW = torch.stack([sample.mask_1THW for sample in samples])
         patch = self._config.patch_size
@@ -145,7 +145,7 @@ class MMDiTTask:
         return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the transformer or, where only that is trained, its adapter."""
+        """Write the transformer, or the adapter if only that is trained."""
         self._export(weights, folder)
 
     def _encoded(self, batch: ClipBatch) -> Sequence[EncodedClip]:
@@ -160,17 +160,17 @@ class MMDiTTask:
         ]
 
     @torch.no_grad()
-    def _sample(self, clip: EncodedClip, chance: Chance) -> _Sample:
+    def _sample(self, clip: EncodedClip, rng: SampleRng) -> _Sample:
         latents_CTHW = self._placed(clip.latents())
         mode = draw_mode(
             self._weights,
             num_latent_frames=latents_CTHW.shape[1],
             causal=self._grid.is_causal,
-            rng=chance.rng,
+            rng=rng.numpy,
             lengths=self._lengths,
         )
-        drop_t5 = chance.rng.random() < self._settings.t5_dropout
-        drop_clip = chance.rng.random() < self._settings.clip_dropout
+        drop_t5 = rng.numpy.random() < self._settings.t5_dropout
+        drop_clip = rng.numpy.random() < self._settings.clip_dropout
         mask_1THW, reference_CTHW = condition_clip(
             latents_CTHW,
             mode,
@@ -182,19 +182,19 @@ class MMDiTTask:
         empty = self._empty_prompt
         return _Sample(
             latents_CTHW=latents_CTHW,
-            # On the host, so that every device sees the same.
-            noise_CTHW=self._placed(torch.randn(latents_CTHW.shape, generator=chance.generator)),
+            # On the host, so that it is the same for every device.
+            noise_CTHW=self._placed(torch.randn(latents_CTHW.shape, generator=rng.torch)),
             mask_1THW=mask_1THW,
             reference_CTHW=reference_CTHW,
             prompt_embeds_LC=self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),
             pooled_prompt_embeds_V=self._placed(
                 empty.pooled_prompt_embeds_V if drop_clip else clip.pooled_prompt_embeds()
             ),
-            normal=self._placed(torch.randn((), generator=chance.generator)),
+            normal=self._placed(torch.randn((), generator=rng.torch)),
         )
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        # Moved before it is widened: half the bytes on the way.
+        # Transferred before the cast: half the bytes.
         return tensor.to(self._device).float()
 
     def _conditioning(self, samples: Sequence[_Sample], masks_B1THW: Tensor) -> Tensor | None:
@@ -209,17 +209,17 @@ class MMDiTTask:
         return torch.full((batch_size,), self._settings.embedded_guidance, device=self._device)
 
 
-def _chances_of_samples(paths: Sequence[str], chance: Chance) -> list[Chance]:
-    """Return a chance for each sample, made from its path and from how often it came before in this micro-batch."""
-    seed = int(chance.rng.integers(2**63))
+def _random_states(paths: Sequence[str], rng: SampleRng) -> list[SampleRng]:
+    """Return a random state for each sample, from its path and its number of earlier occurrences in the micro-batch."""
+    seed = int(rng.numpy.integers(2**63))
     seen: Counter[str] = Counter()
-    chances = []
+    states = []
     for path in paths:
         digest = hashlib.sha256(path.encode("utf-8", "surrogatepass")).digest()
-        rng = np.random.default_rng((seed, int.from_bytes(digest[:8]), seen[path]))
-        chances.append(Chance(rng, torch.Generator().manual_seed(int(rng.integers(2**63)))))
+        own = np.random.default_rng((seed, int.from_bytes(digest[:8]), seen[path]))
+        states.append(SampleRng(own, torch.Generator().manual_seed(int(own.integers(2**63)))))
         seen[path] += 1
-    return chances
+    return states
 
 
 def build_mmdit_task(
@@ -229,9 +229,9 @@ def build_mmdit_task(
 
     Args:
         settings: the run.
-        module: what is trained.
+        module: the transformer.
         device: where it computes, and where clips are encoded.
-        clips: where encoded clips come from. The frozen parts are then loaded only if other clips come, as for
+        clips: the cache of encoded clips. With one, the frozen parts are loaded only if other clips come, as for
             validation.
 
     Raises:

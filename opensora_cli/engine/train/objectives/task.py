@@ -6,42 +6,41 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.settings.train_loop import OptimizerSettings
 
-# Streams of one seed that must not resemble each other.
+# Independent streams of one seed.
 _OF_LOSS = 0
 _OF_DATA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
-    """Where the randomness of one micro-batch comes from, for arrays and for tensors on the host."""
+class SampleRng:
+    """The random state of one micro-batch: for arrays, and for tensors on the host."""
 
-    rng: np.random.Generator
-    generator: torch.Generator
+    numpy: np.random.Generator
+    torch: Generator
 
     @classmethod
-    def of(cls, seed: int, number: int) -> "Chance":
-        """Return what the loss of a micro-batch draws from: noise, time, condition mode, dropout.
+    def of(cls, seed: int, number: int) -> "SampleRng":
+        """Return the state for the loss of a micro-batch: noise, time, condition mode, dropout.
 
-        It depends on nothing but the seed and the micro-batch's number in the whole run, and so neither on the number
-        of processes nor on whether the run was interrupted.
+        It depends on the seed and on the micro-batch's number in the whole run alone: neither on the number of ranks
+        nor on whether the run was interrupted.
         """
         return cls._of(seed, number, _OF_LOSS)
 
     @classmethod
-    def of_data(cls, seed: int, number: int) -> "Chance":
-        """Return what the contents of a micro-batch, or of a procedural clip, are drawn from; as `of`."""
+    def of_data(cls, seed: int, number: int) -> "SampleRng":
+        """Return the state for the contents of a micro-batch; as `of`."""
         return cls._of(seed, number, _OF_DATA)
 
     @classmethod
-    def _of(cls, seed: int, number: int, stream: int) -> "Chance":
+    def _of(cls, seed: int, number: int, stream: int) -> "SampleRng":
         rng = np.random.default_rng((seed, number, stream))
-        return cls(rng, torch.Generator().manual_seed(int(rng.integers(2**31))))
+        return cls(rng, Generator().manual_seed(int(rng.integers(2**31))))
 
 
 class Batch(Protocol):
@@ -53,7 +52,7 @@ class Batch(Protocol):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """What each of its samples is called, for the log of skipped steps."""
+        """Names of its samples, for the log of skipped steps."""
 
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -62,51 +61,50 @@ BatchT_contra = TypeVar("BatchT_contra", bound=Batch, contravariant=True)
 
 
 class BatchSource(Protocol[BatchT_co]):
-    """Gives this rank its micro-batches: of R data-parallel ranks, the one of rank r gets r, r+R, r+2R and so on."""
+    """This rank's micro-batches: of R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
 
     @property
     def epoch(self) -> int:
-        """Of the micro-batch that was handed out last, or of the first; from 0."""
+        """Of the latest micro-batch, or of the first; from 0."""
 
     def next(self) -> BatchT_co:
         """Return this rank's next micro-batch; there is always one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run is: after what was handed out, whatever was fetched ahead.
+        """Return the position in the data, without what was prefetched: plain values and tensors.
 
         It is taken between updates only, when all ranks have had equally many, and does not depend on their number.
-        Plain values and tensors.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from there.
 
         Raises:
             CheckpointError: the state is of other data.
         """
 
     def close(self) -> None:
-        """End workers; may come twice."""
+        """End workers; may be called twice."""
 
 
 class Adversary(Protocol):
     """A module that learns against the task's own, as a discriminator does."""
 
     forward: Callable[..., Any]
-    """What is called in place of `module`; as `Task.forward`."""
+    """Called in place of `module`; as `Task.forward`."""
 
     @property
     def module(self) -> nn.Module:
-        """What is updated and saved."""
+        """Updated and saved."""
 
     @property
     def optimizer(self) -> OptimizerSettings:
-        """How to update it."""
+        """Settings of its optimizer."""
 
     def loss(self) -> tuple[Tensor, dict[str, float]] | None:
         """Return its loss on what the task's `loss` has just computed, and figures for the log.
 
-        None: it does not learn in this step, which is so on all ranks.
+        None: it does not learn in this step, on no rank.
         """
 
 
@@ -114,27 +112,27 @@ class Task(Protocol[BatchT_contra]):
     """One thing to train."""
 
     forward: Callable[..., Any]
-    """What `loss` calls in place of `module`: first the module itself, then what the strategy puts here."""
+    """`loss` calls it in place of `module`: the module itself, then what the strategy wraps it in."""
 
     @property
     def module(self) -> nn.Module:
-        """What is updated, averaged and saved; it may be sharded in place before training."""
+        """Updated, averaged and saved; it may be sharded in place before training."""
 
     @property
     def adversary(self) -> Adversary | None:
-        """What learns against it, with an optimizer of its own."""
+        """A module that learns against it, with an optimizer of its own."""
 
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
-        """Rework the weights and their average, in place, where a new phase of training begins.
+        """Change the weights and their average in place where a new phase of training begins.
 
-        May come twice for the same step, after an interruption or a resume: the second time must change nothing.
+        It is called again for the same step after a resume: the second call must change nothing.
 
         Args:
             step: updates that are done.
             ema: averaged weights by the names of the module's state, this rank's parts; None: there is no average.
         """
 
-    def loss(self, batch: BatchT_contra, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the mean loss over the samples of a micro-batch, and figures for the log (of this rank)."""
 
     def tokens(self, batch: BatchT_contra) -> int:
@@ -144,27 +142,26 @@ class Task(Protocol[BatchT_contra]):
         """Return how many samples the micro-batch has."""
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write weights in the form that generating reads; by the main rank alone.
+        """Write weights in the form that generation reads; by the main rank alone.
 
         Args:
-            weights: the averaged ones, or the current ones without an average: whole, on the host, by the names of the
-                module's state.
+            weights: whole, on the host, by the names of the module's state: the average, or the current ones without.
             folder: the run's.
         """
 
 
-class DrawnBatches(Generic[BatchT]):
-    """Gives micro-batches that depend on the seed and their number alone; there is one epoch.
+class SampledBatches(Generic[BatchT]):
+    """Endless micro-batches that depend on the seed and their number alone; there is one epoch.
 
     Args:
-        draw: (chance, number) -> micro-batch.
+        make: (random state, number) -> micro-batch.
         seed: of the run.
         rank: this data-parallel rank.
         ranks: how many of them there are.
     """
 
-    def __init__(self, draw: Callable[[Chance, int], BatchT], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
-        self._draw = draw
+    def __init__(self, make: Callable[[SampleRng, int], BatchT], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self._make = make
         self._seed = seed
         self._rank, self._ranks = rank, ranks
         self._handed_out = 0
@@ -178,14 +175,14 @@ class DrawnBatches(Generic[BatchT]):
         """Return this rank's next micro-batch."""
         number = self._handed_out + self._rank
         self._handed_out += self._ranks
-        return self._draw(Chance.of_data(self._seed, number), number)
+        return self._make(SampleRng.of_data(self._seed, number), number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many micro-batches all ranks have had together."""
+        """Return how many micro-batches all ranks have had in total."""
         return {"handed_out": self._handed_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after so many.
+        """Continue after so many.
 
         Raises:
             CheckpointError: the state is of other data.
@@ -198,4 +195,4 @@ class DrawnBatches(Generic[BatchT]):
         self._handed_out = handed_out
 
     def close(self) -> None:
-        """Do nothing: there are no workers."""
+        """Do nothing."""

@@ -34,7 +34,7 @@ from opensora_cli.data.scenes import (
 )
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.files import CLIP_FOLDER, T5_FOLDER, VOCABULARY_FILE
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.text.folder import quiet
 from opensora_cli.settings.train_objectives import TextTrainSettings
 
@@ -135,10 +135,10 @@ class CaptionBatch:
         return self.captions
 
 
-def draw_captions(chance: Chance, number: int, *, batch_size: int) -> CaptionBatch:
+def sample_captions(rng: SampleRng, number: int, *, batch_size: int) -> CaptionBatch:
     """Return a micro-batch of captions of random scenes."""
-    scenes = [sample_scene(chance.rng) for _ in range(batch_size)]
-    captions = tuple(_disturbed(caption_scene(scene, chance.rng), chance.rng) for scene in scenes)
+    scenes = [sample_scene(rng.numpy) for _ in range(batch_size)]
+    captions = tuple(_disturbed(caption_scene(scene, rng.numpy), rng.numpy) for scene in scenes)
     return CaptionBatch(number=number, captions=captions, answers_BQ=torch.tensor([answers(scene) for scene in scenes]))
 
 
@@ -161,7 +161,7 @@ class TextTask:
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
-    def loss(self, batch: CaptionBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: CaptionBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a batch of captions, and how many questions were answered as the scene has it."""
         device = next(self.module.parameters()).device
         t5_ids, clip_ids = (

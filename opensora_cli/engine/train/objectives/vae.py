@@ -16,7 +16,7 @@ from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.train.files import VAE_FILE, write_weights
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.objectives.vae_losses import (
     LastLayer,
     adaptive_weight,
@@ -129,16 +129,16 @@ class VAETask:
             move_to_last_tap(ema or {})
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
 
-    def loss(self, batch: ClipBatch, chance: Chance) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
 
         Where gradients are off, the adversarial term is left out and clips stay whole, so that losses of different
         times and runs can be compared.
         """
-        pixels = self._pixels(batch, chance)
+        pixels = self._pixels(batch, rng)
         opposed = self._is_opposed and torch.is_grad_enabled()
         with self._last_layer.watched() if opposed else nullcontext():
-            made, mean, logvar = self.forward(pixels, generator=chance.generator)
+            made, mean, logvar = self.forward(pixels, generator=rng.torch)
             loss, figures = self._pixel_loss(made.float(), pixels, opposed=opposed)
         if logvar is not None:
             kl = kl_divergence(mean.float(), logvar.float())
@@ -175,13 +175,13 @@ class VAETask:
         (gradient,) = torch.autograd.grad(value, leaf)
         if opposed and self.adversary is not None:
             with _without_float16(made.device.type):
-                disbelief = self.adversary.disbelief(leaf)
-            (against,) = torch.autograd.grad(disbelief, leaf)
+                generator_loss = self.adversary.generator_loss(leaf)
+            (against,) = torch.autograd.grad(generator_loss, leaf)
             balance = adaptive_weight(self._last_layer.gradient_norm(gradient), self._last_layer.gradient_norm(against))
             weight = self._settings.discriminator.weight * balance
-            value = value.detach() + weight * disbelief.detach()
+            value = value.detach() + weight * generator_loss.detach()
             gradient = gradient + weight * against
-            figures |= {"adversarial": float(disbelief.detach()), "adversarial_weight": float(weight)}
+            figures |= {"adversarial": float(generator_loss.detach()), "adversarial_weight": float(weight)}
             self.adversary.show(real_BCTHW=pixels, made_BCTHW=made)
         return with_gradient(made, value=value, gradient=gradient), figures
 
@@ -195,12 +195,12 @@ class VAETask:
             figures["lpips"] = float(distance.detach())
         return loss, figures
 
-    def _pixels(self, batch: ClipBatch, chance: Chance) -> Tensor:
+    def _pixels(self, batch: ClipBatch, rng: SampleRng) -> Tensor:
         frames = _frames(batch)
         count, num_frames = frames.shape[:2]
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
-        if share and num_frames > 1 and chance.rng.random() < share:
-            frames = frames[torch.arange(count), chance.rng.integers(num_frames, size=count)].unsqueeze(1)
+        if share and num_frames > 1 and rng.numpy.random() < share:
+            frames = frames[torch.arange(count), rng.numpy.integers(num_frames, size=count)].unsqueeze(1)
         return to_pixels(frames.to(next(self.module.parameters()).device))
 
     def _whitened(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

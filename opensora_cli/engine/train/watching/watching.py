@@ -93,7 +93,7 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
     return Watching(clock, observers, begins=begins)
 
 
-def forget_later(output: Path, *, step: int) -> None:
+def truncate_records(output: Path, *, step: int) -> None:
     """Take out of a run's log and samples what comes after a step; TensorBoard's events say so themselves.
 
     Raises:
@@ -103,7 +103,7 @@ def forget_later(output: Path, *, step: int) -> None:
     remove_later(output / SAMPLES_FOLDER, step=step)
 
 
-def forget_all(output: Path) -> None:
+def remove_records(output: Path) -> None:
     """Remove what watching an earlier run has left."""
     (output / LOG_FILE).unlink(missing_ok=True)
     for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):

@@ -27,7 +27,7 @@ from opensora_cli.engine.encode.encoding import ALWAYS_CACHED, Encoders
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train import run
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
@@ -124,7 +124,7 @@ def losses(settings, *, micro_batches):
     drawn = [batches.next() for _ in range(micro_batches)]
     batches.close()
     assert all((batch.cached is None) == (cache is None) for batch in drawn)
-    return [task.loss(batch, Chance.of(0, batch.number))[0].item() for batch in drawn]
+    return [task.loss(batch, SampleRng.of(0, batch.number))[0].item() for batch in drawn]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

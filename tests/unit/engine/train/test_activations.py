@@ -37,7 +37,7 @@ def test_nothing_is_planned_unless_asked():
 )
 def test_blocks(memory, blocks):
     plan = plan_activations(settings(checkpointing=True, **memory))
-    assert plan.blocks == blocks
+    assert plan.checkpointed_blocks == blocks
     model = MMDiT(mmdit_config(settings().model))
     with saved_activations(model, plan):
         wrapped = [path for path, part in model.named_modules() if "forward" in vars(part)]

@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestEr
 from opensora_cli.engine.ckpt.verify import verify
 from opensora_cli.engine.train import checkpoints as checkpoints_module
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, put_aside_newer
+from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer
 from opensora_cli.engine.train.state import restore, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -339,7 +339,7 @@ class TestChoose:
         run, folder = self.run_folder(tmp_path / "run"), path(spelled) / "epoch0-global_step2"
         chosen = self.choose(path(output), folder=folder)
         assert chosen == path(output) / folder.name
-        put_aside_newer(path(output), chosen, reporter=Listener())
+        set_aside_newer(path(output), chosen, reporter=Listener())
         assert names(run) == ["aside-epoch0-global_step3", "epoch0-global_step1", "epoch0-global_step2"]
         self.spoil(folder)
         with pytest.raises(CheckpointError) as caught:
@@ -352,7 +352,7 @@ class TestChoose:
         self.spoil(run / "epoch0-global_step3", name)
         with pytest.raises(CheckpointError, match=f"is broken:\n.*{name} is not what was written") as caught:
             self.choose(run)
-        assert caught.value.hint == f"--allow-older goes on from {run / 'epoch0-global_step2'}"
+        assert caught.value.hint == f"--allow-older resumes from {run / 'epoch0-global_step2'}"
 
     def test_a_missing_file_and_a_missing_end(self, tmp_path):
         run = self.run_folder(tmp_path)
@@ -375,7 +375,7 @@ class TestChoose:
             self.spoil(run / f"epoch0-global_step{step}")
         with pytest.raises(CheckpointError, match="epoch0-global_step1 is broken") as caught:
             self.choose(run, allow_older=True)
-        assert caught.value.hint == "begin anew with --overwrite in place of --resume"
+        assert caught.value.hint == "start again with --overwrite in place of --resume"
 
     def test_none(self, tmp_path):
         with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
@@ -391,7 +391,7 @@ class TestChoose:
     def test_newer_ones_are_put_aside(self, tmp_path):
         run = self.run_folder(tmp_path)
         (run / ".saving-ab12-epoch0-global_step4").mkdir()
-        put_aside_newer(run, run / "epoch0-global_step1", reporter=Listener())
+        set_aside_newer(run, run / "epoch0-global_step1", reporter=Listener())
         assert names(run) == ["aside-epoch0-global_step2", "aside-epoch0-global_step3", "epoch0-global_step1"]
         assert self.choose(run).name == "epoch0-global_step1"
         assert wrong_files(run / "aside-epoch0-global_step3") == []

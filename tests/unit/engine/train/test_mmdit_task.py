@@ -30,7 +30,7 @@ from opensora_cli.engine.encode.encoding import (
     part_name,
 )
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -63,6 +63,11 @@ CONFIG = MMDiTConfig(
     cond_embed=True,
     patch_size=2,
 )
+
+
+def rng(number: int) -> SampleRng:
+    """The random state of a micro-batch."""
+    return SampleRng.of(0, number)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +197,7 @@ class TestModes:
     )
     def test_every_mode_gives_its_frames(self, vae, mode, given):
         spy = Spy()
-        task(encoders(vae), module=spy, weights={mode: 1.0}).loss(batch(pixels(1)), Chance.of(0, 0))
+        task(encoders(vae), module=spy, weights={mode: 1.0}).loss(batch(pixels(1)), rng(0))
         flags, reference = given_frames(spy.calls[0], frames=4)
         assert flags == given
         assert reference.abs().amax(dim=(1, 2)).gt(0).tolist() == [bool(frame) for frame in given]
@@ -208,7 +213,7 @@ class TestModes:
     )
     def test_references_are_encoded_on_their_own(self, vae, mode, frames, position):
         spy, clips = Spy(), pixels(1)
-        task(encoders(vae), module=spy, weights={mode: 1.0}).loss(batch(clips), Chance.of(0, 0))
+        task(encoders(vae), module=spy, weights={mode: 1.0}).loss(batch(clips), rng(0))
         _, reference = given_frames(spy.calls[0], frames=4)
         whole = (clips.permute(0, 4, 1, 2, 3).float() / 127.5 - 1.0).contiguous()
         alone, inside = vae.encode(whole[:, :, frames]), vae.encode(whole)[:, :, position]
@@ -221,7 +226,7 @@ class TestModes:
         spy = Spy()
         running = task(encoders(vae), module=spy, weights={"t2v": 1.0, "i2v_head": 3.0})
         for number in range(8):
-            running.loss(batch(pixels(5, num_frames=5)), Chance.of(0, number))
+            running.loss(batch(pixels(5, num_frames=5)), rng(number))
         given = [bool(sample.any()) for call in spy.calls for sample in call["conditioning_BNK"]]
         assert len(given) == 40
         assert sum(given) == pytest.approx(30, abs=6)  # seeded
@@ -229,7 +234,7 @@ class TestModes:
     @pytest.mark.parametrize(("num_frames", "weights"), [(1, {"i2v_head": 1.0}), (5, {"v2v_head": 1.0})])
     def test_a_clip_too_short_for_all_modes_is_t2v(self, vae, num_frames, weights):
         spy = Spy()
-        task(encoders(vae), module=spy, weights=weights).loss(batch(pixels(2, num_frames=num_frames)), Chance.of(0, 0))
+        task(encoders(vae), module=spy, weights=weights).loss(batch(pixels(2, num_frames=num_frames)), rng(0))
         assert not spy.calls[0]["conditioning_BNK"].any()
 
 
@@ -241,7 +246,7 @@ class TestStep:
         for autocast in (False, True):
             for attempt in range(2):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                    loss, figures = running.loss(batch(pixels()), Chance.of(0, 0))
+                    loss, figures = running.loss(batch(pixels()), rng(0))
                 loss.backward()
                 losses[autocast, attempt] = loss
                 assert figures == {}
@@ -252,15 +257,15 @@ class TestStep:
 
     def test_another_chance_gives_another_loss(self, vae):
         running = task(encoders(vae))
-        first, second = (running.loss(batch(pixels()), Chance.of(0, number))[0] for number in (0, 1))
+        first, second = (running.loss(batch(pixels()), rng(number))[0] for number in (0, 1))
         assert first != second
 
     def test_a_sample_does_not_depend_on_its_place_in_the_batch(self, vae):
         spy = Spy()
         running = task(encoders(vae), module=spy)
         original = batch(pixels())
-        straight, _ = running.loss(original, Chance.of(0, 0))
-        turned, _ = running.loss(permuted(original, (2, 0, 1)), Chance.of(0, 0))
+        straight, _ = running.loss(original, rng(0))
+        turned, _ = running.loss(permuted(original, (2, 0, 1)), rng(0))
         for name, value in spy.calls[0].items():
             if value is not None:
                 assert torch.equal(value[[2, 0, 1]], spy.calls[1][name]), name
@@ -270,13 +275,13 @@ class TestStep:
         spy = Spy()
         clips = pixels(1).expand(2, -1, -1, -1, -1)
         running = task(encoders(vae), module=spy, weights={"t2v": 1.0})
-        running.loss(batch(clips, paths=("same", "same")), Chance.of(0, 0))
+        running.loss(batch(clips, paths=("same", "same")), rng(0))
         assert spy.calls[0]["timesteps_B"][0] != spy.calls[0]["timesteps_B"][1]
 
     def test_time_and_noise_are_those_of_the_formula(self, vae):
         """What the model is given is x_t of what the loss is measured against."""
         spy = Spy()
-        loss, _ = task(encoders(vae), module=spy, weights={"t2v": 1.0}).loss(batch(pixels(2)), Chance.of(0, 0))
+        loss, _ = task(encoders(vae), module=spy, weights={"t2v": 1.0}).loss(batch(pixels(2)), rng(0))
         call = spy.calls[0]
         clips = (pixels(2).permute(0, 4, 1, 2, 3).float() / 127.5 - 1.0).contiguous()
         data = torch.cat([vae.encode(each[None]) for each in clips])
@@ -292,7 +297,7 @@ class TestStep:
             spy = Spy()
             running = task(encoders(vae), module=spy, weights={"t2v": 1.0})
             for number in range(4):
-                running.loss(batch(pixels(5, num_frames=num_frames)), Chance.of(0, number))
+                running.loss(batch(pixels(5, num_frames=num_frames)), rng(number))
             times[num_frames] = torch.cat([call["timesteps_B"] for call in spy.calls])
         odds = {frames: t / (1 - t) for frames, t in times.items()}
         # The paths are the same, and so are the normal draws where as much noise was drawn before them.
@@ -302,9 +307,7 @@ class TestStep:
 
     def test_masked_loss_leaves_given_frames_out(self, vae):
         losses = {
-            masked: task(encoders(vae), weights={"i2v_head": 1.0}, masked_loss=masked).loss(
-                batch(pixels()), Chance.of(0, 0)
-            )[0]
+            masked: task(encoders(vae), weights={"i2v_head": 1.0}, masked_loss=masked).loss(batch(pixels()), rng(0))[0]
             for masked in (False, True)
         }
         assert losses[True] != losses[False]
@@ -320,7 +323,7 @@ class TestStep:
         running, asked = task(encoders(vae)), []
         inner = running.module
         running.forward = lambda latents, **inputs: asked.append(len(latents)) or inner(latents, **inputs)
-        running.loss(batch(pixels(2)), Chance.of(0, 0))
+        running.loss(batch(pixels(2)), rng(0))
         assert asked == [2]
 
 
@@ -329,7 +332,7 @@ class TestText:
         spy = Spy()
         running = task(encoders(vae), module=spy, weights={"t2v": 1.0}, t5_dropout=0.5, clip_dropout=0.25)
         for number in range(40):
-            running.loss(batch(pixels(5, num_frames=1)), Chance.of(0, number))
+            running.loss(batch(pixels(5, num_frames=1)), rng(number))
         no_t5 = torch.cat([call["prompt_embeds_BLC"][:, 0, 0] == 0 for call in spy.calls])
         no_clip = torch.cat([call["pooled_prompt_embeds_BV"][:, 0] == 0 for call in spy.calls])
         assert len(no_t5) == 200
@@ -341,7 +344,7 @@ class TestText:
     @pytest.mark.parametrize(("dropout", "kept"), [(0.0, 3), (1.0, 0)])
     def test_always_and_never(self, vae, dropout, kept):
         spy = Spy()
-        task(encoders(vae), module=spy, t5_dropout=dropout, clip_dropout=dropout).loss(batch(pixels()), Chance.of(0, 0))
+        task(encoders(vae), module=spy, t5_dropout=dropout, clip_dropout=dropout).loss(batch(pixels()), rng(0))
         assert spy.calls[0]["prompt_embeds_BLC"][:, 0, 0].count_nonzero() == kept
         assert spy.calls[0]["pooled_prompt_embeds_BV"][:, 0].count_nonzero() == kept
 
@@ -349,24 +352,24 @@ class TestText:
         asked = []
         frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
         running = task(frozen, t5_dropout=0.0)
-        running.loss(batch(pixels(2), motion_scores=(3.5, None), fps=(24.0, 0.0)), Chance.of(0, 0))
+        running.loss(batch(pixels(2), motion_scores=(3.5, None), fps=(24.0, 0.0)), rng(0))
         assert asked == ["", "x 24 FPS, 4 motion score.", "xx"]
 
 
 class TestModels:
     def test_a_model_without_condition(self, vae):
         config = replace(CONFIG, cond_embed=False)
-        loss, _ = task(encoders(vae), module=MMDiT(config), weights={"t2v": 1.0}).loss(batch(pixels()), Chance.of(0, 0))
+        loss, _ = task(encoders(vae), module=MMDiT(config), weights={"t2v": 1.0}).loss(batch(pixels()), rng(0))
         assert loss.isfinite()
 
     def test_a_distilled_model_is_told_its_guidance(self, vae):
         config = replace(CONFIG, guidance_embed=True)
         spy = Spy(config)
-        task(encoders(vae), module=spy, embedded_guidance=3.5).loss(batch(pixels(2)), Chance.of(0, 0))
+        task(encoders(vae), module=spy, embedded_guidance=3.5).loss(batch(pixels(2)), rng(0))
         assert spy.calls[0]["embedded_guidance_B"].tolist() == [3.5, 3.5]
         module = MMDiT(config)
         nn.init.normal_(module.final_layer.linear.weight)
-        loss, _ = task(encoders(vae), module=module).loss(batch(pixels(2)), Chance.of(0, 0))
+        loss, _ = task(encoders(vae), module=module).loss(batch(pixels(2)), rng(0))
         loss.backward()
         assert module.guidance_in.in_layer.weight.grad.isfinite().all()
 
@@ -388,7 +391,7 @@ class TestModels:
         spy = Spy(replace(CONFIG, in_channels=8, patch_size=1))
         frozen = encoders(vae)
         running = task(frozen, module=spy, weights={mode: 1.0})
-        loss, _ = running.loss(batch(clips), Chance.of(0, 0))
+        loss, _ = running.loss(batch(clips), rng(0))
         assert loss.isfinite()
         assert running.tokens(batch(clips)) == spy.calls[0]["latents"].shape[1] == 4 * 256
         flags, reference = given_frames(spy.calls[0], frames=4, tokens=256, patch=1)
@@ -409,7 +412,7 @@ class TestModels:
         nn.init.normal_(module.final_layer.linear.weight)
         running = task(encoders(autoencoder("flux_ae")), module=module, weights={"t2v": 1.0})
         pictures = batch(pixels(3, num_frames=1), fps=(0.0,) * 3)
-        loss, _ = running.loss(pictures, Chance.of(0, 0))
+        loss, _ = running.loss(pictures, rng(0))
         loss.backward()
         assert loss.isfinite()
         assert running.tokens(pictures) == 3 * 8 * 8
@@ -426,8 +429,8 @@ class TestCached:
         running = task(frozen, module=module)
         stored = cached(original, frozen, settings())
         for number in range(4):
-            fresh, _ = running.loss(original, Chance.of(0, number))
-            again, _ = running.loss(stored, Chance.of(0, number))
+            fresh, _ = running.loss(original, rng(number))
+            again, _ = running.loss(stored, rng(number))
             assert torch.equal(fresh, again)
 
     @pytest.mark.parametrize("autocast", [False, True])
@@ -443,7 +446,7 @@ class TestCached:
         stored = cached(original, frozen, settings())
         assert {tensor.dtype for one in stored.cached for tensor in one.tensors.values()} == {torch.bfloat16}
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            losses = [running.loss(each, Chance.of(0, 0))[0] for each in (original, stored)]
+            losses = [running.loss(each, rng(0))[0] for each in (original, stored)]
         assert torch.equal(*losses)
 
 

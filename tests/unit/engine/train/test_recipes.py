@@ -12,7 +12,7 @@ from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.components.configs import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.media.write import write_media
@@ -149,7 +149,7 @@ def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
     while (batch := batches.next()).epoch == 0:
         assert batch.pixels_BTHWC is not None
         lengths.add(batch.pixels_BTHWC.shape[1])
-        losses += [float(task.loss(batch, Chance.of(1, draw))[0]) for draw in range(4)]
+        losses += [float(task.loss(batch, SampleRng.of(1, draw))[0]) for draw in range(4)]
     return sum(losses) / len(losses), lengths
 
 

@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ten_steps_are_five_and_five(tmp_path, whole):
     run = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt, match=r"step 5 of 10 is saved in .*: go on with --resume"):
+    with pytest.raises(KeyboardInterrupt, match=r"step 5 of 10 is saved in .*: continue with --resume"):
         train(clips(run), reporter=tiny_training.StopAfter(5))
     # Mid-epoch: of seven micro-batches an epoch, ten are done.
     assert [path.name for path in run.glob("epoch*")] == ["epoch1-global_step5"]
@@ -91,7 +91,7 @@ def test_sigterm_is_as_good(tmp_path, whole):
     _wait_for(run, steps=2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
-    assert "go on with --resume" in process.stderr.read().decode()
+    assert "continue with --resume" in process.stderr.read().decode()
     saved = max(int(path.name.rpartition("step")[2]) for path in run.glob("epoch*"))
     assert saved >= 2
     train(clips(run), resume=Resume())
@@ -149,7 +149,7 @@ def test_a_run_that_is_over_exports_again(tmp_path, whole):
     assert train(settings, resume=Resume()).steps == 2
     assert (run / "vae.safetensors").read_bytes() == exported
     with pytest.raises(
-        RequestError, match=r"loop\.steps=1 is over already: .*epoch0-global_step2 is of step 2"
+        RequestError, match=r"loop\.steps=1 is already done: .*epoch0-global_step2 is of step 2"
     ) as caught:
         train(settings.replace({"loop.steps": 1, "optimizer.decay_steps": 1}), resume=Resume())
     assert caught.value.hint == "use a number over 2: --set loop.steps=N"

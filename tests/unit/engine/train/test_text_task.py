@@ -8,8 +8,8 @@ import tiny_training
 import torch
 
 from opensora_cli.data.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather, known_words
-from opensora_cli.engine.train.objectives.task import Chance
-from opensora_cli.engine.train.objectives.text import QUESTIONS, TextTask, answers, build_tokenizer, draw_captions
+from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.engine.train.objectives.text import QUESTIONS, TextTask, answers, build_tokenizer, sample_captions
 
 THING = Thing(Shape.BOAT, Colour.BLUE, Direction.RIGHT, Speed.FAST)
 SCENE = Scene(Place.FOREST, Weather.SNOW, Time.SUNSET, THING, seed=0)
@@ -54,8 +54,8 @@ class TestTask:
         optimizer = torch.optim.AdamW(task.module.parameters(), lr=1e-2)
         right = []
         for step in range(30):
-            batch = draw_captions(Chance.of_data(0, step), step, batch_size=32)
-            loss, figures = task.loss(batch, Chance.of(0, step))
+            batch = sample_captions(SampleRng.of_data(0, step), step, batch_size=32)
+            loss, figures = task.loss(batch, SampleRng.of(0, step))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -65,7 +65,7 @@ class TestTask:
         assert np.all(last <= 1.0)
 
     def test_a_batch_is_of_its_number_alone(self):
-        one, same, other = (draw_captions(Chance.of_data(0, number), number, batch_size=3) for number in (5, 5, 6))
+        one, same, other = (sample_captions(SampleRng.of_data(0, number), number, batch_size=3) for number in (5, 5, 6))
         assert one.captions == same.captions != other.captions
         assert torch.equal(one.answers_BQ, same.answers_BQ)
         task = TextTask(tiny_training.text_settings("unused").text)

@@ -246,7 +246,7 @@ class TestEnd:
 
     @pytest.mark.parametrize(
         ("finite", "way"),
-        [([False], "begin anew with --overwrite"), ([True, False], "--resume from the last checkpoint")],
+        [([False], "start again with --overwrite"), ([True, False], "--resume from the last checkpoint")],
     )
     def test_what_is_not_finite_says_how_to_go_on(self, tmp_path, monkeypatch, finite, way):
         answers = iter(finite)

@@ -10,7 +10,7 @@ from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask
 
 from opensora_cli.core.exceptions import CheckpointError, TrainingError
 from opensora_cli.engine.train.ema import averaged_copy, update_ema
-from opensora_cli.engine.train.objectives.task import Chance, DrawnBatches
+from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching.clocks import PARTS
 
@@ -93,9 +93,9 @@ class TestStep:
         task, module = ToyTask(), ToyModule()
         trainer = toy_trainer(task, micro_batches=4)
         norm = trainer.do_step().figures["grad_norm"]
-        noiseless = [draw(Chance.of_data(0, number), number).x_BC for number in range(4)]
+        noiseless = [draw(SampleRng.of_data(0, number), number).x_BC for number in range(4)]
         noisy = [
-            x_BC + 0.01 * torch.randn(x_BC.shape, generator=_drawn_once(Chance.of(0, number)).generator)
+            x_BC + 0.01 * torch.randn(x_BC.shape, generator=_drawn_once(SampleRng.of(0, number)).torch)
             for number, x_BC in enumerate(noiseless)
         ]
         answers = module(torch.cat(noisy))
@@ -115,7 +115,7 @@ class TestStep:
         assert len(set(one.drawn)) == 4
 
     def test_what_is_drawn_for_data_and_for_loss_differs(self):
-        assert Chance.of(0, 1).rng.uniform() != Chance.of_data(0, 1).rng.uniform()
+        assert SampleRng.of(0, 1).numpy.uniform() != SampleRng.of_data(0, 1).numpy.uniform()
 
     def test_layers_draw_by_the_micro_batch_alone(self):
         drawn = []
@@ -174,9 +174,9 @@ class TestStep:
             toy_trainer(ToyTask(), distribution=Three(), micro_batches=4)
 
 
-def _drawn_once(chance: Chance) -> Chance:
-    chance.rng.uniform()
-    return chance
+def _drawn_once(rng: SampleRng) -> SampleRng:
+    rng.numpy.uniform()
+    return rng
 
 
 class TestNotFinite:
@@ -268,8 +268,8 @@ class TestAdversary:
 
 class TestDrawnBatches:
     def test_ranks_share_the_numbers(self):
-        alone = DrawnBatches(draw, seed=0)
-        shared = [DrawnBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
+        alone = SampledBatches(draw, seed=0)
+        shared = [SampledBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
         expected = [alone.next() for _ in range(6)]
         found = [source.next() for _ in range(3) for source in shared]
         assert [batch.number for batch in found] == list(range(6))
@@ -277,15 +277,15 @@ class TestDrawnBatches:
             assert torch.equal(one.x_BC, other.x_BC)
 
     def test_goes_on_with_another_number_of_ranks(self):
-        shared = [DrawnBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
+        shared = [SampledBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
         for source in shared:
             source.next()
         states = [source.state_dict() for source in shared]
         assert states[0] == states[1]
-        alone = DrawnBatches(draw, seed=0)
+        alone = SampledBatches(draw, seed=0)
         alone.load_state_dict(states[0])
         assert alone.next().number == 2
 
     def test_a_state_of_other_data(self):
         with pytest.raises(CheckpointError, match="another dataset"):
-            DrawnBatches(draw, seed=0).load_state_dict({"epoch": 0, "position": 3})
+            SampledBatches(draw, seed=0).load_state_dict({"epoch": 0, "position": 3})

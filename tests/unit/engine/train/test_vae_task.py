@@ -9,7 +9,7 @@ from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.objectives.vae import build_vae_task, to_pixels
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
@@ -37,9 +37,9 @@ def gradients(module):
 
 def direct_gradients(task, batch, *, step, perceptual):
     """Differentiate the objective as it is written down, twice through the decoder's last layer for the balance."""
-    chance, settings, last = Chance.of(0, batch.number), task._settings, task.module.last_layer.weight
+    rng, settings, last = SampleRng.of(0, batch.number), task._settings, task.module.last_layer.weight
     pixels = to_pixels(batch.pixels_BTHWC)
-    made, mean, logvar = task.module(pixels, generator=chance.generator)
+    made, mean, logvar = task.module(pixels, generator=rng.torch)
     loss = (made - pixels).abs().mean() + settings.squared_error_weight * (made - pixels).square().mean()
     if perceptual is not None:
         loss = loss + settings.perceptual_weight * perceptual(made, pixels)
@@ -66,7 +66,7 @@ def test_value_and_gradient(kind, num_frames, step, perceptual):
     task = vae_task(kind, perceptual=perceptual, **objective)
     batch = clip_batch(0, num_frames=NUM_FRAMES[kind] if num_frames == "clip" else 1)
     task.begin_step(step, None)
-    loss, figures = task.loss(batch, Chance.of(0, 0))
+    loss, figures = task.loss(batch, SampleRng.of(0, 0))
     (loss * 3.0).backward()
     expected, direct = direct_gradients(task, batch, step=step, perceptual=perceptual)
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
@@ -96,7 +96,7 @@ def test_fewer_bits_are_near(perceptual, dtype):
         task.adversary.module.layers[-1].weight.data.mul_(1e-7)
         task.begin_step(0, None)
         with torch.autocast("cpu", dtype=dtype, enabled=enabled):
-            loss, figures = task.loss(clip_batch(0, num_frames=4), Chance.of(0, 0))
+            loss, figures = task.loss(clip_batch(0, num_frames=4), SampleRng.of(0, 0))
         (loss * scale).backward()
         gradient = torch.cat([weight.grad.flatten() for weight in task.module.parameters()]) / scale
         found.append((float(loss.detach()), figures, gradient))
@@ -114,7 +114,7 @@ class TestDiscriminator:
         learnt = []
         for step in range(4):
             task.begin_step(step, None)
-            task.loss(clip_batch(step, num_frames=5), Chance.of(0, step))
+            task.loss(clip_batch(step, num_frames=5), SampleRng.of(0, step))
             learnt.append(task.adversary.loss() is not None)
         assert learnt == [False, False, True, True]
         assert task.adversary.loss() is None  # nothing new was shown
@@ -123,14 +123,14 @@ class TestDiscriminator:
         task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
         batch = clip_batch(0, num_frames=5)
         task.begin_step(0, None)
-        task.loss(batch, Chance.of(0, 0))
+        task.loss(batch, SampleRng.of(0, 0))
         loss, figures = task.adversary.loss()
         loss.backward()
         assert all(weight.grad is None for weight in task.module.parameters())
         assert all(weight.grad is not None for weight in task.adversary.module.parameters())
         pixels = to_pixels(batch.pixels_BTHWC)
         with torch.no_grad():
-            made = task.module(pixels, generator=Chance.of(0, 0).generator).pixels_BCTHW
+            made = task.module(pixels, generator=SampleRng.of(0, 0).torch).pixels_BCTHW
             real, fake = task.adversary.module(pixels), task.adversary.module(made)
         expected = 0.5 * ((1 - real).clamp(min=0).mean() + (1 + fake).clamp(min=0).mean())
         assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
@@ -166,7 +166,7 @@ class TestDiscriminator:
             task._settings = task._settings.replace({"discriminator.start_step": 1})
             task.begin_step(step, None)
             with torch.no_grad():
-                loss, figures = task.loss(batch, Chance.of(0, 0))
+                loss, figures = task.loss(batch, SampleRng.of(0, 0))
             losses.append(float(loss))
             assert figures.keys() == {"psnr", "kl"}
         assert losses[0] == losses[1]
@@ -177,7 +177,7 @@ class TestPictures:
     def test_a_share_of_the_batches_becomes_single_frames(self):
         task = vae_task("dc_ae", single_frame_share=0.25)
         batch = clip_batch(0, num_frames=4)
-        shapes = [tuple(task._pixels(batch, Chance.of(0, number)).shape) for number in range(400)]
+        shapes = [tuple(task._pixels(batch, SampleRng.of(0, number)).shape) for number in range(400)]
         assert set(shapes) == {(2, 3, 4, 16, 16), (2, 3, 1, 16, 16)}
         assert 70 <= shapes.count((2, 3, 1, 16, 16)) <= 130
 
@@ -186,7 +186,7 @@ class TestPictures:
         batch = clip_batch(0, num_frames=4)
         clips, chosen = to_pixels(batch.pixels_BTHWC), set()
         for number in range(30):
-            pictures = task._pixels(batch, Chance.of(0, number))
+            pictures = task._pixels(batch, SampleRng.of(0, number))
             for clip, picture in zip(clips, pictures, strict=True):
                 places = [index for index in range(4) if torch.equal(clip[:, index], picture[:, 0])]
                 assert len(places) == 1
@@ -198,13 +198,13 @@ class TestPictures:
         for share in (0.0, 0.5, 1.0):
             task = vae_task("dc_ae", single_frame_share=share)
             with torch.no_grad():
-                losses |= {float(task.loss(batch, Chance.of(0, number))[0]) for number in range(3)}
+                losses |= {float(task.loss(batch, SampleRng.of(0, number))[0]) for number in range(3)}
         assert len(losses) == 1
 
     def test_pictures_stay_whole(self):
         task = vae_task("dc_ae", single_frame_share=1.0)
         batch = clip_batch(0, num_frames=1)
-        assert torch.equal(task._pixels(batch, Chance.of(0, 0)), to_pixels(batch.pixels_BTHWC))
+        assert torch.equal(task._pixels(batch, SampleRng.of(0, 0)), to_pixels(batch.pixels_BTHWC))
 
     def test_the_last_taps_take_over_with_the_first_clips(self):
         task = vae_task("hunyuan", picture_steps=2)
@@ -242,7 +242,7 @@ def test_the_last_layer_makes_the_pixels(kind, name):
 def test_the_same_batch_and_chance_give_the_same_loss():
     task = vae_task("hunyuan", kl_weight=1e-4)
     batch = clip_batch(0, num_frames=5)
-    loss, again, other = (task.loss(batch, Chance.of(0, number))[0] for number in (0, 0, 1))
+    loss, again, other = (task.loss(batch, SampleRng.of(0, number))[0] for number in (0, 0, 1))
     assert torch.equal(loss, again)
     assert not torch.equal(loss, other)
 
@@ -257,7 +257,7 @@ def test_tokens_and_samples(kind, tokens):
 
 def test_latents_without_pixels_are_refused():
     with pytest.raises(ValueError, match="pixels"):
-        vae_task("hunyuan").loss(replace(clip_batch(0, num_frames=5), pixels_BTHWC=None), Chance.of(0, 0))
+        vae_task("hunyuan").loss(replace(clip_batch(0, num_frames=5), pixels_BTHWC=None), SampleRng.of(0, 0))
 
 
 class TestExport:
@@ -308,7 +308,7 @@ class TestBuild:
         assert len(listener.warnings) == 1
         assert "the perceptual term is off" in listener.warnings[0]
         task.begin_step(0, None)
-        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), Chance.of(0, 0))
+        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
         assert "lpips" not in figures
 
     def test_without_a_weight_nothing_is_said(self, settings):
@@ -335,6 +335,6 @@ class TestBuild:
             reporter=listener,
         )
         task.begin_step(0, None)
-        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), Chance.of(0, 0))
+        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
         assert listener.warnings == []
         assert figures.keys() == {"psnr", "lpips", "kl", "adversarial", "adversarial_weight"}

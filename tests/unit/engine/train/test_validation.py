@@ -11,7 +11,7 @@ from toy_training import Listener, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.objectives.task import Chance
+from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.validation import HeldOutLoss, evaluating, open_validation
@@ -19,7 +19,7 @@ from opensora_cli.settings.watching import ValidationSettings
 
 
 def held_out(index):
-    return draw(Chance.of_data(99, index), 1000 + index)
+    return draw(SampleRng.of_data(99, index), 1000 + index)
 
 
 def validation(*, count=3, every=2, seed=0, last_step=100):
@@ -46,7 +46,7 @@ def test_mean_over_clips_with_the_averaged_weights():
     with trainer.averaged(), torch.no_grad():
         averaged = weights(trainer)
         for index in range(3):
-            loss, figures = trainer.task.loss(held_out(index), Chance.of(0, 0))
+            loss, figures = trainer.task.loss(held_out(index), SampleRng.of(0, 0))
             losses.append(loss.item())
             scales.append(figures["scale"])
     assert found == pytest.approx({"loss": sum(losses) / 3, "scale": sum(scales) / 3})

@@ -19,7 +19,7 @@ from opensora_cli.engine.train.watching.clocks import PARTS, MarkingClock, StepR
 from opensora_cli.engine.train.watching.lines import StepLines
 from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
 from opensora_cli.engine.train.watching.profiling import StepProfiler
-from opensora_cli.engine.train.watching.watching import forget_all, forget_later, open_watching
+from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 
 CPU = torch.device("cpu")
 KEYS = [
@@ -363,12 +363,12 @@ class TestOpening:
         (tmp_path / "log.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
         for name in ("tensorboard", "profile"):
             (tmp_path / name).mkdir()
-        forget_later(tmp_path, step=3)
+        truncate_records(tmp_path, step=3)
         assert (tmp_path / "log.jsonl").read_text() == '{"step": 2}\n'
         assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step2"]
-        forget_all(tmp_path)
+        remove_records(tmp_path)
         assert [*tmp_path.iterdir()] == []
-        forget_later(tmp_path, step=0)
+        truncate_records(tmp_path, step=0)
 
 
 def test_a_resumed_run_has_each_line_once(tmp_path):
