@@ -149,7 +149,7 @@ def preview(
                 # Files of the reference name none, and are refused without.
                 overrides={"data.table": Given(settings.table, "TABLE")} if config.suffix == ".py" else {},
                 environment=os.environ,
-                tell=reporter.note,
+                report=reporter.note,
             )
             data, multiple = training.data, pixel_multiple(training)
         result = engine.preview(settings, data, multiple=multiple, reporter=reporter)
@@ -191,7 +191,7 @@ def cache(
         given = {key: Given(str(value), flag) for key, (flag, value) in flags.items() if value is not None}
         overrides = collect_overrides(TrainSettings, given, set_ or [])
         reporter = output.make_reporter(quiet=quiet)
-        settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, tell=reporter.note)
+        settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, report=reporter.note)
         with errors.uninterrupted():
             from opensora_cli.engine.data.cache import cache_clips
 

@@ -30,16 +30,16 @@ Assignments = Annotated[
         "--set", metavar="SECTION.KEY=VALUE", help="Any setting, as in loop.steps=400; wins over FILE. Repeatable."
     ),
 ]
-ResumeNewest = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")]
+ResumeNewest = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the output.")]
 ResumeFrom = Annotated[
     Path | None,
-    typer.Option("--resume-from", metavar="FOLDER", help="Go on from this checkpoint instead of the newest."),
+    typer.Option("--resume-from", metavar="FOLDER", help="Continue from this checkpoint instead of the newest."),
 ]
 AllowOlder = Annotated[
-    bool, typer.Option("--allow-older", help="With --resume: where the newest checkpoint is broken, take one before.")
+    bool, typer.Option("--allow-older", help="With --resume: if the newest checkpoint is broken, use the one before.")
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Begin anew although the output folder holds an earlier run.")
+    bool, typer.Option("--overwrite", help="Start again, and replace the earlier run in the output folder.")
 ]
 CheckData = Annotated[
     bool,
@@ -92,7 +92,7 @@ def train(
             overrides=collect_overrides(TrainSettings, given, set_ or []),
             environment=os.environ,
             saved=from_,
-            tell=output.make_reporter(quiet=quiet).note,
+            report=output.make_reporter(quiet=quiet).note,
         )
         if allow_older and resume_from is not None:
             raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
@@ -111,7 +111,7 @@ def train(
             return
         _run(
             settings,
-            goes_on=resume or resume_from is not None,
+            resumes=resume or resume_from is not None,
             resume_from=resume_from,
             allow_older=allow_older,
             overwrite=overwrite,
@@ -133,7 +133,7 @@ def _check_data(settings: "TrainSettings", *, as_json: bool, quiet: bool) -> Non
 def _run(
     settings: "TrainSettings",
     *,
-    goes_on: bool,
+    resumes: bool,
     resume_from: Path | None,
     allow_older: bool,
     overwrite: bool,
@@ -148,7 +148,7 @@ def _run(
         from opensora_cli.engine.train.plan import plan_training
         from opensora_cli.engine.train.resuming import Resume
 
-    resume = Resume(folder=resume_from, allow_older=allow_older) if goes_on else None
+    resume = Resume(folder=resume_from, allow_older=allow_older) if resumes else None
     context = find_context(os.environ)
     is_main = context is None or context.is_main
     if dry_run:
@@ -163,7 +163,7 @@ def _run(
         reporter=output.make_reporter(quiet=quiet or not is_main),
         context=context,
         rank_flags=_rank_flags(
-            ("--resume", goes_on and resume_from is None),
+            ("--resume", resumes and resume_from is None),
             ("--resume-from", resume_from),
             ("--allow-older", allow_older),
             ("--overwrite", overwrite),

@@ -61,7 +61,7 @@ _OF_AUTOENCODER = {
     "layers_per_block": "vae.layers_per_block",
     "latent_channels": "vae.latent_channels",
 }
-# Values that say what is so anyway.
+# Values that are the default here.
 _IMPLIED: dict[str, tuple[object, ...]] = {
     "dataset.type": ("video_text",),
     "dataset.transform_name": ("resize_crop",),
@@ -117,7 +117,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTraining:
-    """What a configuration says in the terms of `TrainSettings`."""
+    """A configuration in the terms of `TrainSettings`."""
 
     sections: dict[str, Any]
     """Nested, as a YAML file has them."""
@@ -141,7 +141,7 @@ def read_reference_training(path: Path) -> ReferenceTraining:
         found.update(_vae_training(values, found))
     else:
         found.update(_transformer(values))
-        # Names that other lines are made of.
+        # Names that other lines use.
         for name in ("lr", "eps", "patch_size"):
             values.take(name)
     found.update(_training(values))

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from opensora_cli.settings.parallel import DeviceSettings
 
 _INNER = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
-"""Degrees of ranks that work on one sample together."""
+"""Degrees of ranks that share one sample."""
 
 
 class Strategy(StrEnum):
@@ -36,7 +36,7 @@ class Strategy(StrEnum):
 
     @property
     def means(self) -> str:
-        """What it comes to in torch, for people."""
+        """What it is in torch, for people."""
         return _MEANS[self]
 
 
@@ -50,7 +50,7 @@ _MEANS = {
 
 
 class TrainParallelSettings(DeviceSettings):
-    """Which devices train together, and how many of them share what. Degrees that are not set follow from the rest."""
+    """The devices of a run, and how many of them share what. Degrees that are not set follow from the rest."""
 
     degree_names = ("dp_replicate_degree", "dp_shard_degree", *_INNER)
 
@@ -124,7 +124,7 @@ def strategy_problems(
     uses_fp8_linears: bool,
     attention: str,
 ) -> list[str]:
-    """Return what does not go together, each with its way out.
+    """Return contradictions between settings, each with its fix.
 
     Args:
         strategy: the setting `strategy`.

@@ -52,13 +52,13 @@ class TrainSettings(Section):
     init: str | None = Field(
         default=None,
         min_length=1,
-        description="file or folder of weights to begin with; none: random ones, demo: osora's own",
+        description="file or folder of the first weights; none: random ones, demo: osora's own",
     )
     weights: tuple[str, ...] = Field(
         default=(),
         description="folders to look for the frozen parts in, demo: osora's own; their names: train_mmdit.files",
     )
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto: cuda where there is a card")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto: cuda if there is a GPU")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
@@ -102,7 +102,7 @@ class TrainSettings(Section):
             ),
         ]
         if self.target is TrainTarget.TEXT and self.init is not None:
-            problems.append(f"init={self.init} has no effect with target=text, whose encoders begin at random: drop it")
+            problems.append(f"init={self.init} has no effect with target=text, whose encoders start at random: drop it")
         if self.target is TrainTarget.VAE:
             problems += _vae_problems(self)
         if self.target is TrainTarget.MMDIT:
@@ -133,7 +133,7 @@ def load_train_settings(
     overrides: Layer,
     environment: Mapping[str, str],
     saved: Path | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> TrainSettings:
     """Return the settings of a run: `overrides` above the environment above the file above the defaults.
 
@@ -144,7 +144,7 @@ def load_train_settings(
         environment: variables to read `OSORA_*` from; those that are settings of `osora generate` alone are left alone,
             and so is `OSORA_WEIGHTS`, the folder of the released model.
         saved: the `settings.json` of an earlier run, which is complete and so goes above the environment.
-        tell: called with a line for each setting of a `.py` file that has no place here.
+        report: called with a line for each setting of a `.py` file that has no place here.
 
     Raises:
         RequestError: no file is given, or both; a key is unknown, a value breaks a rule, or an override has no effect.
@@ -161,7 +161,7 @@ def load_train_settings(
     variables = read_environment(TrainSettings, ours, others=(GenerateSettings,))
     if config is not None:
         path = find_recipe(config)
-        given = {**read_sections(TrainSettings, _read_config(path, tell), source=str(path)), **variables}
+        given = {**read_sections(TrainSettings, _read_config(path, report), source=str(path)), **variables}
         if path.suffix == ".py" and "data.table" not in {*given, *overrides}:
             raise RequestError(f"{path} names no table of clips", hint="give one: --set data.table=clips.csv")
     else:
@@ -171,12 +171,12 @@ def load_train_settings(
     return settings
 
 
-def _read_config(path: Path, tell: Callable[[str], None]) -> Mapping[str, object]:
+def _read_config(path: Path, report: Callable[[str], None]) -> Mapping[str, object]:
     if path.suffix != ".py":
         return read_yaml(path)
     found = read_reference_training(path)
     for line in found.left:
-        tell(f"{path}: not carried over: {line}")
+        report(f"{path}: not carried over: {line}")
     return found.sections
 
 
@@ -198,7 +198,7 @@ def _recipes() -> str:
 
 
 def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettings) -> None:
-    # In a file, which others may extend, such a key may stand; who types it expects something of it.
+    # Allowed in a file, which others may extend; an error on the command line, where it was typed for an effect.
     idle = list(idle_settings(settings))
     for key, given in overrides.items():
         for each in idle:
@@ -211,9 +211,9 @@ def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettin
 def _device_problems(settings: TrainSettings) -> Iterator[str]:
     parallel, device = settings.parallel, settings.device
     if device == "cpu" and parallel.devices is not None:
-        yield "parallel.devices picks cards, and the device is cpu: drop one of them"
+        yield "parallel.devices picks GPUs, and the device is cpu: drop one of them"
     if parallel.world_size > 1 and device.startswith("cuda:"):
-        yield f"device={device} is one card, and there are {parallel.world_size} ranks: use cuda, or parallel.devices"
+        yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use cuda, or parallel.devices"
 
 
 def _strategy_problems(settings: TrainSettings) -> list[str]:

@@ -84,7 +84,7 @@ class OptimizerSettings(Section):
         default=0, le=10**9, description="with linear: last steps, over which the rate falls"
     )
     initial_learning_rate: float = Field(
-        default=0.0, ge=0, le=1, description="where the warm-up of learning_rate begins"
+        default=0.0, ge=0, le=1, description="where the warm-up of learning_rate starts"
     )
     final_learning_rate: float = Field(default=0.0, ge=0, le=1, description="where the fall of learning_rate ends")
     offload_states: bool = Field(
@@ -154,7 +154,7 @@ class PrecisionSettings(Section):
     def problems(self, *, trains_transformer: bool) -> list[str]:
         """Return what contradicts the target of a training, which is the transformer or something else."""
         if self.fp8_linears and not trains_transformer:
-            return ["precision.fp8_linears=true is made for target=mmdit alone: use false"]
+            return ["precision.fp8_linears=true is for target=mmdit alone: use false"]
         return []
 
     @model_validator(mode="after")
@@ -174,7 +174,7 @@ class PrecisionSettings(Section):
 
 
 class ActivationOffload(StrEnum):
-    """Which inputs of checkpointed blocks wait in host memory between forward and backward."""
+    """Which inputs of checkpointed blocks are in host memory between forward and backward."""
 
     NONE = "none"
     ALL = "all"
@@ -183,7 +183,7 @@ class ActivationOffload(StrEnum):
 
 
 class TrainMemorySettings(Section):
-    """How training is made to fit into the memory of its device. Nothing here changes what is learnt."""
+    """How training fits into the memory of its device. Nothing here changes what is learnt."""
 
     checkpointing: bool = Field(
         default=False, description="compute blocks again in backward, instead of keeping what they computed"
@@ -196,14 +196,14 @@ class TrainMemorySettings(Section):
     )
     activation_offload: ActivationOffload = Field(
         default=ActivationOffload.NONE,
-        description="which inputs of these blocks wait in host memory, of use beside a GPU: all, or with dynamic those "
+        description="which inputs of these blocks are offloaded to the host, beside a GPU: all, or with dynamic those "
         "that come when its memory is nearly full",
     )
     offload_above: float | None = Field(
         default=None, ge=0, le=1, description="with dynamic: share of the memory from which on; none: 0.8"
     )
     activation_buffer: ByteSize | None = Field(
-        default=None, description="size of the buffer that they wait in, as in 8GiB; none: what a step needs"
+        default=None, description="size of the buffer for them, as in 8GiB; none: what a step needs"
     )
 
     @model_validator(mode="after")

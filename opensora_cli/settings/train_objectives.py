@@ -85,7 +85,7 @@ class MMDiTTrainSettings(Section):
         default=4.0,
         ge=0,
         le=100,
-        description="guidance scale that a guidance-distilled model is told; others have no use for it",
+        description="guidance scale as the input of a guidance-distilled model; others ignore it",
     )
     masked_loss: bool = Field(
         default=False,
@@ -144,7 +144,7 @@ class MMDiTTrainSettings(Section):
 
 
 class DiscriminatorSettings(Section):
-    """The discriminator: it learns to tell decoded clips from real ones, and the autoencoder to deceive it."""
+    """The discriminator: it learns to separate decoded clips from real ones, and the autoencoder to prevent that."""
 
     weight: float = Field(
         default=0.0, ge=0, le=10**6, description="of the adversarial term, beside what balances the gradients; 0: none"
@@ -224,7 +224,7 @@ class VAETrainSettings(Section):
 
 
 class TextTrainSettings(Section):
-    """Sizes of the two small text encoders, trained together to read scenes out of captions, and then frozen."""
+    """Sizes of the two small text encoders, trained jointly to read scenes out of captions, and then frozen."""
 
     batch_size: PositiveInt = Field(default=128, le=2**16, description="captions of a micro-batch")
     t5_width: PositiveInt = Field(default=128, le=2**16, description="width of T5")

@@ -22,7 +22,7 @@ class WatchingSettings(Section):
     )
     exact_timers: bool = Field(
         default=False,
-        description="wait for the card after each part of a step, so that its seconds are the card's own; this slows "
+        description="synchronize with the GPU after each part of a step, so that its seconds are exact; this slows "
         "training down. Otherwise they are those that the host waited",
     )
     nvtx: bool = Field(default=False, description="mark the parts of each step for Nsight Systems; needs CUDA")
@@ -30,8 +30,8 @@ class WatchingSettings(Section):
         default=None,
         gt=0,
         le=10**9,
-        description="what one card can compute, 1e12 operations a second, to know how much of it is made use of "
-        "(MFU); none: the data sheet's, where the card is known",
+        description="peak of one GPU, 1e12 operations a second, to compute the share that is used "
+        "(MFU); none: the data sheet's, if the GPU is known",
     )
 
     def problems(self, *, device: str, steps: int) -> Iterator[str]:
@@ -42,9 +42,9 @@ class WatchingSettings(Section):
             steps: of the run.
         """
         if self.nvtx and device == "cpu":
-            yield "watching.nvtx=true marks what a card does, and device=cpu: leave watching.nvtx out"
+            yield "watching.nvtx=true marks the work of a GPU, and device=cpu: leave watching.nvtx out"
         if self.exact_timers and device == "cpu":
-            yield "watching.exact_timers=true waits for a card, and device=cpu: leave it out, a CPU's are exact"
+            yield "watching.exact_timers=true synchronizes with a GPU, and device=cpu: leave it out, a CPU's are exact"
         if self.profile_steps is not None:
             first, last = self.profile_steps
             if not first <= last <= steps:

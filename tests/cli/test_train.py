@@ -174,7 +174,7 @@ def test_packaged_recipes_by_name(
         (["--config", "demo_vae", "--check-data", "--dry-run"], 2, "--dry-run has no effect with --check-data"),
         (["--from", "gone.json"], 3, "gone.json cannot be read"),
         (["--config", "demo_vae", "--set", "init=gone.pt"], 3, "init=gone.pt does not exist"),
-        (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one card"),
+        (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one GPU"),
         (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),
         (["--config", "demo"], 3, "has no vae.safetensors, t5, clip"),
         (["--config", "demo_vae", "--set", "output=file/run"], 3, "cannot write file/run"),

@@ -1,4 +1,4 @@
-"""From settings to what is trained, and to what it learns from."""
+"""From settings to a task and its micro-batches."""
 
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ def build_task(
 ) -> Task[Any]:
     """Return what `settings.target` names, ready to be trained: on its device, and this rank's part of it.
 
-    Weights that no file gives are drawn from `loop.seed`, and so are the same on all ranks.
+    Weights that no file gives are random from `loop.seed`, the same on all ranks.
 
     Args:
         settings: the run.
@@ -46,9 +46,9 @@ def build_task(
     Raises:
         RequestError: sizes contradict each other.
         CheckpointError: frozen parts are missing (all are named) or broken, or so is the file of the first weights.
-        HardwareError: the device has no kernels for what is asked.
+        HardwareError: the device has no kernels for it.
     """
-    # Layers draw their first weights from torch's global generator; the caller's own use of it goes on undisturbed.
+    # Layers take their first weights from torch's global generator, whose state is the caller's.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
         task = _build(settings, distribution=distribution, clips=clips, reporter=reporter)
@@ -91,14 +91,14 @@ def build_batches(
         # Imported here, since transformers takes seconds to load.
         from opensora_cli.engine.train.objectives.text import sample_captions
 
-        draw = partial(sample_captions, batch_size=settings.text.batch_size)
-        return SampledBatches(draw, seed=settings.loop.seed, rank=rank, ranks=ranks)
+        make = partial(sample_captions, batch_size=settings.text.batch_size)
+        return SampledBatches(make, seed=settings.loop.seed, rank=rank, ranks=ranks)
     load = clips.clip if clips is not None else None
     return open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load)
 
 
 def count_parameters(settings: TrainSettings) -> int:
-    """Return how many numbers are trained; no weight is made.
+    """Return how many numbers are trained, without allocating any.
 
     Raises:
         RequestError: sizes contradict each other.
@@ -121,9 +121,9 @@ def count_parameters(settings: TrainSettings) -> int:
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return where everything is that a run reads and does not train, by its name, or None where it is missing.
+    """Return the paths of frozen weights by name: the transformer's in the folders `weights`, or the perceptual term's.
 
-    Those of the transformer are looked for in the folders `weights`; an autoencoder's are the perceptual term's.
+    None: it is missing.
     """
     match settings.target:
         case TrainTarget.MMDIT:
@@ -150,7 +150,7 @@ def _build(
 
             return TextTask(settings.text)
         case TrainTarget.MMDIT:
-            # A host that made the whole for each of its ranks would run out of memory.
+            # Whole weights for every rank would exceed the host's memory.
             transformer = (
                 empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
             )

@@ -1,4 +1,4 @@
-"""Saving the checkpoints of a run while it goes on, and throwing old ones away."""
+"""Saving the checkpoints of a run in the background, and removing old ones."""
 
 import json
 import math
@@ -37,28 +37,28 @@ from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
-"""What checkpoints are compared by."""
+"""The scores by which checkpoints are compared."""
 
 DONE = "done"
-"""Key in `running_states.json`: of what is due at this step, an interruption may have left some."""
+"""Key in `running_states.json`: what of validation and samples this step has had before an interruption."""
 
 _LOOK_S = 1.0
 
 
 class CheckpointWriter:
-    """Saves a run in the background, all ranks together.
+    """Saves a run in the background, with all ranks.
 
     `save` copies everything and returns; weights may change right after it. The next `save` and `wait` wait for the
-    writing to end. All ranks must call them at the same time. A `save` whose writing went wrong is made up for by the
-    next one, so that a disk that is full for a while does not end a run: two in a row do, and `wait` lets none pass.
+    writing to end. All ranks must call them at the same time. One `save` whose writing fails is only warned about:
+    a full disk may get space again. A second failure in a row raises, and so does any failure in `wait`.
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/`, small
-    states, and last `running_states.json`. All tensors are whole, so a run may go on with another number of ranks.
+    states, and last `running_states.json`. All tensors are whole, so a run may be resumed with another number of ranks.
 
     Args:
         output: the run's folder.
         settings: which checkpoints are kept.
-        reporter: hears of a save that went wrong, and is made up for; None: nobody does.
+        reporter: warned of a failed save; None: nothing is reported.
     """
 
     def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
@@ -69,9 +69,9 @@ class CheckpointWriter:
         self._copies = HostCopies()
         self._distribution: Distribution | None = None
         """Of the last save, until it was waited for."""
-        self._is_told = False
+        self._has_warned = False
         self._had_failed = False
-        """Whether the writing before the last one went wrong, on any rank."""
+        """Whether the writing before the last one failed, on any rank."""
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -82,11 +82,11 @@ class CheckpointWriter:
         if error is None:
             self.wait()
         elif self._distribution is None or self._distribution.ranks == 1:
-            # With others it would wait for those that may be gone; who ends them ends this process too.
+            # Other ranks may be gone; the launcher ends this one too.
             self._job.join()
 
     def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None, done: Sequence[str] = ()) -> Path:
-        """Copy the state of a run, and begin to write it.
+        """Copy the state of a run, and start to write it.
 
         Args:
             trainer: between two steps.
@@ -124,11 +124,11 @@ class CheckpointWriter:
         self._job.start(write)
         return target
 
-    def look(self) -> None:
-        """Warn if the writing has gone wrong by now; waits for nothing, and any rank may call it."""
+    def warn_of_failure(self) -> None:
+        """Warn if the writing has failed by now; it waits for nothing, and any rank may call it."""
         error = self._job.error
-        if isinstance(error, OutputError) and not self._is_told:
-            self._is_told = True
+        if isinstance(error, OutputError) and not self._has_warned:
+            self._has_warned = True
             outlook = "the next save ends the run" if self._had_failed else "the next save tries again"
             self._reporter.warn(f"{error.message}: {outlook}")
 
@@ -136,7 +136,7 @@ class CheckpointWriter:
         """Wait for the writing of all ranks to end.
 
         Raises:
-            OutputError: it went wrong, on whatever rank; told once, on all of them.
+            OutputError: it failed on some rank; raised once, on all of them.
         """
         if self._distribution is not None:
             self._join(self._distribution)
@@ -146,28 +146,28 @@ class CheckpointWriter:
                 raise error
 
     def _join(self, distribution: Distribution) -> None:
-        # Hashing and removing old ones may take a rank far longer than the others, and longer than a collective waits.
+        # Hashing and removal may take one rank longer than a collective's timeout.
         while distribution.any(not self._job.join(_LOOK_S)):
             pass
 
     def _take_error(self, distribution: Distribution) -> BaseException | None:
-        """Return what went wrong, once: an error on all ranks, if there is one on any."""
+        """Return the error, once: on all ranks, if there is one on any."""
         error = self._job.take_error()
-        # What the first rank fails at in the end, the others do not notice.
+        # The other ranks do not see where the first one fails at the end.
         if distribution.any(error is not None) and error is None:
             error = OutputError(f"another rank could not write a checkpoint in {self._output}")
         return error
 
     def _let_one_failure_pass(self, distribution: Distribution) -> None:
         self._join(distribution)
-        self.look()
-        self._is_told = False
+        self.warn_of_failure()
+        self._has_warned = False
         error = self._take_error(distribution)
         if error is not None and (self._had_failed or not isinstance(error, OutputError)):
             raise error
         self._had_failed = error is not None
         if self._had_failed and distribution.is_main:
-            # The room is needed; nobody writes there before he has heard from this rank where to.
+            # It frees space; the other ranks write nothing before this one has sent them the folder's name.
             remove_unfinished(self._output)
 
     def _share(self, trainer: Trainer[Any], running_states: Mapping[str, object]) -> Share:

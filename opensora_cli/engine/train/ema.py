@@ -29,7 +29,7 @@ def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *,
 
 
 def warmed_up(decay: float, step: int) -> float:
-    """Return the decay at a step: early on an average over fewer steps, for the first weights are not worth it."""
+    """Return the decay at a step: at first an average over fewer steps, to forget the first weights."""
     return min(decay, (1 + step) / (10 + step))
 
 
@@ -47,9 +47,9 @@ def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 @contextmanager
 def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
-    """Let the model have the averaged weights inside the block, and its own again after it.
+    """Swap the averaged weights into the model inside the block.
 
-    Both are exchanged in place, so that optimizers and wrappers go on holding the same tensors.
+    Both are exchanged in place, so that optimizers and wrappers keep the same tensors.
     """
     _exchange(averaged, model)
     try:

@@ -1,4 +1,4 @@
-"""What a training step needs of memory: measured on a real step, or estimated by the same step on empty tensors."""
+"""The memory of a training step: measured on a real step, or estimated by the same step on fake tensors."""
 
 import time
 import warnings
@@ -62,7 +62,7 @@ class TrainingMemory:
 
 
 def estimate_training(settings: TrainSettings) -> TrainingMemory:
-    """Return what `measure_training` would, without computing anything or allocating more than a few MB.
+    """Return what `measure_training` would, on fake tensors: nothing is computed, and a few MB are allocated.
 
     Raises:
         RequestError: sizes contradict each other.
@@ -71,7 +71,7 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
     with torch.device("meta"):
         task, frozen = _task(settings)
     with without_memory("cpu", gradients=True) as device, warnings.catch_warnings():
-        # The average starts as a copy of the module, for which torch looks whether there is memory to copy.
+        # Copying the module for the average accesses its data pointers.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for module in (task.module, *frozen):
             give_empty_weights(module, device=device)
@@ -79,16 +79,16 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
 
 
 def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
-    """Do three steps with fresh weights, frozen parts included, and return what they took.
+    """Do three steps with random weights, frozen parts included, and return their memory.
 
-    Micro-batches are black clips of the largest shape, which the frozen parts encode even where a cache would be read.
+    Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
 
     Args:
         settings: the training.
         limit: bytes that may be held; None: all there are.
 
     Raises:
-        MemoryError: it takes more than `limit`, or than there is.
+        MemoryError: it needs more than `limit`, or than there is.
         RequestError: sizes contradict each other.
         HardwareError: the host has no memory for offloaded activations.
     """
@@ -161,7 +161,7 @@ def _fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
 
 
 class _SameBatches:
-    """Gives the largest micro-batch again and again, with single frames before that where the run has such a phase."""
+    """The largest micro-batch, repeated; first single frames, if the run has such a phase."""
 
     epoch = 0
 
@@ -210,7 +210,7 @@ def _memory(
 
 
 class _MarkingTask:
-    """A task whose forward passes end with a mark on the timeline."""
+    """A task that marks the end of each forward pass on the timeline."""
 
     def __init__(self, task: Task[Any], counter: TensorBytes) -> None:
         self.module: nn.Module = task.module
@@ -252,7 +252,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
     for module in frozen:
         module.requires_grad_(False).eval().to(dtype)
 
-    # What embeddings are does not matter for memory, and what computing them takes is small beside a step.
+    # The values of embeddings do not matter for memory, and computing them needs little beside a step.
     def t5(captions: list[str]) -> Tensor:
         return torch.zeros(len(captions), settings.text.t5_max_length, model.context_in_dim)
 
@@ -273,10 +273,9 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
 
 
 def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
-    """Return T5 and CLIP of the sizes that their folders say.
+    """Return T5 and CLIP of the sizes in their folders.
 
-    Without a folder they are what `text` describes, where the transformer is made for its widths, else the released
-    ones.
+    Without a folder they are those of `text`, if the transformer has its widths, else the released ones.
     """
     # Imported here, since transformers takes seconds to load.
     from opensora_cli.engine.train.objectives.text import TextTask

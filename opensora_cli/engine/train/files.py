@@ -1,4 +1,4 @@
-"""The files of a training run: what it keeps in its folder, exports to it, and takes from earlier runs."""
+"""The files of a training run: its records, its exports, and its first weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ _EXPORTS: dict[TrainTarget, tuple[str, ...]] = {
 
 
 def first_weights_of(settings: TrainSettings) -> Path | None:
-    """Return the file or folder of weights that a run begins with, which may not be there; None: random ones."""
+    """Return the file or folder of a run's first weights, which may not exist; None: random ones."""
     if settings.init != PACKAGED:
         return None if settings.init is None else Path(settings.init)
     return packaged_demo() / (VAE_FILE if settings.target is TrainTarget.VAE else TRANSFORMER_FILE)

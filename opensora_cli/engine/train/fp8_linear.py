@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         values, scale = _rounded(features, _FORWARD)
-        # The weight is rounded anew in backward: its 8 bits would outlive the resharding of a sharded model.
+        # The weight is quantized again in backward: a saved copy would outlive the resharding of a sharded model.
         ctx.save_for_backward(values, scale, weight)
         ctx.dtype, ctx.features_dtype = dtype, features.dtype
         rounded_weight, weight_scale = _rounded(weight, _FORWARD)
@@ -116,7 +116,7 @@ class _Product(torch.autograd.Function):
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `values` in 8 bits, and the factor (fp32 scalar) that brings them back."""
+    """Return `values` in 8 bits, and the factor (fp32 scalar) that dequantizes them."""
     largest = values.abs().amax().float()
     scale = torch.finfo(dtype).max / largest.clamp(min=1e-12)
     # Rounding may exceed the largest number by a little, which 8 bits would make infinite or not a number.

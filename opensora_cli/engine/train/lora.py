@@ -35,8 +35,8 @@ def require_peft() -> None:
 def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
     """Put an adapter beside linear layers of the blocks, in place, and freeze everything else.
 
-    It begins as nothing, see `first_adapter`. Its weights are in float32, whatever the others are; the layer `x` gets
-    `x.lora_A.default` and `x.lora_B.default`, and its own weights are now those of `x.base_layer`.
+    At first it changes nothing, see `first_adapter`. Its weights are in float32, whatever the others are; the layer `x`
+    gets `x.lora_A.default` and `x.lora_B.default`, and its own weights are now those of `x.base_layer`.
 
     Args:
         transformer: with the weights that are to stay, before it is sharded. On the meta device, the adapter is too.
@@ -47,7 +47,7 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
         HardwareError: PEFT is not installed.
     """
     peft = _peft()
-    # PEFT draws weights, too, which are of no use here: these would depend on what else is drawn.
+    # PEFT initializes from torch's global generator; `first_adapter` replaces these weights.
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(_config(transformer.config, settings), transformer, adapter_name=_ADAPTER)
     if settings.dropout:
@@ -66,9 +66,9 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that an adapter begins with, by their names; in float32, on the host.
+    """Yield the first weights of an adapter, by their names; in float32, on the host.
 
-    One of the two matrices is random, as PEFT draws it, and the other is zero.
+    One of the two matrices is random, as in PEFT, and the other is zero.
 
     Args:
         transformer: after `add_lora`; may be on the meta device.
@@ -90,7 +90,7 @@ def save_lora(
     """Write an adapter in PEFT's format, as `osora generate --lora` and `osora ckpt merge-lora` read it.
 
     Args:
-        folder: is made if it is not there.
+        folder: created if missing.
         weights: whole, by their names in a transformer after `add_lora`; those of other layers are left out.
         config: of the transformer.
         settings: as `add_lora` had them.
@@ -112,12 +112,9 @@ def save_lora(
 
 
 class _Dropout(nn.Module):
-    """Leaves out a share of what comes in while a gradient is recorded, so that validation needs no switch.
+    """Dropout that is active while gradients are recorded, so that validation needs no switch.
 
-    Which ones is drawn from torch's own generator: a block that is computed again in backward repeats the same.
-
-    Args:
-        share: that is left out.
+    It uses torch's global generator, which checkpointing restores for the recomputation in backward.
     """
 
     def __init__(self, share: float) -> None:
@@ -125,7 +122,7 @@ class _Dropout(nn.Module):
         self._share = share
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the rest, scaled up."""
+        """Return the features that are kept, scaled up."""
         return functional.dropout(features, self._share, training=torch.is_grad_enabled())
 
 

@@ -1,4 +1,4 @@
-"""What optimizers keep of past gradients, by the names of parameters: so a checkpoint does not depend on the ranks."""
+"""The moments of optimizers by the names of parameters, so that a checkpoint does not depend on the ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

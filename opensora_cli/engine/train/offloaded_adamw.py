@@ -12,15 +12,15 @@ from opensora_cli.engine.train.strategy.distribution import local
 from opensora_cli.memory.side_stream import SideStream
 
 STAGED_NUMBERS = 8 * 2**20
-"""Of a weight, that are updated at a time: so many that a copy takes much longer than its start."""
+"""Elements of a weight that are updated at a time: enough for a copy to take much longer than its launch."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) for weights on a device, with its two moments on the host.
 
-    Weight and gradient come to the host piece by piece, and the weight goes back. While a piece is updated, the next
-    is on its way: two pieces of each are all that is held beside the moments. Of a sharded weight, each rank updates
-    its own part. The arithmetic is that of torch's fused AdamW on a CPU.
+    Weight and gradient are copied to the host piece by piece, and the weight back. The next piece is prefetched while
+    one is updated: two pieces of each are all that is held beside the moments. Each rank updates its own part of a
+    sharded weight. The arithmetic is that of torch's fused AdamW on a CPU.
 
     Args:
         groups: as of `torch.optim.AdamW`, in float32.
@@ -62,8 +62,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         # In the order of memory, which is not that of the dimensions where channels come last.
         order = sorted(range(part.ndim), key=part.stride, reverse=True)
         own, *moments = (tensor.permute(order).view(-1) for tensor in (part, state["exp_avg"], state["exp_avg_sq"]))
-        slopes = local(gradient).permute(order).reshape(-1)
-        for start, values, slope in self._stage(part.device).passing(own, slopes):
+        gradients = local(gradient).permute(order).reshape(-1)
+        for start, values, slope in self._stage(part.device).passing(own, gradients):
             mean, square = (moment[start : start + values.numel()] for moment in moments)
             adamw(
                 [values],
@@ -108,7 +108,7 @@ class _Slot:
 
 
 class _Stage:
-    """Brings pieces of weights to the host and back, one ahead of the computation.
+    """Copies pieces of weights to the host and back, one ahead of the computation.
 
     Args:
         device: of the weights.
@@ -125,9 +125,9 @@ class _Stage:
         self._piece = piece
 
     def passing(self, weight: Tensor, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield pieces on the host: where each begins, its weights, which are to be changed in place, and its slopes.
+        """Yield pieces on the host: the start of each, its weights, to be changed in place, and its gradients.
 
-        When the last is done, so is the weight, for whatever the device's current stream does next.
+        After the last one, the device's current stream waits for the weight.
 
         Args:
             weight: (N,), changed.
@@ -154,7 +154,7 @@ class _Stage:
     def _fetch(
         self, weight: Tensor, gradient: Tensor, start: int, slot: _Slot, *, after: torch.cuda.Event | None
     ) -> None:
-        # On one stream with the way back, so that a slot is read before it is filled anew.
+        # On the stream of the copies back, so that a slot is read before it is refilled.
         with self._side.after(after):
             for source, target in ((weight, slot.values), (gradient, slot.slope)):
                 piece = source[start : start + self._piece]

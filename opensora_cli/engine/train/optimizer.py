@@ -52,12 +52,12 @@ class KernelMuon(torch.optim.Muon):
             weight.grad = None
 
 
-# The full learning rate, kept in each group of weights while `lr` is that of the moment.
+# Key of the full learning rate in each group of weights; `lr` is the scheduled one.
 _FULL_RATE = "full_lr"
 
 
 def build_optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that together update every weight of `module` that is trained, each once.
+    """Return the optimizers that update every trained weight of `module`, each once.
 
     Args:
         module: its weights may be sharded already.

@@ -1,4 +1,4 @@
-"""What a training run will do, worked out before anything is built."""
+"""The plan of a training run, before anything is built."""
 
 from pathlib import Path
 
@@ -71,8 +71,8 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
 
     Args:
         settings: the run.
-        resume: the checkpoint to go on from; None: begin at the start.
-        overwrite: begin anew although the folder holds an earlier run.
+        resume: the checkpoint to resume from; None: start at step 0.
+        overwrite: replace an earlier run in the folder.
 
     Raises:
         RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small.

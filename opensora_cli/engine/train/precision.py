@@ -1,4 +1,4 @@
-"""What numbers a training step computes with, and the scale of the loss that float16 needs."""
+"""The precision of a training step, and the loss scale that float16 needs."""
 
 from collections.abc import Iterable
 
@@ -32,7 +32,7 @@ class Precision:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a gradient that is not finite may be the scale's fault alone, which a lower one will mend."""
+        """Whether a gradient that is not finite may be due to the scale alone, which a lower one fixes."""
         return self._scales and self._scale > _LOWEST_SCALE
 
     def autocast(self) -> torch.autocast:
@@ -52,7 +52,7 @@ class Precision:
         """Adapt the scale after an update.
 
         Args:
-            skipped: a gradient was not finite. All ranks must say the same.
+            skipped: a gradient was not finite; the same on all ranks.
         """
         if skipped:
             self._scale = max(self._scale / 2, _LOWEST_SCALE)
@@ -62,15 +62,15 @@ class Precision:
             self._good_updates = 0
 
     def figures(self) -> dict[str, float]:
-        """Return what the log should have of it."""
+        """Return the figures for the log."""
         return {"loss_scale": self._scale} if self._scales else {}
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a run needs to go on; plain numbers, the same on all ranks."""
+        """Return the state for a resumed run; plain numbers, the same on all ranks."""
         return {"loss_scale": self._scale, "good_updates": self._good_updates} if self._scales else {}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Go on from there; from the state of a run without a scale, with the first one."""
+        """Continue from there; from the state of a run without a scale, with the initial one."""
         if self._scales and state_dict:
             self._scale = state_dict["loss_scale"]
             self._good_updates = int(state_dict["good_updates"])

@@ -94,7 +94,7 @@ def _settings_of_ranks(settings: TrainSettings, context: RankContext) -> TrainSe
         )
     if parallel.world_size != context.world_size:
         raise RequestError(
-            f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
+            f"{parallel.world_size} devices are configured, and {context.world_size} ranks were started",
             hint="drop --gpus where torchrun or srun starts the ranks",
         )
     return settings
@@ -116,7 +116,7 @@ def open_distribution(
         strategy: what each rank holds.
         parallel: how many ranks there are, and what they share; without `strategy_problems`.
         device: of this process.
-        dtype: what weights are computed with, where it is not their own; of use where they are gathered.
+        dtype: in which gathered weights are computed with; None: their own.
     """
     shape = mesh_shape(strategy, parallel)
     if shape.size == 1:

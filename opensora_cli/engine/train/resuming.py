@@ -44,7 +44,7 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     if not folders and (output / TRAINING_FILE).is_file():
         raise CheckpointError(
             f"{output / TRAINING_FILE} is of an earlier version of osora, which cannot be resumed from",
-            hint=f"begin with its weights: osora ckpt convert {output / TRAINING_FILE} weights.safetensors, and then "
+            hint=f"start from its weights: osora ckpt convert {output / TRAINING_FILE} weights.safetensors, and then "
             "train with --set init=weights.safetensors --set output=FOLDER",
         )
     if not folders:

@@ -156,7 +156,7 @@ class _Run:
             stack.enter_context(saved_activations(trainer.task.module, self._plan.activations))
             stack.enter_context(self._writer)
             self._report_start(first_step)
-            self._watching.begin(first_step)
+            self._watching.start(first_step)
             self._do_steps(trainer)
             problem = self._save_last(trainer)
             self._export(trainer)
@@ -292,7 +292,7 @@ class _Run:
                 self._done, self._validation_loss = [], None
                 trainer.do_step()
                 progress.advance()
-                self._writer.look()
+                self._writer.warn_of_failure()
                 do_what_is_due()
 
     def _validate(self, trainer: Trainer[Any]) -> bool:

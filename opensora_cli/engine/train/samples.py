@@ -1,4 +1,4 @@
-"""Videos of the model in training, to see what it has learnt so far."""
+"""Sample videos of the model in training."""
 
 import re
 import shutil
@@ -36,15 +36,15 @@ _HOST = torch.device("cpu")
 
 
 class SampleVideos:
-    """Makes a video of each prompt with the averaged weights, where there are such: those that will be exported.
+    """Makes a video of each prompt with the weights that will be exported: the average, if there is one.
 
-    All ranks draw the same together, whatever they hold of the model; the main rank decodes and writes. The noise of a
-    prompt is the same every time. Nothing that training draws or holds is changed.
+    All ranks denoise the same latents with their shares of the model; the main rank decodes and writes. The noise of a
+    prompt is the same every time. The random state and the weights of training are not changed.
 
     Args:
         settings: the run, whose samples have a size.
         embeds: of each prompt, with those of the empty one; on the host.
-        autoencoder: decodes; it waits on the host until it is needed.
+        autoencoder: on the host while it is not decoding.
         folder: gets a folder for each step with videos.
         reporter: shown progress, and warned of videos that cannot be written.
     """
@@ -68,14 +68,14 @@ class SampleVideos:
         self._reporter = reporter
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time after so many steps."""
+        """Whether samples are due after so many steps."""
         every = self._settings.samples.every
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer[Any]) -> list[Path]:
         """Make the videos `step{n}/0.mp4`, `1.mp4` and so on, and return their paths; all ranks call this.
 
-        One that cannot be written is warned about and left out, as on a disk that is full for a while.
+        One that cannot be written, as on a full disk, is warned about and left out.
         """
         device = trainer.distribution.device
         with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
@@ -91,7 +91,7 @@ class SampleVideos:
         chosen, grid = settings.samples, settings.vae.grid
         frames = grid.latent_frames(self._num_frames)
         rows, columns = grid.latent_size(self._height, self._width)
-        # Drawn on the host, so that every device sees the same.
+        # On the host, so that it is the same for every device.
         noise_1CTHW = noise_latents(
             [chosen.seed + index],
             num_latent_frames=frames,
@@ -180,9 +180,9 @@ class SampleVideos:
 def open_samples(
     settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
 ) -> SampleVideos | None:
-    """Return what makes a run's videos; None: there are to be none.
+    """Return what makes a run's sample videos; None: it has none.
 
-    The prompts are encoded now, so that text encoders are in memory for this long only: best before all else is.
+    The prompts are encoded here, and the text encoders freed: call it before the model is loaded.
 
     Raises:
         CheckpointError: frozen parts are missing or broken.

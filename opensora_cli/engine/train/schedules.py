@@ -13,7 +13,7 @@ from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 class Schedule:
     """A linear warm-up, a plateau, and a way down, as shares of the full rate.
 
-    It has no state: the share depends on the number of the update alone, and a run that goes on may change it.
+    It has no state: the share depends on the number of the update alone, and a resumed run may change it.
     """
 
     shape: ScheduleName
@@ -31,7 +31,7 @@ class Schedule:
 
     @classmethod
     def of(cls, settings: OptimizerSettings, *, steps: int) -> "Schedule":
-        """Return what `settings` say of a run of `steps` updates."""
+        """Return the schedule of a run of `steps` updates."""
         cosine = settings.schedule is ScheduleName.COSINE
         return cls(
             shape=settings.schedule,

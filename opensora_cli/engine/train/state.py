@@ -85,7 +85,7 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
 
 
 def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
-    """Return the small files of a checkpoint that this rank writes: the main one those of all, each its own chance."""
+    """Return the small files of a checkpoint that this rank writes: its random state, or also the shared ones."""
     rank = trainer.distribution.rank
     files = {f"{RANDOM_FOLDER}/rank{rank}.pt": _pickled(_random_states())}
     if trainer.distribution.is_main:
@@ -102,16 +102,16 @@ def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
 
 
 def restore(trainer: Trainer[Any], folder: Path) -> Mapping[str, Any]:
-    """Bring a run to where a checkpoint was saved, in place; each rank reads what it needs of it.
+    """Restore a run from a checkpoint, in place; each rank reads its own part.
 
-    Rates and other settings stay those of this run, so that they may be changed on the way.
+    Rates and other settings stay those of this run, and so may be changed by it.
 
     Args:
         trainer: of the run, in any state.
         folder: the checkpoint's, known to be whole.
 
     Returns:
-        What `running_states.json` says.
+        The content of `running_states.json`.
 
     Raises:
         CheckpointError: it is of another model, or of other data.
@@ -128,7 +128,7 @@ def restore(trainer: Trainer[Any], folder: Path) -> Mapping[str, Any]:
     except _BROKEN as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{folder} cannot be resumed from: {first_line}", hint="begin anew with another --set output=FOLDER"
+            f"{folder} cannot be resumed from: {first_line}", hint="start again with another --set output=FOLDER"
         ) from error
     return running
 
@@ -146,13 +146,13 @@ def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
     for name, entries in stored.items():
         keys = {part.key for part in wanted if part.file == name}
         if name == EMA_FILE and not entries and keys:
-            # The average is new: it begins with the weights.
+            # The average is new: it starts as a copy of the weights.
             stored[name] = stored[MODEL_FOLDER]
         elif keys and keys != entries.keys():
             odd = sorted(keys ^ entries.keys())
             raise CheckpointError(
                 f"{folder / name} is of another model: {first_few(odd)} are not in both",
-                hint="resume with the settings of the run, or begin anew with another --set output=FOLDER",
+                hint="resume with the settings of the run, or start again with another --set output=FOLDER",
             )
     for part in wanted:
         entry = stored[part.file][part.key]
@@ -160,7 +160,7 @@ def _restore_tensors(trainer: Trainer[Any], folder: Path) -> None:
             raise CheckpointError(
                 f"{folder / part.file} is of another model: {part.key} is {list(entry.shape)}, and must be "
                 f"{list(part.tensor.shape)}",
-                hint="resume with the settings of the run, or begin anew with another --set output=FOLDER",
+                hint="resume with the settings of the run, or start again with another --set output=FOLDER",
             )
         local(part.tensor).copy_(trainer.distribution.part(part.parameter, entry.read()))
 
@@ -199,18 +199,18 @@ def _random_states() -> dict[str, Any]:
 
 
 def _restore_random_states(path: Path) -> None:
-    """Set the global generators; those of a rank that did not exist stay as they are, for no step asks them."""
+    """Set the global generators; a rank that did not exist keeps its own, which no step uses."""
     if not path.exists():
         return
     states = torch.load(path, weights_only=True)
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    drawn = states["numpy"]
-    keys = drawn["keys"].numpy().astype(np.uint32)
-    np.random.set_state((drawn["bit_generator"], keys, drawn["position"], drawn["has_gauss"], drawn["cached"]))
-    drawn = states["python"]
-    random.setstate((drawn["version"], tuple(drawn["numbers"]), drawn["gauss"]))
+    state = states["numpy"]
+    keys = state["keys"].numpy().astype(np.uint32)
+    np.random.set_state((state["bit_generator"], keys, state["position"], state["has_gauss"], state["cached"]))
+    state = states["python"]
+    random.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
 
 
 def _pickled(state: object) -> bytes:

@@ -53,7 +53,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
     """
     transformer = empty_transformer(settings)
     dtypes = {name: weight.dtype for name, weight in transformer.named_parameters()}
-    # Weights on a CPU are a map of the file, which others may write to while this goes on; frozen ones may stay there.
+    # Weights on a CPU are mapped from the file, which others may write to; only frozen ones may stay there.
     weights = {
         name: weight.to(device, dtypes[name], copy=not settings.lora.is_on).contiguous()
         for name, weight in first_weights(settings)
@@ -66,7 +66,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
 def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
     """Give a transformer that ranks have divided on the meta device its first weights: this rank its part of each.
 
-    Beside the parts, one whole weight is held at a time. All ranks come to the weights of one process, bit for bit.
+    Beside the parts, one whole weight is held at a time. The weights are those of one process, bit for bit.
 
     Args:
         transformer: what `Distribution.shard` has left of `empty_transformer`.
@@ -84,16 +84,16 @@ def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution:
 
 
 def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole weights that a transformer begins with, by their names, one at a time on the host.
+    """Yield the first weights of a transformer, whole, by their names, one at a time on the host.
 
-    They are those of the file `init`, of any published layout, in its dtype; or drawn from `loop.seed`, in fp32.
+    They are those of the file `init`, of any published layout, in its dtype; or random from `loop.seed`, in fp32.
 
     Raises:
         CheckpointError: the file is missing or broken, or does not fit the sizes.
         RequestError, HardwareError: as `empty_transformer`.
     """
     path = first_weights_of(settings)
-    weights = _drawn(settings) if path is None else _read(settings, path)
+    weights = _random_weights(settings) if path is None else _read(settings, path)
     if not settings.lora.is_on:
         yield from weights
         return
@@ -104,7 +104,7 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     yield from first_adapter(transformer, seed=settings.loop.seed)
 
 
-def _drawn(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
+def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     outline, generator = transformer_on_meta(settings.model), torch.Generator().manual_seed(settings.loop.seed)
     for name, parameter in outline.named_parameters():
         weight = torch.empty(parameter.shape, dtype=torch.float32)
@@ -148,7 +148,7 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
 
     Args:
         transformer: its blocks share no weights and exchange nothing with other ranks.
-        warn: hears once of what cannot be compiled.
+        warn: called once for each class that cannot be compiled.
         backend: of torch.compile.
     """
     for stack in repeated_blocks(transformer.config):

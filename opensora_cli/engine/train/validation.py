@@ -1,4 +1,4 @@
-"""The loss on clips that training never sees, with the same times and noises every time and in every run."""
+"""The loss on held-out clips, with the same timesteps and noise every time and in every run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,16 +19,16 @@ from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.watching import ValidationSettings
 
-# Of captions, which are all drawn: these draws are not those of training, whose seeds are smaller.
+# Captions are random: above the seeds of training, so that no caption is trained on.
 _SEEDS_OF_CAPTIONS = 2**40
 _SAMPLES = "number of samples"
 
 
 class HeldOutLoss:
-    """Measures the loss with the averaged weights, where there are such: those that will be exported.
+    """Measures the loss with the weights that will be exported: the average, if there is one.
 
     Each rank computes every R-th micro-batch; the mean is over the samples of all of them, so that it does not depend
-    on the number of ranks. Nothing that training draws or holds is changed.
+    on the number of ranks. The random state and the weights of training are not changed.
 
     Args:
         read: returns one of the micro-batches, the same every time.
@@ -46,7 +46,7 @@ class HeldOutLoss:
         self._last_step = last_step
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time after so many steps; 0: before the first."""
+        """Whether it is due after so many steps; 0: before the first."""
         every = self._settings.every
         return every is not None and (step % every == 0 or step == self._last_step)
 
@@ -65,7 +65,7 @@ class HeldOutLoss:
                 index = first + distribution.data_rank
                 # A rank without a batch of its own computes one that does not count: forward passes may be collective.
                 batch = self._read(min(index, self._count - 1))
-                # The same for every batch: what the transformer's task draws for a clip then depends on its path alone.
+                # The same for every batch, so that what is sampled for a clip depends on its path alone.
                 loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
                 weight = trainer.task.samples(batch) if index < self._count else 0
                 samples += weight
@@ -77,10 +77,9 @@ class HeldOutLoss:
 
 @contextmanager
 def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
-    """Let the module compute inside the block as it will once it is trained; afterwards all is as before.
+    """Let the module compute as it will after training, inside the block.
 
-    It has the averaged weights, if there are any, drops nothing, and records no gradients; what torch draws from its
-    global generators is not missing later.
+    It has the averaged weights, if there are any, no dropout and no gradients; torch's global generators are restored.
     """
     modes = {module: module.training for module in trainer.task.module.modules()}
     device = trainer.distribution.device

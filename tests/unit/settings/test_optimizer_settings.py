@@ -78,4 +78,4 @@ def test_products_of_8_bits_are_the_transformers():
     eight_bits = PrecisionSettings(fp8_linears=True)
     assert eight_bits.problems(trains_transformer=True) == PrecisionSettings().problems(trains_transformer=False) == []
     (problem,) = eight_bits.problems(trains_transformer=False)
-    assert problem == "precision.fp8_linears=true is made for target=mmdit alone: use false"
+    assert problem == "precision.fp8_linears=true is for target=mmdit alone: use false"

@@ -70,7 +70,7 @@ def loaded(path: Path, **overrides: str):
     lines: list[str] = []
     overrides = {"data.table": "clips.csv", **overrides}
     given = {key: Given(value, "the test") for key, value in overrides.items()}
-    return load_train_settings(config=path, overrides=given, environment={}, tell=lines.append), lines
+    return load_train_settings(config=path, overrides=given, environment={}, report=lines.append), lines
 
 
 def test_everything_that_has_a_place_is_carried_over(folder: Path) -> None:

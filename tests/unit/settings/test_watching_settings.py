@@ -18,8 +18,8 @@ SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"watching.nvtx": True}, "watching.nvtx=true marks what a card does, and device=cpu"),
-        ({"watching.exact_timers": True}, "watching.exact_timers=true waits for a card, and device=cpu"),
+        ({"watching.nvtx": True}, "watching.nvtx=true marks the work of a GPU, and device=cpu"),
+        ({"watching.exact_timers": True}, "watching.exact_timers=true synchronizes with a GPU, and device=cpu"),
         ({"watching.profile_steps": (3, 2)}, "watching.profile_steps=3,2 must be two steps of the run"),
         ({"watching.profile_steps": (3, 5)}, "use 1,1 to 4,4"),
         ({"watching.profile_steps": "3"}, "watching.profile_steps"),

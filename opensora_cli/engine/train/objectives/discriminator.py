@@ -1,4 +1,4 @@
-"""The discriminator: it learns to tell real clips from decoded ones, patch by patch."""
+"""The discriminator of autoencoder training: it classifies patches of clips as real or decoded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ class PatchDiscriminator3d(nn.Module):
 
 
 def hinge_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """Return what a discriminator minimises: the mean of max(0, 1 - real) and max(0, 1 + fake), halved in all.
+    """Return a discriminator's hinge loss: the mean of max(0, 1 - real) and max(0, 1 + fake), halved in all.
 
     Lim & Ye 2017, "Geometric GAN" (https://arxiv.org/abs/1705.02894).
     """
@@ -60,7 +60,7 @@ def _conv(before: int, after: int, *, stride: int = 1, bias: bool = True) -> nn.
 
 
 class PatchAdversary:
-    """Learns to tell real clips from decoded ones, from what it was last shown.
+    """The discriminator with its loss, on the clips that `show` gave it last.
 
     Args:
         settings: sizes, rate and start.
@@ -75,24 +75,23 @@ class PatchAdversary:
         self._shown: tuple[Tensor, Tensor] | None = None
 
     def generator_loss(self, made_BCTHW: Tensor) -> Tensor:
-        """Return what the autoencoder minimises against it: minus the mean logit of decoded clips.
+        """Return the autoencoder's adversarial loss: minus the mean logit of decoded clips.
 
-        Differentiate it by the clips alone, so that no gradient is left in the discriminator; under wrappers that
-        exchange gradients, the module itself must not start an exchange.
+        Differentiate it by the clips alone, so that the discriminator gets no gradient, and DDP starts no exchange.
         """
         logits: Tensor = self.module(made_BCTHW)
         return -logits.float().mean()
 
     def show(self, *, real_BCTHW: Tensor, made_BCTHW: Tensor) -> None:
-        """Take clips and what was decoded of them for the next `loss`."""
+        """Keep clips and their reconstructions for the next `loss`."""
         self._shown = real_BCTHW.detach(), made_BCTHW.detach()
 
     def loss(self) -> tuple[Tensor, dict[str, float]] | None:
-        """Return the hinge loss on what it was shown since the last time, with the mean logits; None: nothing."""
+        """Return the hinge loss on the clips since the last call, with the mean logits; None: there were none."""
         if self._shown is None:
             return None
         shown, self._shown = self._shown, None
-        # One pass for both: wrappers that exchange gradients want a single one for each backward.
+        # One pass for both: DDP needs one forward for each backward.
         real, made = self.forward(torch.cat(shown)).float().chunk(2)
         means = {"real_logit": float(real.detach().mean()), "made_logit": float(made.detach().mean())}
         return hinge_loss(real, made), means

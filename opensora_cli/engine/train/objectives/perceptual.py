@@ -1,4 +1,4 @@
-"""The perceptual distance LPIPS: how different two pictures look to a network that has learnt to tell things apart."""
+"""The perceptual distance LPIPS: the distance of two pictures in the features of a classifier."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -66,9 +66,9 @@ class PerceptualDistance(nn.Module):
 
 
 def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
-    """Return the distance, frozen, with the weights that the files have together.
+    """Return the distance, frozen, with the weights of all files.
 
-    These are the files that people have: torchvision's `vgg16-397923af.pth` (keys `features.0.weight` to
+    Known files are torchvision's `vgg16-397923af.pth` (keys `features.0.weight` to
     `features.28.bias`; the classifier is left unread) and the linear layers of LPIPS version 0.1, `vgg.pth` (keys
     `lin0.model.1.weight` to `lin4.model.1.weight`); or one file of a whole `lpips.LPIPS(net="vgg")`; or any of these as
     safetensors.

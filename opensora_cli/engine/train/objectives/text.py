@@ -1,8 +1,9 @@
-"""Training the demo's two small text encoders, together, on captions of the procedural world.
+"""Training the demo's two small text encoders, jointly, on captions of the procedural world.
 
-Each learns to tell from a caption what the scene shows: place, weather, time of day, and the moving thing with its
-colour, direction and speed. What a caption leaves unsaid cannot be told, so the encoders learn how likely it is. They
-are then frozen: T5's token embeddings and CLIP's pooled one condition the video transformer.
+Each learns to classify from a caption what the scene shows: place, weather, time of day, and the moving thing with its
+colour, direction and speed. For what a caption leaves out, the encoders learn its probability.
+
+They are then frozen: T5's token embeddings and CLIP's pooled one condition the video transformer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from opensora_cli.models.text.folder import quiet
 from opensora_cli.settings.train_objectives import TextTrainSettings
 
 UNKNOWN = "<unk>"
-# What a head answers, and how many answers there are; the last one of the four about the thing is that there is none.
+# Question -> number of answers; the last answer of the four about the thing is that there is none.
 QUESTIONS: dict[str, int] = {
     "place": len(Place),
     "weather": len(Weather),
@@ -93,7 +94,7 @@ def build_tokenizer(*, max_length: int, start: bool) -> PreTrainedTokenizerFast:
 
 
 class TextEncoders(nn.Module):
-    """Both encoders, and the heads that question them, which are thrown away after training.
+    """Both encoders, and classification heads, which are not exported.
 
     Args:
         settings: sizes.
@@ -123,7 +124,7 @@ class TextEncoders(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionBatch:
-    """Captions, and what they tell."""
+    """Captions, and the right answer to each of `QUESTIONS`."""
 
     number: int
     captions: tuple[str, ...]
@@ -237,7 +238,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str]) -> Tensor:
 
 
 def _disturbed(caption: str, rng: np.random.Generator) -> str:
-    """Put an unknown word or a full stop into some captions, so that strangers' ways of writing do no harm."""
+    """Put an unknown word or a full stop into some captions, for robustness to other ways of writing."""
     words = caption.split(" ")
     while rng.random() < 0.2:
         words.insert(int(rng.integers(len(words) + 1)), UNKNOWN)

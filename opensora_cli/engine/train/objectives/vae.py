@@ -32,7 +32,7 @@ from opensora_cli.settings.data import SceneSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
-# The latents are measured on the same clips whatever the run's seed.
+# The latents are whitened by the same clips for every seed of a run.
 _WHITENING_SEED = 20
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -40,7 +40,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> "VAETask":
-    """Return the task, with fresh weights drawn from torch's global generator.
+    """Return the task, with random weights from torch's global generator.
 
     Args:
         settings: the run.
@@ -119,10 +119,10 @@ class VAETask:
         self._is_opposed = False
 
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
-        """Rework weights and average for whole clips when the single frames are over, and let the discriminator in.
+        """Adapt weights and average to clips after the phase of single frames, and turn the discriminator on.
 
-        The moments of the optimizers stay: they fade within some tens of steps, and without them the first steps would
-        be as large as a single noisy gradient makes them.
+        The optimizers keep their moments: old ones fade within some tens of steps, and without them the first steps
+        would be as large as a single noisy gradient.
         """
         if step == self._settings.picture_steps > 0:
             move_to_last_tap(dict(self.module.named_parameters()))
@@ -165,10 +165,10 @@ class VAETask:
         write_weights(folder / VAE_FILE, weights, dtype=dtype)
 
     def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, float]]:
-        """Return what the decoded pixels cost; its gradient by them is worked out at once, term by term."""
+        """Return the loss of the decoded pixels; its gradient by them is computed at once, term by term."""
         if not torch.is_grad_enabled():
             return self._reconstruction_loss(made, pixels)
-        # A leaf: differentiating by it ends there, and frees what LPIPS and the discriminator keep.
+        # A leaf: the backward pass ends there, and frees the activations of LPIPS and the discriminator.
         leaf = made.detach().requires_grad_()
         with _without_float16(made.device.type):
             value, figures = self._reconstruction_loss(leaf, pixels)

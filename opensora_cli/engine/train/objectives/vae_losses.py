@@ -64,11 +64,10 @@ class LastLayer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Keep what goes into the layer while the block runs; it is forgotten afterwards."""
+        """Keep the layer's inputs while the block runs."""
 
         def keep(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            # Under autocast the layer computes in fewer bits than it is given. Those of float16 are too few for the
-            # gradient of a loss that is not scaled up.
+            # As the layer computes under autocast; but float16 underflows in gradients of an unscaled loss.
             dtype = torch.float32 if output.dtype is torch.float16 else output.dtype
             self._inputs = args[0].detach().to(dtype)
 
@@ -111,8 +110,8 @@ def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Te
 def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
     """Return `value` as a function of `output` whose gradient is known.
 
-    So a loss on decoded pixels that was differentiated on its own goes on through the decoder, after what it needed in
-    between has been freed.
+    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations have
+    been freed.
 
     Args:
         output: what the loss is of.

@@ -166,7 +166,7 @@ class ReplicatedDistribution(Distribution):
     def shard(self, module: nn.Module) -> Callable[..., Tensor]:
         """Average the gradients of a module from now on, where it is called by what this returns.
 
-        Every weight that is trained has to be of use in every such call.
+        Every trained weight has to be used in every such call.
         """
         wrapped = DistributedDataParallel(
             module.to(self.device),
@@ -188,5 +188,5 @@ class ReplicatedDistribution(Distribution):
 
 
 def _may_leave_weights_out(module: nn.Module) -> bool:
-    # Without single-stream blocks nothing looks at what the last double-stream one makes of the text.
+    # Without single-stream blocks nothing uses the text output of the last double-stream block.
     return isinstance(module, MMDiT) and module.config.depth_single_blocks == 0

@@ -95,7 +95,7 @@ class ShardedDistribution(Distribution):
         group = fully_shard(
             module, mesh=self._fsdp_mesh, reshard_after_forward=gathers_twice, mp_policy=self._precision
         )
-        # Ranks that share a sample have summands of its gradient. As a sum and a division: gloo knows no other way.
+        # Ranks that share a sample have summands of its gradient. As a sum and a scaling: gloo has no mean.
         group.set_gradient_divide_factor(float(self.data_ranks))
         group.set_force_sum_reduction_for_comms(True)
         self._groups.append(group)
@@ -118,7 +118,7 @@ class ShardedDistribution(Distribution):
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Share out gradients, and keep gathered weights, as the strategy says."""
+        """Reduce-scatter gradients, and keep gathered weights, as the strategy has it."""
         for group in self._groups:
             group.set_requires_gradient_sync(last or not self._exchanges_once, recurse=False)
             group.set_reshard_after_backward(last or self._gathers_twice, recurse=False)

@@ -33,13 +33,13 @@ class StepReport:
 
 
 class Observer(Protocol):
-    """Is told what happens; exists on every rank, and sees to it that only one writes what only one may write."""
+    """Gets the reports of a run."""
 
     def on_step(self, report: StepReport) -> None:
-        """Hear of a step that is done."""
+        """Handle the report of a step."""
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Hear of a validation after `step` steps."""
+        """Handle the figures of a validation after `step` steps."""
 
     def close(self) -> None:
         """Finish what is written; also after an error or an interruption."""
@@ -52,7 +52,7 @@ class Clock(Protocol):
         """Count the time of the block as that of a part; blocks do not nest."""
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last time, and begin anew."""
+        """Return the seconds of each part, and `total`, since the last call, and start again."""
 
 
 class WallClock:
@@ -77,7 +77,7 @@ class WallClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last time, and begin anew."""
+        """Return the seconds of each part, and `total`, since the last call, and start again."""
         now = self._now()
         seconds = {**self._seconds, "total": now - self._started}
         self._started, self._seconds = now, {}
@@ -89,12 +89,12 @@ Mark = Callable[[str], AbstractContextManager[object]]
 
 
 class MarkingClock:
-    """A clock that marks each part for those who look at the run from outside.
+    """A clock that also marks each part in profiles.
 
     Args:
         clock: times the parts.
         marks: of each part.
-        wait: called at the end of each part, before its time is taken: it returns when the device has done it.
+        wait: called at the end of each part, before its time is taken, to synchronize with the device.
     """
 
     def __init__(self, clock: Clock, *, marks: Sequence[Mark], wait: Callable[[], None] = lambda: None) -> None:
@@ -113,5 +113,5 @@ class MarkingClock:
                 self._wait()
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last time, and begin anew."""
+        """Return the seconds of each part, and `total`, since the last call, and start again."""
         return self._clock.take()

@@ -1,4 +1,4 @@
-"""What training an MMDiT computes, and how much of what its devices could."""
+"""The floating-point operations of training an MMDiT, and their share of the devices' peak (MFU)."""
 
 import re
 
@@ -7,7 +7,7 @@ from opensora_cli.models.mmdit.layers import TIME_EMBEDDING_WIDTH
 
 _TERA = 1e12
 
-# Dense bf16 and fp16 with sums in fp32, in 1e12 operations a second, from NVIDIA's data sheets of each card. Where a
+# Dense bf16 and fp16 with sums in fp32, in 1e12 operations a second, from NVIDIA's data sheets. Where a
 # sheet gives the rate with sparsity alone, half of it. The names are those that CUDA gives; the first that fits counts.
 _PEAK_TFLOPS = (
     (r"B200", 2250.0),
@@ -33,13 +33,13 @@ _PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return what a card computes at most in bf16 or fp16, in 1e12 operations a second; None: it is not known.
+    """Return the peak of a GPU in bf16 or fp16, in 1e12 operations a second; None: it is not known.
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it.
     """
     if " MIG " in device_name or " Laptop " in device_name:
-        return None  # a slice of a card, or one with less power
+        return None  # a slice of a GPU, or one with less power
     found = (peak for name, peak in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
     return next(found, None)
 
@@ -57,7 +57,7 @@ def training_flops(
     Args:
         config: the transformer's sizes.
         samples: clips.
-        latent_tokens: of all of them together.
+        latent_tokens: of all of them.
         text_tokens: of each.
         is_frozen: only an adapter is trained: the weights beside it have no gradient, and its own, some hundredths of
             them, do not count.

@@ -8,7 +8,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.watching.clocks import StepReport
 
 Line = Mapping[str, object]
-"""`step`, and what is said of it. A line that is not of training has an `event`: `skipped` or `validation`."""
+"""`step`, and its figures. A line that is not of training has an `event`: `skipped` or `validation`."""
 
 BESIDE_TRAINING = ("checkpoint", "validation", "samples")
 """Parts of a step's seconds in which nothing is trained: they do not count in samples and tokens per second."""
@@ -17,8 +17,8 @@ BESIDE_TRAINING = ("checkpoint", "validation", "samples")
 class LineSink(Protocol):
     """Keeps lines."""
 
-    def begin(self, step: int) -> None:
-        """Know that steps after `step` follow: what there is of later ones is of another course of the run."""
+    def start(self, step: int) -> None:
+        """Continue after `step`: existing lines of later steps are void."""
 
     def write(self, line: Line) -> None:
         """Keep a line."""
@@ -30,8 +30,8 @@ class LineSink(Protocol):
 class StepLines:
     """Makes a line of the means of every few steps, and one of each validation and of each step that was skipped.
 
-    A step that was skipped is in the mean of no loss, and is counted. On a terminal the line in the making is shown
-    after each step.
+    A step that was skipped is in the mean of no loss, and is counted. On a terminal the unfinished line is shown after
+    each step.
 
     Args:
         sinks: keep the lines.
@@ -83,8 +83,8 @@ class StepLines:
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Write a line of its own."""
         self._write({"step": step, "event": "validation", **figures})
-        told = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
-        self._reporter.note(f"validation at step {step}  {told}")
+        shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
+        self._reporter.note(f"validation at step {step}  {shown}")
 
     def close(self) -> None:
         """Close the sinks."""

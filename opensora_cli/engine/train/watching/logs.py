@@ -22,12 +22,11 @@ _MOST_WAITING = 10_000
 class JsonLog:
     """Adds every line to a file as it comes.
 
-    A line that cannot be written waits for the next, with up to ten thousand others: a disk that is full for a while
-    does not end a run.
+    Lines that cannot be written, as on a full disk, are kept for the next write, up to ten thousand.
 
     Args:
         path: of the file.
-        reporter: warned once whenever lines begin to wait.
+        reporter: warned when the first line is kept back, and of lines that are lost.
     """
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
@@ -35,20 +34,20 @@ class JsonLog:
         self._reporter = reporter
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
         self._whole: int | None = None
-        """Bytes of the file before the first line that waits, where one does."""
+        """Size of the file before the first line that is kept back, if one is."""
 
-    def begin(self, step: int) -> None:
-        """Do nothing: `cut_back` has taken out what comes after."""
+    def start(self, step: int) -> None:
+        """Do nothing: `cut_back` has removed later lines."""
 
     def write(self, line: Line) -> None:
-        """Add a line, after those that wait. Numbers that are not finite are null, since JSON has no others."""
+        """Write a line, after those that were kept back. Numbers that are not finite become null."""
         self._waiting.append(json.dumps(_finite(line), allow_nan=False) + "\n")
         error = self._write_waiting()
         if error and len(self._waiting) == 1:
-            self._reporter.warn(f"cannot write {self._path}: {error}: its lines wait until that is possible")
+            self._reporter.warn(f"cannot write {self._path}: {error}: its lines are kept until that is possible")
 
     def close(self) -> None:
-        """Write what waits; it is lost if that is still impossible."""
+        """Write the lines that were kept back; they are lost if that still fails."""
         error = self._write_waiting() if self._waiting else None
         if error:
             self._reporter.warn(f"cannot write {self._path}: {error}: it lacks the last {len(self._waiting)} lines")
@@ -61,7 +60,7 @@ class JsonLog:
             with self._path.open("ab") as log:
                 end = log.tell()
                 self._whole = end if self._whole is None else min(self._whole, end)
-                # A full disk may have taken half of what is written again now.
+                # A full disk may hold half of the lines that are written again now.
                 log.truncate(self._whole)
                 log.write("".join(self._waiting).encode())
         except OSError as error:
@@ -72,7 +71,7 @@ class JsonLog:
 
 
 def cut_back(path: Path, *, step: int) -> None:
-    """Take out of a log what comes after a step.
+    """Remove the lines after a step from a log.
 
     Raises:
         OutputError: it cannot be read or written.
@@ -124,8 +123,8 @@ class TensorBoardLog:
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
-    def begin(self, step: int) -> None:
-        """Begin a file of events, which says that earlier ones of later steps are void.
+    def start(self, step: int) -> None:
+        """Start a file of events, which makes earlier ones of later steps void.
 
         Raises:
             OutputError: it cannot be written.
@@ -146,7 +145,7 @@ class TensorBoardLog:
                     self._writer.add_scalar(f"seconds/{part}", seconds, step)
             elif name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(f"{event}/{name}", value, step)
-        # A run that is killed later goes on after a checkpoint, and does not write this again.
+        # A run that is killed does not write this again when it is resumed.
         self._writer.flush()
 
     def close(self) -> None:

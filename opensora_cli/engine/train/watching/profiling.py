@@ -20,7 +20,7 @@ class StepProfiler:
         steps: the first and the last.
         folder: of the trace.
         device: what is recorded beside the host.
-        reporter: told where the trace is.
+        reporter: shown the path of the trace.
     """
 
     def __init__(self, steps: tuple[int, int], folder: Path, *, device: torch.device, reporter: Reporter) -> None:
@@ -32,14 +32,14 @@ class StepProfiler:
         self._reporter = reporter
         self._running: profile | None = None
 
-    def begin(self, step: int) -> None:
-        """Know that steps after `step` follow."""
+    def start(self, step: int) -> None:
+        """Continue after `step`."""
         if step == self._first - 1:
             self._running = profile(activities=self._activities, record_shapes=True)
             self._running.start()
 
     def on_step(self, report: StepReport) -> None:
-        """Begin before the first step, and write the trace after the last.
+        """Start before the first of the steps, and write the trace after the last.
 
         Raises:
             OutputError: it cannot be written.
@@ -47,7 +47,7 @@ class StepProfiler:
         if self._running is not None and report.step == self._last:
             self.close()
         elif self._running is None:
-            self.begin(report.step)
+            self.start(report.step)
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Do nothing."""

@@ -24,30 +24,30 @@ from opensora_cli.settings.train_loop import Compute
 
 
 class Watching:
-    """What one rank has to watch the run with.
+    """The clock and the observers of one rank.
 
     Args:
         clock: times the parts of each step.
-        observers: hear of every step.
-        begins: called with the number of steps that are done, before the first.
+        observers: get the report of every step.
+        starts: called with the number of steps that are done, before the first.
     """
 
     def __init__(
-        self, clock: Clock, observers: Sequence[Observer] = (), *, begins: Sequence[Callable[[int], None]] = ()
+        self, clock: Clock, observers: Sequence[Observer] = (), *, starts: Sequence[Callable[[int], None]] = ()
     ) -> None:
         self.clock = clock
         self.observers = observers
-        self._begins = begins
+        self._starts = starts
 
-    def begin(self, step: int) -> None:
-        """Know that steps after `step` follow, and count time from now on.
+    def start(self, step: int) -> None:
+        """Continue after `step`, and count time from now on.
 
         Raises:
             OutputError: a file cannot be written.
         """
         self.clock.take()
-        for begin in self._begins:
-            begin(step)
+        for start in self._starts:
+            start(step)
 
     def close(self) -> None:
         """Finish what is written; also after an error."""
@@ -56,7 +56,7 @@ class Watching:
 
 
 def open_watching(settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter) -> Watching:
-    """Return what watches a run: the main rank alone writes and tells.
+    """Return what watches a run: the main rank alone writes and reports.
 
     Args:
         settings: the run.
@@ -65,7 +65,7 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
         reporter: shown the figures.
 
     Raises:
-        HardwareError: TensorBoard is not installed, or a card is asked for where there is none.
+        HardwareError: TensorBoard is not installed, or a setting needs a GPU, and there is none.
     """
     clock = _clock(settings, distribution.device)
     if not distribution.is_main:
@@ -83,18 +83,18 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
             reporter=reporter,
         )
     ]
-    begins = [sink.begin for sink in sinks]
+    starts = [sink.start for sink in sinks]
     if settings.watching.profile_steps is not None:
         profiler = StepProfiler(
             settings.watching.profile_steps, output / PROFILE_FOLDER, device=distribution.device, reporter=reporter
         )
         observers.append(profiler)
-        begins.append(profiler.begin)
-    return Watching(clock, observers, begins=begins)
+        starts.append(profiler.start)
+    return Watching(clock, observers, starts=starts)
 
 
 def truncate_records(output: Path, *, step: int) -> None:
-    """Take out of a run's log and samples what comes after a step; TensorBoard's events say so themselves.
+    """Remove what comes after a step from a run's log and samples; TensorBoard's events are marked void instead.
 
     Raises:
         OutputError: that is not possible.
@@ -104,7 +104,7 @@ def truncate_records(output: Path, *, step: int) -> None:
 
 
 def remove_records(output: Path) -> None:
-    """Remove what watching an earlier run has left."""
+    """Remove the records of an earlier run."""
     (output / LOG_FILE).unlink(missing_ok=True)
     for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
@@ -115,7 +115,7 @@ def _clock(settings: TrainSettings, device: torch.device) -> Clock:
     if device.type != "cuda":
         given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
         if given:
-            raise HardwareError(f"{given} must have a card, and this runs on a CPU", hint=f"leave {given} out")
+            raise HardwareError(f"{given} needs a GPU, and this runs on a CPU", hint=f"leave {given} out")
     marks: list[Mark] = []
     if watching.profile_steps is not None:
         marks.append(torch.profiler.record_function)

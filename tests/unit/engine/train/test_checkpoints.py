@@ -135,8 +135,8 @@ class TestSave:
                 trainer.step = step
                 writer.save(trainer)
                 writer._job.join()
-                writer.look()
-                writer.look()
+                writer.warn_of_failure()
+                writer.warn_of_failure()
                 assert len(listener.warnings) == 1
                 if step == 1:
                     run.unlink()

@@ -185,7 +185,7 @@ class TestLines:
             assert path.stat().st_size == size + 30
         lines.on_step(report(4))
         assert [line["step"] for line in read(path)] == [1, 2, 3, 4]
-        assert shown.warnings == [f"cannot write {path}: File too large: its lines wait until that is possible"]
+        assert shown.warnings == [f"cannot write {path}: File too large: its lines are kept until that is possible"]
         with disk_full_at(size):
             lines.on_step(report(5))
         lines.close()
@@ -201,7 +201,7 @@ class TestLines:
             log.write({"step": step})
         log.close()
         assert [text.partition(": Is a directory: ")[2] for text in shown.warnings] == [
-            "its lines wait until that is possible",
+            "its lines are kept until that is possible",
             "it lacks the last 3 lines",
         ]
         log.close()
@@ -232,7 +232,7 @@ def events(folder):
 class TestTensorBoard:
     def run(self, folder, first, last, *, loss):
         log = TensorBoardLog(folder)
-        log.begin(first)
+        log.start(first)
         lines = step_lines(log, every=1)
         for step in range(first + 1, last + 1):
             lines.on_step(report(step, loss=loss, data=0.5, skipped=step == 2))
@@ -294,7 +294,7 @@ class TestProfiler:
         trainer = toy_trainer(ToyTask(), observers=(profiler,))
         trainer._clock = MarkingClock(WallClock(), marks=[torch.profiler.record_function])
         trainer.step = first
-        profiler.begin(first)
+        profiler.start(first)
         for _ in range(first, last):
             trainer.do_step()
         profiler.close()
@@ -354,7 +354,7 @@ class TestOpening:
         changes = {f"watching.{name}": True for name in names}
         settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", **changes})
         given = " and ".join(f"{key}=true" for key in changes)
-        with pytest.raises(HardwareError, match=f"^{given} must have a card, and this runs on a CPU"):
+        with pytest.raises(HardwareError, match=f"^{given} needs a GPU, and this runs on a CPU"):
             open_watching(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
 
     def test_what_is_forgotten(self, tmp_path):
