@@ -15,11 +15,12 @@ from torch import Tensor
 
 from opensora_cli.core.conditions import T2V, condition_mode
 from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.references import Reference, encode_references, to_uint8
-from opensora_cli.engine.generate.text import PromptEmbeds, encode_prompts
-from opensora_cli.media.resize import fit_frames
+from opensora_cli.engine.generate.references import Reference, encode_references
+from opensora_cli.engine.generate.text import encode_prompts
+from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE

@@ -26,13 +26,13 @@ import transformers
 from torch import nn
 
 from opensora_cli.engine.components.configs import transformer_on_meta, vae_on_meta
-from opensora_cli.engine.estimate.hardware import GIB
+from opensora_cli.engine.components.hardware import GIB, release_memory
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -285,7 +285,7 @@ def main() -> None:
             trace = arguments.trace if case.name == "768px in 16 GiB" else None
             reports.append(measure_denoise(case, plan, trace))
             print(json.dumps(reports[-1]), flush=True)
-            load.release_memory(plan.hardware.device)
+            release_memory(plan.hardware.device)
         judge(DENOISE_CASES, reports)
         decoding = Case("decode 768px", "768px")
         for name, limit in (("decode 768px", None), ("decode 768px in 4 GiB", "4GiB")):

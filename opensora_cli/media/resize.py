@@ -87,3 +87,13 @@ def _half_to_even(margin: int) -> int:
 
 def _half_down(margin: int) -> int:
     return margin // 2
+
+
+def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
+    """Return pixels in [-1, 1] as uint8 (T, H, W, C), on the CPU; what lies outside is cut off."""
+    channels, frames, height, width = pixels_CTHW.shape
+    levels_THWC = torch.empty(frames, height, width, channels, dtype=torch.uint8)
+    # Frame by frame: the copies in between are four times as large as the result, or more.
+    for pixels_CHW, levels_HWC in zip(pixels_CTHW.unbind(1), levels_THWC, strict=True):
+        levels_HWC.copy_(pixels_CHW.float().clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0))
+    return levels_THWC

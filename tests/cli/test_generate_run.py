@@ -159,7 +159,7 @@ def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolutio
 
 
 def _hardware_with(free_bytes):
-    from opensora_cli.engine.estimate.hardware import Hardware
+    from opensora_cli.engine.components.hardware import Hardware
 
     cpu = Hardware(torch.device("cpu"), "a machine", torch.float32, free_bytes, free_bytes)
     return lambda device, dtype: cpu

@@ -10,11 +10,11 @@ from tiny_adapters import write_lora
 from torch import Tensor
 
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.memory.counting import storage_bytes
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear

@@ -14,7 +14,7 @@ from tiny_transformer import inputs, transformer
 from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.tensor_parallel import shard_transformer
+from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.memory.counting import TensorBytes, storage_bytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks

@@ -11,7 +11,7 @@ from closeness import relative_error
 from shared_tokens import mesh_of
 from torch import nn
 
-from opensora_cli.engine.components.tensor_parallel import shard_t5
+from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.models.text.encoders import T5Encoder
 
 Pool = Callable[[int], Any]

@@ -12,7 +12,7 @@ from tiny_strategies import MAX_NORM, Case, Run, micro_batch, precision_of, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from opensora_cli.engine.components.tensor_parallel import shard_transformer
+from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, use_fp8_linears
 from opensora_cli.engine.train.ranks import mesh_shape
 from opensora_cli.engine.train.strategy.distribution import Distribution, local

@@ -219,7 +219,7 @@ def add_loras(
         transformer.set_submodule(path, LowRankLinear(base, a_RI, b_OR))
 
 
-def add_empty_loras(transformer: nn.Module, ranks: LoraRanks) -> None:
+def add_fake_loras(transformer: nn.Module, ranks: LoraRanks) -> None:
     """Put adapters without weights beside the layers of a transformer on the meta device, in place."""
     for path, rank in ranks.by_layer:
         base = transformer.get_submodule(path)

@@ -5,9 +5,9 @@ from pathlib import Path
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, fill_cache, lazy_encoders
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.estimate.hardware import pick_hardware
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from opensora_cli.core.gpus import GpuFacts
+from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.facts import BackendFacts, EncoderFacts, HostFacts, WeightFacts
 from opensora_cli.engine.env_check.findings import Check, Finding
-from opensora_cli.engine.estimate.hardware import GIB
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
 
 # Docker gives 64 MiB unless told otherwise; NVIDIA's own containers ask to be started with 1 GiB.

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.facts import PythonFacts
 from opensora_cli.engine.env_check.findings import Check, Finding
-from opensora_cli.engine.estimate.hardware import GIB
 
 _PYTHONS = ((3, 11), (3, 13))
 # NVIDIA, CUDA Compatibility, table 1: the oldest driver for each major version of CUDA, by minor version compatibility.

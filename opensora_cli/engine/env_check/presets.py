@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 
+from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.findings import Check, Finding
-from opensora_cli.engine.estimate.hardware import GIB
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings

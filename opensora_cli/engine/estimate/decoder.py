@@ -54,8 +54,8 @@ class _Seen(NamedTuple):
     peak_bytes: int
 
 
-class EmptyDecoder(nn.Module):
-    """Allocates what the decoder does; to be called inside `without_memory`.
+class FakeDecoder(nn.Module):
+    """Allocates what the decoder does; to be called inside `fake_device`.
 
     In chunks, a clip passes from stage to stage: each is run by itself, on two short clips, and what a longer one needs
     follows from them.

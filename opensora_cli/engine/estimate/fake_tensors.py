@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opensora_cli.memory.counting import TensorBytes
 
 HOST = torch.device("cpu")
-"""Stands for the memory of the host, inside `without_memory`."""
+"""Stands for the memory of the host, inside `fake_device`."""
 
 _ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
 
@@ -41,7 +41,7 @@ class Need:
 
 
 @contextmanager
-def without_memory(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
+def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
     """Inside the block, tensors are empty, and operations make what they make on a device of that type.
 
     The first time takes a second, for what torch imports then.
@@ -65,16 +65,16 @@ def without_memory(device_type: str, *, gradients: bool = False) -> Iterator[tor
         yield HOST if is_cpu else torch.device("meta")
 
 
-def empty_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
-    """Return what `make` builds, in evaluation mode, with empty weights; to be called inside `without_memory`."""
+def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
+    """Return what `make` builds, in evaluation mode, with empty weights; to be called inside `fake_device`."""
     with unset_fake_temporarily(), torch.device("meta"):  # where fresh weights cost least
         module = make()
-    give_empty_weights(module, device=device, dtype=dtype)
+    give_fake_weights(module, device=device, dtype=dtype)
     return module.requires_grad_(False).eval()
 
 
-def give_empty_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Put empty tensors in the place of parameters and buffers; to be called inside `without_memory`.
+def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Put empty tensors in the place of parameters and buffers; to be called inside `fake_device`.
 
     Args:
         module: built on the meta device; layouts and shared weights are kept.

@@ -21,17 +21,21 @@ from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
 from opensora_cli.engine.components.configs import mmdit_config, vae_config, vae_tiling
-from opensora_cli.engine.components.loras import LoraRanks, add_empty_loras
+from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.decoder import EmptyDecoder
-from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, empty_module, without_memory
+from opensora_cli.engine.estimate.decoder import FakeDecoder
+from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
-from opensora_cli.engine.estimate.sharding import EmptySequenceParallel, empty_attention
 from opensora_cli.engine.estimate.text import text_memory
-from opensora_cli.engine.estimate.transformer import multiplied_out_bytes, transformer_bytes, with_depth
-from opensora_cli.engine.generate.references import to_uint8
-from opensora_cli.engine.generate.text import PromptEmbeds
-from opensora_cli.engine.generate.velocity import GuidedVelocity
+from opensora_cli.engine.estimate.transformer import (
+    FakeSequenceParallel,
+    dequantized_bytes,
+    fake_attention,
+    transformer_bytes,
+    with_depth,
+)
+from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
@@ -115,7 +119,7 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
-    workspace = multiplied_out_bytes(config, dtype) if offload.fp8_storage else 0
+    workspace = dequantized_bytes(config, dtype) if offload.fp8_storage else 0
     parts = reference_parts(sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.time_compression_ratio)
     kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
     whole = weights[Component.TRANSFORMER]
@@ -143,10 +147,10 @@ def _denoising(
     scales = guidance_scales_at(
         0, sizes.guidance, mode=sizes.mode, num_inference_steps=len(_TIMES) - 1, num_latent_frames=frames
     )
-    with without_memory(device_type) as device:
+    with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        attention = empty_attention(sizes.mesh)
-        transformer = empty_module(
+        attention = fake_attention(sizes.mesh)
+        transformer = fake_module(
             lambda: _with_loras(MMDiT(with_depth(config, 2), attention=attention), sizes.loras),
             device=device,
             dtype=dtype,
@@ -154,7 +158,7 @@ def _denoising(
         transformer.set_sequence_chunk(chunk_tokens)
         transformer.double_blocks = _repeated(transformer.double_blocks)
         transformer.single_blocks = _repeated(transformer.single_blocks)
-        shared = EmptySequenceParallel(transformer, sizes.mesh)
+        shared = FakeSequenceParallel(transformer, sizes.mesh)
         with TensorBytes(device_type=device.type) as counter:
             embeds = PromptEmbeds(
                 empty(2, text_length, config.context_in_dim),
@@ -201,12 +205,12 @@ def _decoding(
     chunks: tuple[int | None, bool],
 ) -> Need:
     (height, width), (chunk_frames, store_on_host) = shown, chunks
-    with without_memory(device_type) as device:
+    with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae = fake_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
         counter = TensorBytes(device_type=device.type)
         store = HOST if store_on_host else device
-        decoder = EmptyDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
+        decoder = FakeDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
         vae.decoder = cast(Any, decoder)
         with counter:
             latents_1CTHW = empty(1, *latent_shape)
@@ -229,9 +233,9 @@ def _encoding(
     dtype: torch.dtype,
     device_type: str,
 ) -> Need:
-    with without_memory(device_type) as device:
+    with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = empty_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae = fake_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
         vae.encoder = cast(Any, Repeated(vae.encoder))
         with TensorBytes(device_type=device.type) as counter:
             latents: list[Tensor] = []
@@ -244,7 +248,7 @@ def _encoding(
 
 
 def _with_loras(transformer: MMDiT, loras: LoraRanks) -> MMDiT:
-    add_empty_loras(transformer, loras.of_one_block())
+    add_fake_loras(transformer, loras.of_one_block())
     return transformer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.engine.components.tensor_parallel import largest_share
+from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.fake_tensors import Need, empty_module, without_memory
+from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS, TEXT, StageMemory
 from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes
@@ -57,8 +57,8 @@ def _t5(
     length: int, folder: Path | None, dtype: torch.dtype, device_type: str, ranks: int
 ) -> tuple[Need, tuple[int, ...], int, int]:
     """Return what T5 needs, and of its layers the bytes of each in a slot, of all elsewhere, and of a rank's share."""
-    with without_memory(device_type) as device:
-        model = empty_module(lambda: t5_model(folder), device=device, dtype=dtype)
+    with fake_device(device_type) as device:
+        model = fake_module(lambda: t5_model(folder), device=device, dtype=dtype)
         need = _encoder_need(lambda ids: model(input_ids=ids).last_hidden_state, length, device)
         layers: Sequence[nn.Module] = list(model.encoder.block)
         slots = tuple(slot_bytes(layer) for layer in layers)
@@ -75,8 +75,8 @@ def _t5(
 
 @lru_cache(maxsize=16)
 def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> Need:
-    with without_memory(device_type) as device:
-        model = empty_module(lambda: clip_model(folder), device=device, dtype=dtype)
+    with fake_device(device_type) as device:
+        model = fake_module(lambda: clip_model(folder), device=device, dtype=dtype)
         # A longer one is refused when the encoder is loaded.
         length = min(length, model.config.max_position_embeddings)
         return _encoder_need(lambda ids: model(input_ids=ids).pooler_output, length, device)

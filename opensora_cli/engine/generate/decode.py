@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from opensora_cli.engine.components.configs import count_decoder_tiles, vae_tiling
-from opensora_cli.engine.estimate.hardware import peak_memory_gib
+from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.denoise import DrawnSample
 from opensora_cli.engine.generate.loaded import KeptVAE
@@ -20,8 +20,9 @@ from opensora_cli.engine.generate.outputs import SampleFiles, refuse_existing_re
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.record import RunRecord, retried
-from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, to_uint8
+from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.sidecar import media_tags, write_sidecar
+from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 

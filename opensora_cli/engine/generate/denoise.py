@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.hardware import release_memory
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DENOISE, ENCODE, TEXT
 from opensora_cli.engine.generate import load
@@ -20,8 +22,7 @@ from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.record import RunRecord, retried
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.sidecar import sample_settings
-from opensora_cli.engine.generate.text import PromptEmbeds, encode_prompts, read_vocabulary, warn_about_prompts
-from opensora_cli.engine.generate.velocity import GuidedVelocity
+from opensora_cli.engine.generate.text import encode_prompts, read_vocabulary, warn_about_prompts
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
@@ -102,7 +103,7 @@ def draw_samples(
                     save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
 
     retried(draw_the_rest, plan, DENOISE, record)
-    load.release_memory(plan.hardware.device)
+    release_memory(plan.hardware.device)
     return drawn
 
 
@@ -190,7 +191,7 @@ def _prompt_embeds(plan: ExecutionPlan, record: RunRecord, ranks: Ranks | None) 
             warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
             embeds = encode_prompts(plan.settings, t5, clip)
     del t5, clip
-    load.release_memory(plan.hardware.device)
+    release_memory(plan.hardware.device)
     return embeds
 
 
@@ -202,5 +203,5 @@ def _reference_latents(
     autoencoder, tiling = vae.on_device(), vae_tiling(plan.settings.vae)
     with record.stage(ENCODE, total=len(references), unit="references") as progress:
         latents = encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
-    load.release_memory(plan.hardware.device)
+    release_memory(plan.hardware.device)
     return latents

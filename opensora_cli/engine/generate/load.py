@@ -1,6 +1,5 @@
 """From a plan to loaded components. Each is made without weights and filled from its mapped file, tensor by tensor."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -14,7 +13,7 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta, vae_on_meta
 from opensora_cli.engine.components.loras import add_loras
-from opensora_cli.engine.components.tensor_parallel import shard_t5, shard_transformer
+from opensora_cli.engine.components.parallelize import shard_t5, shard_transformer
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate.plan import ExecutionPlan
@@ -187,10 +186,3 @@ def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> HunyuanV
         advance=advance,
     )
     return vae.requires_grad_(False).eval()
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back the memory of components that nothing refers to any more, so that the next stage can have it."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
+from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate import load as build
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import SharedDecoder
-from opensora_cli.engine.generate.record import OutOfMemoryError, RunRecord
+from opensora_cli.engine.generate.record import RunRecord
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.enums import HostWeights, OffloadMode
@@ -100,7 +101,7 @@ class KeptVAE:
         """Make room on the device: if it is there, it waits in the host's memory."""
         if self._vae is not None:
             self._vae.to("cpu")
-            build.release_memory(self._plan.hardware.device)
+            release_memory(self._plan.hardware.device)
 
 
 @contextmanager

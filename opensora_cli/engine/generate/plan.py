@@ -11,11 +11,11 @@ import torch
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
-from opensora_cli.engine.components.division import choose_mesh, describe_mesh
+from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
+from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh
 from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
-from opensora_cli.engine.estimate.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
 from opensora_cli.engine.generate.evaluations import evaluations_of, guidance_of, require_branches
 from opensora_cli.models.mmdit.blocks import repeated_blocks

@@ -7,22 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
-from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter, StageProgress
-from opensora_cli.engine.generate.load import release_memory
+from opensora_cli.engine.components.hardware import OutOfMemoryError, is_out_of_memory, release_memory
 from opensora_cli.engine.generate.plan import ExecutionPlan
 
 T = TypeVar("T")
-
-
-# Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
-_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-
-
-class OutOfMemoryError(HardwareError):
-    """The device had not enough memory for a stage."""
 
 
 class RunRecord:
@@ -134,8 +123,3 @@ def retried(
     release_memory(plan.hardware.device)
     record.reporter.warn(f"{message}; trying once more with: {'; '.join(stronger.offload.lines())}")
     return run(stronger), stronger
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception says that there was not enough memory, on whatever device."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)

@@ -19,7 +19,7 @@ from opensora_cli.core.conditions import (
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.media.read import is_picture, read_picture, read_video
-from opensora_cli.media.resize import Fit, fit_frames
+from opensora_cli.media.resize import Fit, fit_frames, to_uint8
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.explain import explain
@@ -256,13 +256,3 @@ class GivenFramesPSNR:
         if not self._squares:
             return _HIGHEST_PSNR_DB
         return min(10 * math.log10(255**2 * self._count / self._squares), _HIGHEST_PSNR_DB)
-
-
-def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
-    """Return pixels in [-1, 1] as uint8 (T, H, W, C), on the CPU; what lies outside is cut off."""
-    channels, frames, height, width = pixels_CTHW.shape
-    levels_THWC = torch.empty(frames, height, width, channels, dtype=torch.uint8)
-    # Frame by frame: the copies in between are four times as large as the result, or more.
-    for pixels_CHW, levels_HWC in zip(pixels_CTHW.unbind(1), levels_THWC, strict=True):
-        levels_HWC.copy_(pixels_CHW.float().clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0))
-    return levels_THWC

@@ -13,14 +13,19 @@ from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.components.division import describe_mesh
+from opensora_cli.engine.components.hardware import (
+    Hardware,
+    limited_memory,
+    peak_memory_gib,
+    release_memory,
+    start_peak_memory,
+)
+from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component, choose_model, report_decision
-from opensora_cli.engine.estimate.hardware import Hardware, limited_memory, peak_memory_gib, start_peak_memory
 from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, process_and_save
 from opensora_cli.engine.generate.denoise import DrawnSample, draw_samples
 from opensora_cli.engine.generate.latents import load_latents
-from opensora_cli.engine.generate.load import release_memory
 from opensora_cli.engine.generate.loaded import KeptVAE
 from opensora_cli.engine.generate.outputs import check_outputs, sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan

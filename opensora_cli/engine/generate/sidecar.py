@@ -1,15 +1,13 @@
 """The JSON file beside a result: everything that is needed to make it again, and what making it took."""
 
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import opensora_cli
 from opensora_cli.core.files import write_json_atomic
+from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.text import full_prompt
@@ -109,15 +107,6 @@ def sidecar_document(
         "offload": asdict(plan.offload),
         "versions": versions(),
         "settings": sample_settings(plan, sample).model_dump(mode="json"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that results depend on."""
-    return {
-        "osora": opensora_cli.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 

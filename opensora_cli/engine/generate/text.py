@@ -2,27 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.generate import GenerateSettings
 
 _LISTED_WORDS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEmbeds:
-    """The prompt (row 0) and the negative prompt (row 1), encoded."""
-
-    prompt_embeds_2LC: torch.Tensor
-    """Of T5."""
-    pooled_prompt_embeds_2V: torch.Tensor
-    """Of CLIP."""
 
 
 def full_prompt(settings: GenerateSettings) -> str:

@@ -8,9 +8,7 @@ import torch
 
 from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.estimate.hardware import Hardware
-from opensora_cli.engine.generate.load import release_memory
-from opensora_cli.engine.generate.record import is_out_of_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
 from opensora_cli.engine.mem_profile.report import AttentionCost, mib
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import attention_backend, backend_names

@@ -7,9 +7,8 @@ import torch
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.hardware import Hardware, release_memory
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.hardware import Hardware
-from opensora_cli.engine.generate.load import release_memory
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.feasible import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import random_transformer

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.hardware import Hardware, release_memory
 from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
-from opensora_cli.engine.estimate.hardware import Hardware
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
-from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.allocator import allocator_techniques
 from opensora_cli.engine.mem_profile.attention import memory_and_time
@@ -145,7 +144,7 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
             name=_BRANCH_BY_BRANCH, reason=f"not measured: {OUT_OF_MEMORY}"
         )
     # Processes of their own come now, which need what is still kept back here.
-    load.release_memory(plan.hardware.device)
+    release_memory(plan.hardware.device)
     yield from allocator_techniques(plan)
 
 
@@ -166,9 +165,9 @@ def _branch_by_branch(plan: ExecutionPlan) -> Technique:
 def _stage_cost(plan: ExecutionPlan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None: memory was not enough."""
     peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage)[0].peak_bytes)
-    load.release_memory(plan.hardware.device)
+    release_memory(plan.hardware.device)
     seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
-    load.release_memory(plan.hardware.device)
+    release_memory(plan.hardware.device)
     return None if peak_bytes is None or seconds is None else (peak_bytes, seconds)
 
 

@@ -5,8 +5,7 @@ from typing import TypeVar
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.engine.estimate.hardware import Hardware
-from opensora_cli.engine.generate.record import is_out_of_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
 from opensora_cli.engine.mem_profile.report import mib
 
 MOST_ON_A_CPU = 4 * 2**30

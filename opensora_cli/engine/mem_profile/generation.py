@@ -13,7 +13,9 @@ from torch import nn
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
-from opensora_cli.engine.components.loras import LoraRanks, add_empty_loras
+from opensora_cli.engine.components.hardware import release_memory
+from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
 from opensora_cli.engine.estimate.text import clip_model, t5_model
@@ -22,7 +24,6 @@ from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
 from opensora_cli.memory.counting import TensorBytes
@@ -72,7 +73,7 @@ def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tupl
                 profiles.append(_predicted(stage, reason))
             else:
                 result = unless_out_of_memory(partial(_profile_stage, plan, stage))
-                load.release_memory(plan.hardware.device)
+                release_memory(plan.hardware.device)
                 if result is None:
                     profiles.append(_predicted(stage, OUT_OF_MEMORY))
                 else:
@@ -136,7 +137,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
     """Return what `load.load_transformer` returns, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
     transformer = transformer_on_meta(plan.settings.model).to(dtype).requires_grad_(False).eval()
-    add_empty_loras(transformer, LoraRanks.of(plan.loras))
+    add_fake_loras(transformer, LoraRanks.of(plan.loras))
     streams = offload.mode is OffloadMode.BLOCKS
     if streams or offload.fp8_storage:
         for block in (*transformer.double_blocks, *transformer.single_blocks):

@@ -10,9 +10,8 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import atomic_path, refuse_special
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.estimate.hardware import Hardware, pick_hardware
+from opensora_cli.engine.components.hardware import Hardware, OutOfMemoryError, is_out_of_memory, pick_hardware
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.record import OutOfMemoryError, is_out_of_memory
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator import allocator_use

@@ -1,7 +1,7 @@
 """Profiling a training: three of its steps, with fresh weights, predicted and measured."""
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.estimate.hardware import Hardware
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.mem_profile.feasible import why_not_measured
 from opensora_cli.engine.mem_profile.report import (
     BufferUse,

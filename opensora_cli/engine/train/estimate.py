@@ -12,7 +12,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.configs import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen_parts import find_frozen_parts, frozen_dtype
-from opensora_cli.engine.estimate.fake_tensors import give_empty_weights, without_memory
+from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import (
     ActivationPlan,
@@ -70,11 +70,11 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
     plan = plan_activations(settings)
     with torch.device("meta"):
         task, frozen = _task(settings)
-    with without_memory("cpu", gradients=True) as device, warnings.catch_warnings():
+    with fake_device("cpu", gradients=True) as device, warnings.catch_warnings():
         # Copying the module for the average accesses its data pointers.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for module in (task.module, *frozen):
-            give_empty_weights(module, device=device)
+            give_fake_weights(module, device=device)
         return _steps(settings, plan, task, frozen)
 
 

@@ -9,7 +9,7 @@ import torch
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.estimate.hardware import pick_hardware
+from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
 from opensora_cli.engine.launch.rank import agreed, joined
 from opensora_cli.engine.train.precision import DTYPES

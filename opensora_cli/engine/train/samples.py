@@ -14,16 +14,15 @@ from opensora_cli.core.conditions import T2V
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.hardware import release_memory
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.encoding import training_caption
 from opensora_cli.engine.encode.frozen_parts import load_encoders
-from opensora_cli.engine.generate.load import release_memory
-from opensora_cli.engine.generate.references import to_uint8
-from opensora_cli.engine.generate.text import PromptEmbeds
-from opensora_cli.engine.generate.velocity import GuidedVelocity
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.validation import evaluating
+from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.sampling.denoise import denoise, denoise_distilled

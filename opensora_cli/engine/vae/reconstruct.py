@@ -17,11 +17,16 @@ from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.components.autoencoders import find_autoencoder, load_autoencoder
 from opensora_cli.engine.components.configs import vae_tiling
-from opensora_cli.engine.estimate.hardware import Hardware, peak_memory_gib, pick_hardware
-from opensora_cli.engine.generate.record import OutOfMemoryError, is_out_of_memory
-from opensora_cli.engine.generate.references import to_uint8
-from opensora_cli.engine.generate.sidecar import versions
+from opensora_cli.engine.components.hardware import (
+    Hardware,
+    OutOfMemoryError,
+    is_out_of_memory,
+    peak_memory_gib,
+    pick_hardware,
+    versions,
+)
 from opensora_cli.media.read import MediaFacts, probe, read_cut
+from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder

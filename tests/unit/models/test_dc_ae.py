@@ -6,7 +6,7 @@ from closeness import assert_close
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.estimate.fake_tensors import empty_module, without_memory
+from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.blocks import ClipConv3d
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
@@ -227,8 +227,8 @@ def test_pieces_come_as_they_are_finished():
 def test_a_tile_takes_five_times_the_memory_of_its_widest_clip():
     config = DCAEConfig()
     clip_bytes = config.width_list[0] * config.temporal_tile_size * config.spatial_tile_size**2 * 2
-    with without_memory("cuda") as device:
-        vae = empty_module(lambda: DCAE(config), device=device, dtype=torch.bfloat16)
+    with fake_device("cuda") as device:
+        vae = fake_module(lambda: DCAE(config), device=device, dtype=torch.bfloat16)
         for run, shape in ((vae.encode, (1, 3, 32, 256, 256)), (vae.decode, (1, 128, 8, 8, 8))):
             with TensorBytes(device_type=device.type) as counter:
                 run(torch.empty(shape, device=device, dtype=torch.bfloat16))

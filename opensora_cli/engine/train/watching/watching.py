@@ -10,7 +10,7 @@ import torch
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.estimate.hardware import peak_memory_gib
+from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.samples import remove_later
 from opensora_cli.engine.train.strategy.distribution import Distribution

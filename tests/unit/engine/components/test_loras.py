@@ -20,6 +20,7 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.loras import LoraRanks
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
@@ -28,7 +29,6 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.sidecar import sample_settings
-from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes, storage_bytes

@@ -9,8 +9,9 @@ import torch
 
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config, vae_config, vae_tiling
-from opensora_cli.engine.estimate.decoder import EmptyDecoder
-from opensora_cli.engine.estimate.fake_tensors import HOST, empty_module, without_memory
+from opensora_cli.engine.components.velocity import PromptEmbeds
+from opensora_cli.engine.estimate.decoder import FakeDecoder
+from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
@@ -18,7 +19,7 @@ from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.text import PromptEmbeds, encode_prompts
+from opensora_cli.engine.generate.text import encode_prompts
 from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes, storage_bytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
@@ -190,13 +191,13 @@ SMALL_VAE = HunyuanVAEConfig(
 def decoded_without_memory(
     shape: tuple[int, int, int], tiling: Tiling, device_type: str, *, frames: int, store: str, fast: bool
 ) -> int:
-    with without_memory(device_type) as device, TensorBytes(device_type=device.type) as counter:
-        vae = empty_module(lambda: HunyuanVAE(SMALL_VAE), device=device, dtype=torch.bfloat16)
+    with fake_device(device_type) as device, TensorBytes(device_type=device.type) as counter:
+        vae = fake_module(lambda: HunyuanVAE(SMALL_VAE), device=device, dtype=torch.bfloat16)
         counter.reset_peak()
         before = counter.live_bytes
         options = {"chunk_frames": frames, "store": HOST if store == "host" else device, "canvas": HOST}
         if fast:
-            vae.decoder = EmptyDecoder(vae, counter, **options)
+            vae.decoder = FakeDecoder(vae, counter, **options)
         latents = torch.empty(1, SMALL_VAE.latent_channels, *shape, dtype=torch.bfloat16, device=device)
         pixels = vae.decode(latents, tiling=tiling, **options)
         del pixels

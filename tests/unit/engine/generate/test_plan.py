@@ -8,10 +8,9 @@ import transformers
 from tiny_world import RELEASED_SIZES, demo_settings, released_settings
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.components import configs
+from opensora_cli.engine.components import configs, hardware
+from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate import hardware
-from opensora_cli.engine.estimate.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan
 from opensora_cli.engine.generate.plan import make_plan

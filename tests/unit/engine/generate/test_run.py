@@ -13,6 +13,7 @@ from tiny_world import demo_settings, moving_frames, released_settings
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode as finish
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate import load as build
@@ -25,7 +26,6 @@ from opensora_cli.engine.generate.run import (
     plan_generation,
     resolve_generate_settings,
 )
-from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.media.read import read_video
 from opensora_cli.media.tags import read_metadata
 from opensora_cli.media.write import write_media

@@ -1,17 +1,27 @@
-"""The transformer as the sampling loops want it: branches in, velocities out."""
+"""The transformer as the sampling loop calls it: branches of guidance in, velocities out."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from opensora_cli.engine.generate.text import PromptEmbeds
 from opensora_cli.sampling.guidance import Branch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """The prompt (row 0) and the negative prompt (row 1), encoded."""
+
+    prompt_embeds_2LC: torch.Tensor
+    """Of T5."""
+    pooled_prompt_embeds_2V: torch.Tensor
+    """Of CLIP."""
 
 
 class GuidedVelocity:
     """Evaluates the transformer for one sample, branch after branch.
 
-    One after the other and not as a batch: the clip alone fills a card, on a CPU a batch gained a tenth at most, and so
+    One after the other and not as a batch: one clip fills a GPU, and on a CPU a batch was a tenth faster at most. So
     neither the peak of memory nor the result depends on the step.
 
     Args:

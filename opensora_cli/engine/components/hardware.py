@@ -1,5 +1,6 @@
-"""What this machine has: devices, free memory, and how much of it a run took."""
+"""What this machine has: devices, free memory, how much of it a run took, and whether it was enough."""
 
+import gc
 import platform
 import re
 import sys
@@ -10,10 +11,18 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+import opensora_cli
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 
 GIB = 2**30
+
+# Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+
+
+class OutOfMemoryError(HardwareError):
+    """The device had not enough memory for a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class Hardware:
     device_name: str
     dtype: torch.dtype
     free_bytes: int
-    """Memory of the device that nobody uses yet."""
+    """Free memory of the device."""
     total_bytes: int
 
 
@@ -64,7 +73,7 @@ def _device(name: str) -> torch.device:
         raise HardwareError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         if torch.version.cuda:
-            cause, hint = "no usable NVIDIA card was found", "use --device cpu, or mend the driver"
+            cause, hint = "no usable NVIDIA GPU was found", "use --device cpu, or fix the driver"
         else:
             cause = f"this is a torch without CUDA ({torch.__version__})"
             hint = "use --device cpu, or install a torch with CUDA"
@@ -117,3 +126,24 @@ def _peak_resident_bytes() -> int:
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def release_memory(device: torch.device) -> None:
+    """Free the memory of what nothing refers to any more, so that the next stage can have it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that there was not enough memory, on whatever device."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that results depend on."""
+    return {
+        "osora": opensora_cli.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
