@@ -74,7 +74,7 @@ def train(
 
       osora train --config configs/train/demo_vae.yaml --resume
 
-      osora train --config demo --gpus 4 --set strategy=zero2 --set output=runs/mine
+      osora train --config demo_lora --gpus 4 --set strategy=zero2 --set output=runs/mine
     """
     flags = {
         "device": ("--device", device),

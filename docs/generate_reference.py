@@ -1,0 +1,242 @@
+"""Build the reference pages from the code: commands, settings and JSON documents. `mkdocs.yml` runs this as a hook."""
+
+import enum
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+
+import opensora_cli
+from opensora_cli.cli.app import app
+from opensora_cli.core.documents import Document
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+
+PICTURES = Path(__file__).parents[1] / ".readme"
+
+Schema = Mapping[str, Any]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages and the pictures of the README to those that mkdocs found."""
+    for name, text in pages().items():
+        files.append(File.generated(config, f"reference/{name}", content=text))
+    for picture in sorted(PICTURES.glob("*.gif")):
+        files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def pages() -> dict[str, str]:
+    """Return the Markdown of each generated page, by file name."""
+    return {
+        "commands.md": commands_page(),
+        "settings_generate.md": settings_page(
+            GenerateSettings,
+            "Settings of `osora generate`",
+            "The defaults are those of the schema. A preset sets its own values: "
+            "`osora generate --list-presets --json` prints all of them.",
+        ),
+        "settings_train.md": settings_page(
+            TrainSettings,
+            "Settings of `osora train`",
+            "`target` has no default: every recipe in `configs/train/` sets it. `osora data cache` reads them, too.",
+        ),
+        "settings_vae.md": settings_page(
+            ReconstructSettings,
+            "Settings of `osora vae reconstruct`",
+            "The configurations of the autoencoders are in `configs/vae/`.",
+        ),
+        "json_documents.md": documents_page(),
+    }
+
+
+def commands_page() -> str:
+    """Return the page of all commands with their arguments and options."""
+    root = typer.main.get_command(app)
+    parts = ["# Commands", "The same text as `osora COMMAND --help`."]
+    for name, command in _commands(root, "osora"):
+        parts.append(f"## `{name}`")
+        parts.extend(_help_paragraphs(command.help or ""))
+        panels: dict[str, list[tuple[str, ...]]] = {}
+        for parameter in command.params:
+            if not parameter.hidden and "--help" not in parameter.opts:
+                panel = getattr(parameter, "rich_help_panel", None) or "Arguments and options"
+                panels.setdefault(panel, []).append(_parameter_row(parameter))
+        for panel, rows in panels.items():
+            parts.append(_table((panel, "value", "meaning"), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for below, each in command.commands.items():
+        yield from _commands(each, f"{name} {below}")
+
+
+def _help_paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a help text, with its examples as one block of code."""
+    about, _, examples = text.partition("Examples:")
+    yield from (" ".join(paragraph.split()) for paragraph in about.split("\n\n") if paragraph.strip())
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    if lines:
+        yield "\n".join(["```bash", *lines, "```"])
+
+
+def _parameter_row(parameter: Any) -> tuple[str, ...]:
+    is_option = parameter.param_type_name == "option"
+    name = (
+        ", ".join(f"`{option}`" for option in parameter.opts)
+        if is_option
+        else f"`{parameter.metavar or parameter.name.upper()}`"
+    )
+    value = ""
+    if is_option and not parameter.is_flag:
+        kind = parameter.type_descriptor.annotation
+        choices = isinstance(kind, type) and issubclass(kind, enum.Enum)
+        value = parameter.metavar or (" ".join(f"`{each.value}`" for each in kind) if choices else kind.__name__)
+    return name, value, (parameter.help or "") + (" Required." if parameter.required else "")
+
+
+def settings_page(settings: type[BaseModel], title: str, about: str) -> str:
+    """Return the page of one command's settings, a table for each section."""
+    schema = settings.model_json_schema(mode="validation")
+    parts = [f"# {title}", about]
+    parts.extend(_sections(schema, schema.get("$defs", {}), key=""))
+    return "\n\n".join(parts) + "\n"
+
+
+def _sections(section: Schema, named: Schema, *, key: str) -> Iterator[str]:
+    rows, below = [], []
+    for name, field in section["properties"].items():
+        target = _resolve(field, named)
+        if "properties" in target and target.get("type") == "object":
+            below.append((f"{key}{name}", target))
+        else:
+            rows.append((f"`{key}{name}`", _kind(field, named), _default(field), field.get("description", "")))
+    if key:
+        yield f"## `{key[:-1]}`"
+        yield section.get("description", "")
+    if rows:
+        yield _table(("key", "type", "default", "meaning"), rows)
+    for name, target in below:
+        yield from _sections(target, named, key=f"{name}.")
+
+
+def documents_page() -> str:
+    """Return the page of the JSON documents that commands print and write."""
+    parts = [
+        "# JSON documents",
+        "What `--json` prints and what is written beside results. The number after `/` is the version: it changes "
+        "when a key is removed or changes its meaning.",
+    ]
+    for document in _documents():
+        schema = document.model_json_schema(mode="serialization")
+        named = schema.pop("$defs", {})
+        parts.append(f"## `{document.SCHEMA}`")
+        parts.append(_first_paragraph(document.__doc__))
+        parts.append(_table(("key", "type", "meaning"), _keys(schema, named)))
+        for name, part in named.items():
+            if "properties" in part:
+                parts.append(f"`{name}`: {_first_paragraph(part.get('description'))}")
+                parts.append(_table(("key", "type", "meaning"), _keys(part, named)))
+        parts.append('??? note "JSON schema"\n\n    ```json\n' + _indented({**schema, "$defs": named}) + "\n    ```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _documents() -> list[type[Document]]:
+    """Return every document that has a schema of its own, ordered by its name."""
+    for module in pkgutil.walk_packages(opensora_cli.__path__, "opensora_cli."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    waiting, found = list(Document.__subclasses__()), {}
+    while waiting:
+        each = waiting.pop()
+        waiting.extend(each.__subclasses__())
+        if each.SCHEMA is not None and each.__module__.startswith("opensora_cli."):
+            found[each.SCHEMA] = each
+    return [found[name] for name in sorted(found)]
+
+
+def _keys(schema: Schema, named: Schema) -> list[tuple[str, ...]]:
+    return [
+        (f"`{name}`", _kind(field, named), field.get("description", ""))
+        for name, field in schema.get("properties", {}).items()
+    ]
+
+
+def _kind(field: Schema, named: Schema) -> str:
+    """Return the type of a field in words."""
+    field = {**field, **({} if "$ref" not in field else _resolve(field, named))}
+    if "properties" in field:
+        return f"`{field['title']}`"
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_kind(each, named) for each in field["anyOf"]))
+    if "enum" in field:
+        return ", ".join(f"`{each}`" for each in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    match field.get("type"):
+        case "array" if "prefixItems" in field:
+            return f"[{', '.join(_kind(each, named) for each in field['prefixItems'])}]"
+        case "array":
+            return f"list of {_kind(field.get('items', {}), named)}"
+        case "object":
+            return f"mapping to {_kind(values, named)}" if (values := field.get("additionalProperties")) else "mapping"
+        case "null":
+            return "none"
+        case "integer" | "number" as kind:
+            return f"{kind}{_range(field)}"
+        case "string":
+            return "text"
+        case None:
+            return "any"
+        case kind:
+            return str(kind)
+
+
+def _range(field: Schema) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return ",".join(f" {sign} {field[key]:,}" for key, sign in signs.items() if key in field)
+
+
+def _default(field: Schema) -> str:
+    if "default" not in field:
+        return "required"
+    value = field["default"]
+    if value is None or value == "":
+        return "none" if value is None else "empty"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _resolve(field: Schema, named: Schema) -> Schema:
+    reference = field.get("$ref")
+    return named[reference.rpartition("/")[2]] if reference else field
+
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def _indented(value: object) -> str:
+    return "\n".join(f"    {line}" for line in json.dumps(value, indent=1).splitlines())
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    # A bar outside of code would end the cell, and <...> would be HTML.
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,26 @@
+"""Predict what a video takes, and whether it fits, without loading weights: estimate_memory.py [PRESET [GIB]]."""
+
+import sys
+
+import torch
+
+from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.settings.load import load_preset
+
+
+def main(preset: str = "256px", gib: str = "16") -> None:
+    free = int(float(gib) * GIB)
+    # A GPU of that size need not be present: nothing runs on it.
+    gpu = Hardware(torch.device("cuda"), "example GPU", torch.bfloat16, free_bytes=free, total_bytes=free)
+    plan = make_plan(load_preset(preset, prompt="raining, sea"), hardware=gpu)
+    print(f"{preset}: {plan.video_tokens:,} tokens, {plan.evaluations_per_sample} evaluations of the model")
+    for stage in plan.stages:
+        print(f"  {stage.name}: {stage.total_bytes / GIB:.1f} GiB")
+    for line in plan.offload.lines():
+        print(f"  {line}")
+    print(f"  {'fits' if plan.fits else 'does not fit'} into {gib} GiB")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,28 @@
+"""Train a LoRA on a folder of clips with captions: python examples/train_a_lora.py FOLDER [STEPS]."""
+
+import sys
+from pathlib import Path
+
+from opensora_cli.engine.data.scan import scan
+from opensora_cli.engine.train.run import train
+from opensora_cli.settings.data import ScanSettings
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import load_train_settings
+
+
+def main(folder: str, steps: str = "60") -> None:
+    found = scan(ScanSettings(folder=folder))
+    print(f"{found.table}: {found.videos} videos, {found.pictures} pictures")
+    changes = {"data.table": str(found.table), "loop.steps": steps}
+    settings = load_train_settings(
+        config=Path("demo_lora"),
+        overrides={key: Given(value, "this script") for key, value in changes.items()},
+        environment={},
+    )
+    result = train(settings)
+    assert result is not None  # None only where ranks were started
+    print(f"{result.steps} steps: {', '.join(result.lines())}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,66 @@
+"""The scripts in examples/ do what they say."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from docs.pages import ROOT
+from tiny_clips import write_clip
+
+EXAMPLES = ROOT / "examples"
+DEMO_WEIGHTS = ROOT / "opensora_cli" / "assets" / "demo" / "transformer.safetensors"
+
+
+def main_of(name: str) -> Callable[..., None]:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    main: Callable[..., None] = module.main
+    return main
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_example_is_short() -> None:
+    assert [path.name for path in EXAMPLES.glob("*.py") if len(path.read_text().splitlines()) > 40] == []
+
+
+def test_image_to_video_continues_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("image_to_video")()
+    assert Path("samples/boat.png").is_file()
+    assert "samples/boat.mp4: the given frame came out at" in capsys.readouterr().out
+
+
+def test_convert_a_checkpoint_halves_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("convert_a_checkpoint")(str(DEMO_WEIGHTS), "small.safetensors")
+    assert "torch.float8_e4m3fn" in capsys.readouterr().out
+
+
+def test_estimate_memory_offloads_what_16_gib_do_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("estimate_memory")()
+    printed = capsys.readouterr().out
+    assert "8,316 tokens, 80 evaluations" in printed
+    assert "fits into 16 GiB" in printed
+
+
+@pytest.mark.slow  # image_to_video runs the same steps
+def test_generate_a_video_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("generate_a_video")()
+    assert Path("samples/example.mp4").is_file()
+    assert "seed 7" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_train_a_lora_exports_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("clips").mkdir()
+    for index in range(4):
+        write_clip(Path(f"clips/{index}.mp4"), num_frames=17, fps=12, caption="raining, sea")
+    main_of("train_a_lora")("clips", "1")
+    assert "1 steps: runs/demo_lora/lora" in capsys.readouterr().out
+    assert Path("runs/demo_lora/lora/adapter_model.safetensors").is_file()
