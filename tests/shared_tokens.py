@@ -21,7 +21,7 @@ def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: st
     return ParallelMesh(MeshShape(ring=ring, ulysses=ulysses, tensor=tensor), device_type=device_type)
 
 
-def draw(num_heads: int, tokens: int, *, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
+def random_qkv(num_heads: int, tokens: int, *, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
     """Return q, k, v and the gradient of the result, each (2, num_heads, tokens, 8)."""
     generator = torch.Generator().manual_seed(2)
     return [
@@ -54,7 +54,7 @@ def attention_errors(
     lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = tokens
     own = span(tokens, dist.get_rank())
-    *wholes, gradient = (part.to(device_type) for part in draw(num_heads, sum(tokens), dtype=dtype, scale=scale))
+    *wholes, gradient = (part.to(device_type) for part in random_qkv(num_heads, sum(tokens), dtype=dtype, scale=scale))
     exact = [whole.double().clone().requires_grad_() for whole in wholes]
     expected = sdpa(*exact)
     expected.backward(gradient.double())
@@ -99,7 +99,7 @@ def attention_bytes(ring: int, ulysses: int, num_heads: int, tokens: int) -> tup
     mesh = mesh_of(ring=ring, ulysses=ulysses)
     lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = (tokens,) * mesh.shape.size
-    given = [tensor.requires_grad_() for tensor in draw(num_heads, tokens, dtype=torch.float32)[:3]]
+    given = [tensor.requires_grad_() for tensor in random_qkv(num_heads, tokens, dtype=torch.float32)[:3]]
     attention = sequence_attention(sdpa, mesh, lengths)
     with prompt_exchanges(), TensorBytes() as counted:
         out = attention(*given)

@@ -15,9 +15,9 @@ from opensora_cli.checkpoint.fp8 import dequantise
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import rename
+from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.listing import first_few
-from opensora_cli.core.metadata import ROTARY_METADATA
+from opensora_cli.core.formatting import first_few
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.fp8 import FP8_DTYPES
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.views import CastEntry, ComputedEntry, rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 
 # Of the two roundings of 16-bit sums, the one to fp32 is at most 2^-13 of the other.
 _FP32_SHARE = 2.0**-12

@@ -26,7 +26,7 @@ from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 
 _START_BYTES = 512
 _SHOWN_BYTES = 16

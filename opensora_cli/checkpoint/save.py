@@ -31,7 +31,7 @@ from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import atomic_folder
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
 LR_SCHEDULER_FILE = "lr_scheduler.pt"

@@ -17,7 +17,7 @@ from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 
 SHARD_BYTES = 4096 * 2**20
 """How large shards are where nothing else is asked for; ColossalAI's are, too."""

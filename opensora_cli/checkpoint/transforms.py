@@ -12,7 +12,7 @@ import torch
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.views import CastEntry
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 
 _REGEX = "re:"
 

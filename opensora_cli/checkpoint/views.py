@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.stream import Entry, Extent, cut_extents
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 
 STEP_NUMEL = 2**20
 """How many elements are computed at a time: what is needed in between, often in fp32 and often twice, stays small."""

@@ -19,7 +19,7 @@ from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardF
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import atomic_folder, atomic_path, refuse_special, require_space
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 
 _FILES = (Format.SAFETENSORS, Format.TORCH)
 

@@ -15,7 +15,7 @@ from opensora_cli.cli import bench_comm, ckpt, data, env_check, errors, generate
 app = typer.Typer(
     name="osora",
     rich_markup_mode="rich",
-    # Errors are told by errors.py; what is not ours keeps Python's own traceback.
+    # errors.py reports errors; what is not ours keeps Python's own traceback.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

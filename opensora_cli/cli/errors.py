@@ -32,7 +32,7 @@ class Failure:
 
     Args:
         lines: what is wrong, one problem a line.
-        hint: how to mend it.
+        hint: how to fix it.
         exit_code: 2 a bad request, 3 a bad or missing file, 4 this machine cannot do it, 130 interrupted.
     """
 
@@ -91,7 +91,7 @@ def _terminating_as_interrupting() -> Iterator[None]:
 
 @contextmanager
 def _watching() -> Iterator[Callable[[], bool]]:
-    """Yield what tells whether Ctrl-C was pressed inside the block, and let no finaliser swallow it."""
+    """Yield a function that returns whether Ctrl-C was pressed inside the block, and let no finaliser swallow it."""
     pressed = False
     again: list[threading.Timer] = []
 
@@ -169,10 +169,10 @@ def _press() -> None:
 def run(command: Callable[[], object]) -> int:
     """Run `command` and return the exit code of the program.
 
-    Errors that a user can act on are told in a few lines on stderr. Any other is a bug: it is raised, so that Python
+    Errors that a user can act on are printed in a few lines on stderr. Any other is a bug: it is raised, so that Python
     prints the traceback and exits with 1.
 
-    Where this process is one of several ranks, the launcher that started it is told instead, and tells it once.
+    Where this process is one of several ranks, the launcher that started it gets the message and prints it once.
 
     Args:
         command: returns an exit code, or anything else for success.
@@ -187,7 +187,7 @@ def run(command: Callable[[], object]) -> int:
                 if rank_link.report_bug(error):
                     return OsoraError.exit_code
                 if context is not None and rank_link.is_loss(error):
-                    output.print_failure((_lost(context.rank),), hint="the rank that ended first says why")
+                    output.print_failure((_lost(context.rank),), hint="the rank that ended first printed the reason")
                     return HardwareError.exit_code
                 raise
             message = "\n".join(failure.lines)
@@ -198,7 +198,7 @@ def run(command: Callable[[], object]) -> int:
 
 
 def _lost(rank: int) -> str:
-    """Return what a rank says that nobody but itself watches, when a collective fails since another rank ended."""
+    """Return the message of a rank without a launcher whose collective failed since another rank ended."""
     where = f"rank {rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
     return f"{where}: lost the others"
 
@@ -207,12 +207,12 @@ def _context() -> RankContext | None:
     try:
         return find_context(os.environ)
     except RequestError:
-        # Half-set variables are told by the commands to which they matter.
+        # The commands that need these variables report half-set ones.
         return None
 
 
 def explain_failure(error: Exception) -> Failure | None:
-    """Return how to tell `error`, or None where it is a bug."""
+    """Return the message and exit code for `error`, or None where it is a bug."""
     # pydantic takes long to import, and without it there is nothing of its to catch.
     from pydantic import ValidationError
 

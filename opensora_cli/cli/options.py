@@ -53,7 +53,7 @@ MotionScore = Annotated[
     typer.Option(
         "--motion-score",
         metavar="N",
-        help="How much should move, as in 4; none says nothing of it.",
+        help="How much should move, as in 4; none leaves it out of the prompt.",
         rich_help_panel=_VIDEO,
     ),
 ]
@@ -198,7 +198,7 @@ Gpus = Annotated[
 Devices = Annotated[
     str | None,
     typer.Option(
-        "--devices", metavar="LIST", help="Which cards, as in 0,2. Default: the first ones.", rich_help_panel=MACHINES
+        "--devices", metavar="LIST", help="Which GPUs, as in 0,2. Default: the first ones.", rich_help_panel=MACHINES
     ),
 ]
 DryRun = Annotated[

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.listing import escaped
+from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 
 
 class Printable(Protocol):
-    """What a command has to tell: a plan, or a result."""
+    """What a command prints: a plan, or a result."""
 
     def to_json(self) -> Mapping[str, object]:
         """Return a document that names its schema."""
@@ -45,13 +45,13 @@ def print_json(document: Mapping[str, object]) -> None:
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines of data to stdout, in as many lines: what is in a name steers no terminal."""
+    """Print lines of data to stdout, in as many lines: control characters in names are escaped."""
     for line in lines:
         _print(escaped(line))
 
 
 def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
-    """Print what went wrong to stderr, and below it how to mend it, which may take several lines."""
+    """Print what went wrong to stderr, and below it how to fix it, which may take several lines."""
     from rich.console import Console
     from rich.text import Text
 

@@ -11,10 +11,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Table
 from rich.text import Text
 
-from opensora_cli.core.durations import duration
-from opensora_cli.core.listing import escaped
+from opensora_cli.core.formatting import best_unit, duration, escaped, format_bytes
 from opensora_cli.core.progress import BYTES, StageProgress
-from opensora_cli.core.sizes import best_unit, format_bytes
 
 Clock = Callable[[], float]
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 class Document(BaseModel):
     """A frozen record whose fields, in order, are its JSON form.
 
-    Fields hold what JSON can say (text, numbers, lists, mappings, other documents, and paths, which become text);
+    Fields hold what JSON can express (text, numbers, lists, mappings, other documents, and paths, which become text);
     what a program needs and JSON does not show is a field with `exclude=True`.
     """
 

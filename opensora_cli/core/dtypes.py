@@ -1,8 +1,11 @@
-"""Names of the floating point types that settings and files use."""
+"""Names that settings and files of weights use: floating point types, and the metadata of a converted file."""
 
 import torch
 
 from opensora_cli.core.exceptions import RequestError
+
+ROTARY_METADATA = "osora.rotary"
+"""Metadata key under which a converted MMDiT records the layout of its rotary pairs: `interleaved` or `half`."""
 
 _DTYPES = {
     "float32": torch.float32,

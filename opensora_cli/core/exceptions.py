@@ -6,7 +6,7 @@ class OsoraError(Exception):
 
     Args:
         message: what is wrong, in one line, naming the setting or file and its value.
-        hint: how to mend it, in one line.
+        hint: how to fix it, in one line.
     """
 
     exit_code = 1
@@ -48,10 +48,10 @@ class HardwareError(OsoraError):
 
 
 class TrainingError(OsoraError):
-    """Training came to nothing: losses or weights are not finite.
+    """Training diverged: losses or weights are not finite.
 
-    It ends with the code of a bad request, since the same settings would end so again, on any machine: a lower rate,
-    another precision or other data do not.
+    It has the exit code of a bad request, since the same settings fail on any machine; a lower learning rate, another
+    precision or other data may not.
     """
 
     exit_code = RequestError.exit_code

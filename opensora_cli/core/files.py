@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.sizes import format_bytes
+from opensora_cli.core.formatting import format_bytes
 
 _MAKE_ROOM = "make room there, or write to another disk"
 _ANOTHER_NAME = "write to another name"
@@ -28,8 +28,8 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
     """Yield a temporary name beside `path`; on leaving, what was written there becomes `path`.
 
     Missing parent folders are made. The temporary file is flushed to the disk before it is renamed, and removed when
-    the block fails or is interrupted, so `path` never holds half a result. The temporary name has no telling ending: a
-    writer that guesses its format from the name must be told the format.
+    the block fails or is interrupted, so `path` never holds half a result. The temporary name has no extension: a
+    writer that guesses its format from the name needs the format as an argument.
 
     Args:
         path: the file.
@@ -149,7 +149,7 @@ def require_space(path: Path, needed: int) -> None:
         usage = shutil.disk_usage(place)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-    # Some network file systems don't tell their size.
+    # Some network file systems do not report their size.
     if usage.total and usage.free < needed + _HEADROOM:
         raise OutputError(
             f"{path} needs {format_bytes(needed)}, and its disk has {format_bytes(usage.free)} free", hint=_MAKE_ROOM
@@ -178,7 +178,7 @@ def _temporary_name(target: Path) -> Path:
 
 @contextmanager
 def _no_replacing(target: Path) -> Iterator[None]:
-    """Say what it means that the system does not let a name be taken."""
+    """Translate the error of a rename or link onto an existing name."""
     try:
         yield
     except OSError as error:

@@ -18,7 +18,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Keep other processes that do the same out of a folder for the length of the block.
 
     The system lets go of the lock when the process ends, however it ends; a file `.lock` that is left then means
-    nothing by itself. On Windows, and on file systems without locks, nobody is kept out.
+    nothing by itself. On Windows, and on file systems without locks, the lock has no effect.
 
     Args:
         folder: is made if it is not there, and removed again if nothing is in it at the end.
@@ -53,7 +53,7 @@ def _open_locked(folder: Path) -> int:
         _held.add(lock)
         try:
             _lock(lock, folder)
-            # Whoever was there before may have removed the file after it was opened here.
+            # The previous holder may have removed the file after it was opened here.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
                 return lock
         except BaseException:

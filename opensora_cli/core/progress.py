@@ -1,4 +1,4 @@
-"""How the engine tells what it is doing, without knowing who listens."""
+"""How the engine reports progress, whatever displays it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -12,17 +12,17 @@ class StageProgress(Protocol):
     """The running stage."""
 
     def advance(self, amount: int = 1) -> None:
-        """Say that `amount` more units are done."""
+        """Count `amount` more units as done."""
 
 
 class Reporter(Protocol):
-    """Receives what a person at a terminal wants to see."""
+    """Shows messages, figures and the progress of stages."""
 
     def note(self, text: str) -> None:
-        """Say one line of information."""
+        """Show one line of information."""
 
     def warn(self, text: str) -> None:
-        """Say one line about something that may not be what was meant."""
+        """Show a warning of one line."""
 
     def figures(self, values: Mapping[str, str]) -> None:
         """Show what is measured of the running stage, by name, in the place of what was shown before."""
@@ -32,7 +32,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """Says nothing: the default for library use."""
+    """Shows nothing: the default for library use."""
 
     def note(self, text: str) -> None:
         """Drop the line."""

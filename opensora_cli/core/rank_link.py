@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.ranks import RankContext
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"

@@ -22,10 +22,10 @@ _TOKENS = re.compile(
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
 _ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\S+)")
 _PART = r"[^\s/:,;'\"()<>]+"
-# Folders may have blanks in their names; before the last slash they can be told from words that follow.
+# Folders may have blanks in their names; before the last slash they are distinct from words that follow.
 _PATH = re.compile(rf"(?<![\w/<>.@-])(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
 _SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
-"""Folders whose names say nothing about who works here."""
+"""Folders whose names do not identify a user."""
 
 
 def is_relevant(name: str) -> bool:
@@ -66,7 +66,7 @@ class Redactor:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container may have a number for a user
             user = ""
-        if user != "root":  # which tells nothing
+        if user != "root":  # which identifies no one
             names[user] = "<user>"
         host = socket.gethostname()
         names |= {host: "<host>", host.partition(".")[0]: "<host>"}
@@ -94,7 +94,7 @@ class Redactor:
         return value
 
     def variable(self, name: str, value: object) -> object:
-        """Return the value under a name, which may tell that it is a secret or a host."""
+        """Return the value under a name, which may show that it is a secret or a host."""
         if isinstance(value, str) and name.isupper():
             return _HIDDEN if _HOST_NAME.search(name) else self.text(shown_value(name, value))
         return self.document(value)

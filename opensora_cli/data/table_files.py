@@ -12,7 +12,7 @@ from typing import Any
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.core.files import atomic_path
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 
 CSV = ".csv"
 PARQUET = ".parquet"

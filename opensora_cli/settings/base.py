@@ -15,7 +15,7 @@ from pydantic import (
     field_validator,
 )
 
-from opensora_cli.core.sizes import parse_bytes
+from opensora_cli.core.formatting import parse_bytes
 
 # The ways to write "no value" in a place where only text can stand: YAML, the environment and --set.
 NO_VALUE = frozenset({"", "~", "none", "null"})

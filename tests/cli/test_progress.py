@@ -14,7 +14,7 @@ from opensora_cli.core.progress import SilentReporter
 
 
 class Clock:
-    """Seconds that pass only when they are told to."""
+    """A clock that advances only when asked."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -197,7 +197,7 @@ def test_a_reader_of_lines_that_has_left_does_not_end_the_run(monkeypatch: pytes
     # Line by line, so that nothing is left to be flushed when the file is closed.
     with open(writing, "wb", buffering=0) as pipe, monkeypatch.context() as gone:
         gone.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
-        LineReporter().warn("nobody hears this")
+        LineReporter().warn("printed nowhere")
         with pytest.raises(BrokenPipeError):
             pipe.write(b"x")
 

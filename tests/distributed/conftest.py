@@ -1,7 +1,6 @@
-"""Real processes that talk over gloo: one pool for each number of ranks, kept for the whole session.
+"""Real gloo processes: one pool for each number of ranks, kept for the whole session.
 
-Each run of a function has groups of its own. Those that stayed would keep their threads, which look for work a hundred
-times a second: after some hundred tests that is all that the machine does.
+Each run of a function has groups of its own, since groups that are kept have threads that poll for work.
 """
 
 import gc
@@ -106,7 +105,7 @@ def _serve(rank: int, ranks: int, pipe: Connection) -> None:
                 gc.freeze()  # so that collecting what a run leaves is quick
             torch.manual_seed(0)
             answer = True, getattr(modules[file], name)(*args)
-            # Nobody leaves before all have what he sent. One that fails does: the others then wait for nothing.
+            # No rank leaves before all have received what it sent; one that fails does.
             dist.barrier()
         except BaseException:
             answer = False, traceback.format_exc()

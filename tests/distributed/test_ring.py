@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from shared_tokens import attention_bytes, attention_errors, draw, mesh_of
+from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv
 
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.parallel.lengths import SequenceLengths
@@ -60,7 +60,7 @@ def _sent() -> tuple[list[int], list[int]]:
     mesh = mesh_of(ring=ranks)
     lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = tuple(range(1, 1 + ranks))
-    given = [tensor.requires_grad_() for tensor in draw(2, rank + 1, dtype=torch.bfloat16)[:3]]
+    given = [tensor.requires_grad_() for tensor in random_qkv(2, rank + 1, dtype=torch.bfloat16)[:3]]
     begin, sent = dist.batch_isend_irecv, []
 
     def watched(transfers: list[dist.P2POp]) -> list[dist.Work]:

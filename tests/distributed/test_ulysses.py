@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from shared_tokens import attention_bytes, attention_errors, draw, mesh_of, sdpa
+from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv, sdpa
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.parallel.lengths import SequenceLengths
@@ -69,7 +69,7 @@ def _exchanges() -> tuple[list[int], list[int]]:
     mesh = mesh_of(ulysses=ranks)
     lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = tuple(range(1, 1 + ranks))
-    given = [tensor.requires_grad_() for tensor in draw(5, rank + 1, dtype=torch.bfloat16)[:3]]
+    given = [tensor.requires_grad_() for tensor in random_qkv(5, rank + 1, dtype=torch.bfloat16)[:3]]
     exchange, sent = dist.all_to_all_single, []
 
     def watched(received: Any, packed: torch.Tensor, expected: Any, counts: list[int], *, group: Any) -> None:
@@ -98,7 +98,7 @@ def _too_few_heads() -> str:
     lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = (2,) * dist.get_world_size()
     with pytest.raises(RequestError) as raised:
-        UlyssesAttention(sdpa, mesh.group("ulysses"), lengths)(*draw(3, 2)[:3])
+        UlyssesAttention(sdpa, mesh.group("ulysses"), lengths)(*random_qkv(3, 2)[:3])
     return raised.value.message
 
 

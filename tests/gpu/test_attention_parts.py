@@ -30,7 +30,7 @@ CUTS = (33, 70, 1)
 """None fills a tile of the kernels."""
 
 
-def draw(dtype: torch.dtype, width: int) -> list[Tensor]:
+def random_qkv(dtype: torch.dtype, width: int) -> list[Tensor]:
     """Return q, k, v and the gradient of the result."""
     generator = torch.Generator().manual_seed(0)
     lengths = (45, sum(CUTS), sum(CUTS), 45)
@@ -60,7 +60,7 @@ def kernel_of(name: str, *tensors: Tensor) -> PartKernel:
     ],
 )
 def test_parts_make_the_whole(name: str, dtype: torch.dtype, tolerance: float, width: int) -> None:
-    q, k, v, gradient = draw(dtype, width)
+    q, k, v, gradient = random_qkv(dtype, width)
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = functional.scaled_dot_product_attention(*exact)
     expected_grads = torch.autograd.grad(expected, exact, gradient.double())
@@ -82,10 +82,10 @@ def test_parts_make_the_whole(name: str, dtype: torch.dtype, tolerance: float, w
 
 
 def test_what_is_chosen() -> None:
-    assert part_kernel(*draw(torch.bfloat16, 128)[:3]) is kernels._FLASH
-    assert part_kernel(*draw(torch.float32, 128)[:3]) is kernels._EFFICIENT
-    assert part_kernel(*draw(torch.bfloat16, 12)[:3]) is MATH_PARTS
-    assert part_kernel(*draw(torch.float64, 128)[:3]) is MATH_PARTS
+    assert part_kernel(*random_qkv(torch.bfloat16, 128)[:3]) is kernels._FLASH
+    assert part_kernel(*random_qkv(torch.float32, 128)[:3]) is kernels._EFFICIENT
+    assert part_kernel(*random_qkv(torch.bfloat16, 12)[:3]) is MATH_PARTS
+    assert part_kernel(*random_qkv(torch.float64, 128)[:3]) is MATH_PARTS
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -1,4 +1,4 @@
-"""`osora bench-comm` over NCCL: one card shows that everything runs, two that links are measured."""
+"""`osora bench-comm` over NCCL: one GPU shows that everything runs, two that links are measured."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CU
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Place]:
-    """A group of one rank on the first card."""
+    """A group of one rank on the first GPU."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, device_id=device)

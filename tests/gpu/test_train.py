@@ -1,4 +1,4 @@
-"""Training on a card: it goes on bit for bit, and its checkpoints come to the host through pinned memory."""
+"""Training on a GPU: it goes on bit for bit, and its checkpoints come to the host through pinned memory."""
 
 import json
 from pathlib import Path

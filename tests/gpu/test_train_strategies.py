@@ -1,4 +1,4 @@
-"""Strategies of training over NCCL against one process on a card, in processes of their own."""
+"""Strategies of training over NCCL against one process on a GPU, in processes of their own."""
 
 import subprocess
 import sys

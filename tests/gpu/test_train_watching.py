@@ -1,4 +1,4 @@
-"""Watching a run on a card: the parts of steps for Nsight and in traces, seconds of the card, videos."""
+"""Watching a run on a GPU: the parts of steps for Nsight and in traces, seconds of the GPU, videos."""
 
 import json
 from pathlib import Path

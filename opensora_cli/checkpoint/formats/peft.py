@@ -17,7 +17,7 @@ from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import first_few, plain
+from opensora_cli.core.formatting import first_few, plain
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

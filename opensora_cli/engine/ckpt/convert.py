@@ -11,7 +11,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import check
 from opensora_cli.engine.ckpt.layout import change_layout

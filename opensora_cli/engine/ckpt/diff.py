@@ -13,7 +13,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.inspect import dtype_name
 from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_integers, as_real_numbers

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import require_space
+from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, OfflineProblem, fetch, part_of, read_repo
 from opensora_cli.engine.ckpt.hub_listings import read_listing, write_listing
 from opensora_cli.engine.ckpt.hub_records import Record, read_record, write_record

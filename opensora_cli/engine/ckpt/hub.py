@@ -24,7 +24,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.sizes import format_bytes
+from opensora_cli.core.formatting import format_bytes
 
 RETRY_AFTER_S = 1.0
 _MAX_FAILURES = 5

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.released import read_released, released_names
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
 
 # A tensor by which a kind of model is known, and the kind. The first that is found decides.

@@ -11,9 +11,8 @@ from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
 from opensora_cli.engine.ckpt.statistics import TensorStatistics

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.views import JoinedEntry, RowsEntry
+from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import first_few
-from opensora_cli.core.metadata import ROTARY_METADATA
+from opensora_cli.core.formatting import first_few
 from opensora_cli.models.mmdit.layout import (
     QKV,
     HeadSizes,

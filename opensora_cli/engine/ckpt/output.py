@@ -10,8 +10,8 @@ from opensora_cli.checkpoint.shards import SHARD_BYTES
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.writing import check_target, write_checkpoint
 from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
-from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.layout import find_layout, is_told_by_names
 from opensora_cli.engine.ckpt.provenance import SOURCE_SHA256, hash_each, hash_files, provenance
 from opensora_cli.settings.ckpt import WriteSettings

@@ -11,9 +11,8 @@ from opensora_cli.checkpoint.shards import ShardIndex, read_index, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.sizes import format_bytes
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
 from opensora_cli.engine.ckpt.identify import check
 from opensora_cli.engine.ckpt.presets import require_preset

@@ -20,8 +20,7 @@ from opensora_cli.checkpoint.formats.peft import Adapter, LowRank, adapter_files
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.views import rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.listing import first_few, plain
-from opensora_cli.core.sizes import format_bytes
+from opensora_cli.core.formatting import first_few, format_bytes, plain
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.models.linears import LowRankLinear, ShardedLinear, Split
 from opensora_cli.models.mmdit import MMDiT

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, OutputError
 from opensora_cli.core.files import atomic_path
-from opensora_cli.core.listing import escaped
+from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import ClipTable, read_table

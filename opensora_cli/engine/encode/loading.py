@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, MicroBatch, Replacement
 from opensora_cli.data.scenes import SceneClip

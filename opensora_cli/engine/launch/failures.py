@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError
-from opensora_cli.core.listing import plain
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.engine.launch.process import RankProcess
 

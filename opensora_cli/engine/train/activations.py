@@ -11,7 +11,7 @@ from torch import nn
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.sizes import format_bytes
+from opensora_cli.core.formatting import format_bytes
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.encode.loading import pixel_multiple

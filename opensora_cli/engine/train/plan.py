@@ -7,7 +7,7 @@ from pydantic import Field
 from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations
 from opensora_cli.engine.train.build import count_parameters, find_frozen_parts
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of

@@ -20,7 +20,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.save import LR_SCHEDULER_FILE, SAMPLER_FILE
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.strategy.distribution import local

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import TrainingError
-from opensora_cli.core.listing import first_few
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task

@@ -18,8 +18,8 @@ from typing import Self
 
 from torch import Tensor
 
+from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.metadata import ROTARY_METADATA
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]

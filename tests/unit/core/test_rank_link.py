@@ -1,4 +1,4 @@
-"""What a rank tells its launcher of itself, and that without one a step that takes too long ends it."""
+"""What a rank reports to its launcher; without one, a step that takes too long ends the rank."""
 
 import json
 import os
@@ -90,19 +90,19 @@ with rank_link.linked(context, silence_s=1.5):
 
 
 def pulses(before, between="pass", log=None):
-    """Return what a rank says of itself while it does something for more than 3 s; its launcher is not stopped."""
+    """Return what a rank reports while it works for more than 3 s; its launcher is not stopped."""
     ours, theirs = socket.socketpair()
     code = WORKING.format(before=before, between=between, log=f"Path({str(log)!r})" if log else None)
     environment = {**os.environ, CHANNEL_VARIABLE: str(theirs.fileno())}
     with ours, theirs:
         rank = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
-        told = b""
+        received = b""
         with suppress(ConnectionError):
             while chunk := ours.recv(4096):
-                told += chunk
+                received += chunk
         assert rank.wait(timeout=60) == 0
-    return [message["pulse"] for message in map(json.loads, told.splitlines()) if "pulse" in message]
+    return [message["pulse"] for message in map(json.loads, received.splitlines()) if "pulse" in message]
 
 
 def test_who_sleeps_is_idle():
@@ -123,9 +123,9 @@ def test_who_sleeps_stays_idle_and_its_log_says_where(tmp_path):
 
 
 def test_who_computes_is_not():
-    told = pulses("compute()")
-    assert len(told) >= 3
-    assert not any(pulse["is_idle"] for pulse in told)
+    received = pulses("compute()")
+    assert len(received) >= 3
+    assert not any(pulse["is_idle"] for pulse in received)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from opensora_cli.core.durations import duration
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.watching.clocks import StepReport
 

@@ -1,0 +1,86 @@
+"""Sizes, durations and names as messages show them, each in one line."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""Decimal, as disks and downloads are sold; names to bytes, smallest first."""
+
+_FACTORS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _FACTORS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+_LARGEST = 2**63 - 1
+"""No file is larger, on any system."""
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
+
+_LISTED = 3
+_LONGEST = 200
+_JOINERS = "\u200c\u200d"
+"""They format text, as what could harm does, but emoji and whole languages need them."""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `text` means: `4096`, `4GB` (powers of 1000), `4GiB` (powers of 1024), `1.5 GB`.
+
+    Raises:
+        ValueError: it is no size, or one that no file can have.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    factor = _FACTORS.get(found.group(2).upper()) if found else None
+    if found is None or factor is None:
+        raise ValueError(f"{text!r} is not a size such as 4GB or 4096MiB")
+    size = float(found.group(1)) * factor
+    if size > _LARGEST:
+        raise ValueError(f"{text.strip()[:20]!r}... is larger than any file")
+    return round(size)
+
+
+def best_unit(count: int) -> str:
+    """Return the largest unit of which `count` bytes are at least one."""
+    return max((unit for unit in UNITS if UNITS[unit] <= count), key=UNITS.__getitem__, default="bytes")
+
+
+def format_bytes(count: int, *, unit: str | None = None) -> str:
+    """Return `count` bytes for people: `23.8 GB`.
+
+    Args:
+        count: bytes.
+        unit: one of `UNITS`; None: what suits the number.
+    """
+    unit = unit or best_unit(count)
+    return f"{count} bytes" if unit == "bytes" else f"{count / UNITS[unit]:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as people say it: `2.4 s`, `4 min 05 s`, `1 h 02 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are: `a, b, c and 5 more`. What could break a line is escaped."""
+    listed = ", ".join(plain(name) for name in names[:_LISTED])
+    rest = len(names) - _LISTED
+    return f"{listed} and {rest} more" if rest > 0 else listed
+
+
+def plain(name: str) -> str:
+    """Return a name as it may appear in a message: in one line, and not too long."""
+    short = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
+    return short if short.isprintable() else repr(short)
+
+
+def escaped(text: str) -> str:
+    """Return `text` with all that breaks lines or steers terminals in backslash form: text of any language stays."""
+    return text if text.isprintable() else "".join(map(_escaped_character, text))
+
+
+def _escaped_character(character: str) -> str:
+    is_harmful = unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
+    return character.encode("unicode_escape").decode() if is_harmful else character
