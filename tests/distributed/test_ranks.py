@@ -82,7 +82,7 @@ def _decoded(shared, temporal):
         decoder = vae.decoder = SharedDecoder(vae)
     pixels = torch.cat(list(vae.decode_pieces(latents, tiling=tiling, canvas=CPU)), dim=2)
     if shared:
-        decoder.finish()
+        decoder.wait()
     return runs, None if pixels.is_meta else pixels
 
 

@@ -203,8 +203,8 @@ def test_memory_of_a_rank_is_predicted(pool, degrees):
 def mapped(path, changes):
     """Return the bytes of the weights, the file that each of them maps, and the bytes that this rank has for itself."""
     plan = plan_of("t2v", {"ulysses": 4}, transformer=path, **changes)
-    neighbours = Ranks(plan.mesh, torch.device("cpu")).neighbours
-    transformer = load.load_transformer(plan, neighbours=neighbours)
+    machine_group = Ranks(plan.mesh, torch.device("cpu")).machine_group
+    transformer = load.load_transformer(plan, machine_group=machine_group)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
     assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page
     files, own_bytes = mapped_files(held)

@@ -8,20 +8,20 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from opensora_cli.engine.components.configs import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
-from opensora_cli.engine.generate.denoise import DrawnSample
-from opensora_cli.engine.generate.loaded import KeptVAE
-from opensora_cli.engine.generate.outputs import SampleFiles, refuse_existing_results
+from opensora_cli.engine.generate.denoise import DenoisedSample
+from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.outputs import SampleFiles, media_tags, refuse_existing_results, write_sidecar
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.generate.record import RunRecord, retried
+from opensora_cli.engine.generate.ranks import Ranks, SharedDecoder
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
-from opensora_cli.engine.generate.sidecar import media_tags, write_sidecar
+from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
@@ -45,7 +45,7 @@ class GeneratedVideo:
 def process_and_save(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
-    drawn: Sequence[DrawnSample],
+    denoised: Sequence[DenoisedSample],
     references: Sequence[Reference],
     vae: KeptVAE,
     record: RunRecord,
@@ -59,11 +59,11 @@ def process_and_save(
     Args:
         plan: what is made.
         files: of every sample.
-        drawn: the latents of every sample.
-        references: what was given, to say how well it came back.
+        denoised: the latents of every sample.
+        references: what was given, to measure how well it came back.
         vae: decodes them.
-        record: told of stages and results.
-        ranks: that decode together; rank 0 saves, and the others return nothing. None: there is only this one.
+        record: shows the stages, and remembers results.
+        ranks: that share the tiles; rank 0 saves, and the others return nothing. None: there is only this one.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
@@ -71,18 +71,20 @@ def process_and_save(
         HardwareError: out of memory.
     """
     if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
-        decoder = vae.share_tiles()
+        autoencoder = vae.on_device()
+        decoder = SharedDecoder(autoencoder)
+        autoencoder.decoder = cast(Any, decoder)
         if not ranks.is_main:
-            _decode_for_others(plan, drawn, vae.on_device(), record)
-            decoder.finish()
+            _decode_for_rank_0(plan, denoised, autoencoder, record)
+            decoder.wait()
     if ranks is not None and not ranks.is_main:
         return ()
     videos = []
-    for sample, latents in zip(files, drawn, strict=True):
-        save = partial(_decode_and_save, sample=sample, drawn=latents, references=references, vae=vae, record=record)
+    for sample, latents in zip(files, denoised, strict=True):
+        save = partial(_decode_and_save, sample=sample, denoised=latents, references=references, vae=vae, record=record)
         # With what was enough for one sample, the next ones go on.
         video, plan = retried(save, plan, DECODE, record)
-        record.finish(sample.media, sample.latents)
+        record.complete(sample.media, sample.latents)
         if video.given_frames_psnr_db is not None:
             record.reporter.note(
                 f"given frames came back at {video.given_frames_psnr_db:.1f} dB PSNR (seed {sample.seed})"
@@ -91,10 +93,12 @@ def process_and_save(
     return tuple(videos)
 
 
-def _decode_for_others(plan: ExecutionPlan, drawn: Sequence[DrawnSample], vae: HunyuanVAE, record: RunRecord) -> None:
+def _decode_for_rank_0(
+    plan: ExecutionPlan, denoised: Sequence[DenoisedSample], vae: HunyuanVAE, record: RunRecord
+) -> None:
     """Decode this rank's tiles of every sample, of which rank 0 makes the videos."""
-    with record.stage(DECODE, total=len(drawn), unit="samples") as progress:
-        for sample in drawn:
+    with record.stage(DECODE, total=len(denoised), unit="samples") as progress:
+        for sample in denoised:
             # What comes out here has no pixels.
             deque(_pieces(plan, vae, sample.latents_CTHW), maxlen=0)
             progress.advance()
@@ -104,7 +108,7 @@ def _decode_and_save(
     plan: ExecutionPlan,
     *,
     sample: SampleFiles,
-    drawn: DrawnSample,
+    denoised: DenoisedSample,
     references: Sequence[Reference],
     vae: KeptVAE,
     record: RunRecord,
@@ -117,7 +121,7 @@ def _decode_and_save(
 
     def decoded() -> Generator[torch.Tensor]:
         with record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            for piece_THWC in decode_latents(plan, autoencoder, drawn.latents_CTHW, on_tile=progress.advance):
+            for piece_THWC in decode_latents(plan, autoencoder, denoised.latents_CTHW, on_tile=progress.advance):
                 psnr.add(piece_THWC)
                 with record.timed(_SAVE):
                     yield piece_THWC
@@ -125,7 +129,7 @@ def _decode_and_save(
                 del piece_THWC
         # Shown from here on: until now saving went along with decoding.
         saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
-        # Once more: hours may have passed since the first check, and another run may have used the name.
+        # Again: hours may have passed since the first check, and another run may have used the name.
         refuse_existing_results(sample, overwrite=plan.settings.output.overwrite)
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
@@ -142,7 +146,7 @@ def _decode_and_save(
             write_sidecar(
                 plan,
                 sample,
-                timings_s={**record.timings_s, "denoise": drawn.denoise_s, DECODE: decode_s, _SAVE: save_s},
+                timings_s={**record.timings_s, "denoise": denoised.denoise_s, DECODE: decode_s, _SAVE: save_s},
                 peak_memory_gib=peak_memory_gib(plan.hardware.device),
                 given_frames_psnr_db=psnr.db,
             )

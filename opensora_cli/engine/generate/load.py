@@ -1,8 +1,12 @@
-"""From a plan to loaded components. Each is made without weights and filled from its mapped file, tensor by tensor."""
+"""From a plan to loaded components, shown while they load, and on the device as far as the plan says.
+
+Each is made without weights and filled from its mapped file, tensor by tensor.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -11,12 +15,16 @@ from torch import nn
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import BYTES
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta, vae_on_meta
+from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_t5, shard_transformer
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.shared_copies import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
@@ -75,7 +83,7 @@ def load_transformer(
     plan: ExecutionPlan,
     *,
     group: dist.ProcessGroup | None = None,
-    neighbours: dist.ProcessGroup | None = None,
+    machine_group: dist.ProcessGroup | None = None,
     advance: Advance | None = None,
 ) -> MMDiT:
     """Return the transformer with its adapters; a file in another published layout is converted.
@@ -85,8 +93,8 @@ def load_transformer(
     Args:
         plan: what goes where.
         group: ranks that share each block's heads and features.
-        neighbours: the ranks of this machine, which hold one copy of what waits on the CPU.
-        advance: told of bytes as they are loaded.
+        machine_group: the ranks of this machine, which hold one copy of what is offloaded to the CPU.
+        advance: called with the bytes of each tensor.
 
     Raises:
         CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings; or an adapter
@@ -99,7 +107,7 @@ def load_transformer(
     streams = offload.mode is OffloadMode.BLOCKS
     changes = offload.fp8_storage or group is not None
     stacks = repeated_blocks(transformer.config)
-    with _held_once(neighbours) as copies:
+    with _shared_copies(machine_group) as copies:
         load_into_module(
             transformer,
             path,
@@ -115,7 +123,7 @@ def load_transformer(
         shard_transformer(transformer, group)
     if changes:
         # Shares of heads and features differ from rank to rank.
-        with _held_once(neighbours if group is None else None) as copies:
+        with _shared_copies(machine_group if group is None else None) as copies:
             for block in chain.from_iterable(_stacks(transformer)):
                 if offload.fp8_storage:
                     store_in_fp8(block)
@@ -129,11 +137,11 @@ def load_transformer(
 
 
 @contextmanager
-def _held_once(neighbours: dist.ProcessGroup | None) -> Iterator[SharedCopies | None]:
-    if neighbours is None:
+def _shared_copies(machine_group: dist.ProcessGroup | None) -> Iterator[SharedCopies | None]:
+    if machine_group is None:
         yield None
     else:
-        with SharedCopies(neighbours) as copies:
+        with SharedCopies(machine_group) as copies:
             yield copies
 
 
@@ -186,3 +194,83 @@ def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> HunyuanV
         advance=advance,
     )
     return vae.requires_grad_(False).eval()
+
+
+@contextmanager
+def loaded_transformer(
+    plan: ExecutionPlan,
+    record: RunRecord,
+    *,
+    group: dist.ProcessGroup | None = None,
+    machine_group: dist.ProcessGroup | None = None,
+) -> Iterator[MMDiT]:
+    """Yield the transformer, ready to run, with as much of it on the device as the plan says.
+
+    Its loading is shown as part of the stage `load`.
+
+    Args:
+        plan: what goes where.
+        record: shows the stages.
+        group: ranks that share each block's heads and features.
+        machine_group: the ranks of this machine.
+    """
+    with ExitStack() as stack:
+        with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
+            transformer = load_transformer(plan, group=group, machine_group=machine_group, advance=advance)
+        if plan.offload.mode is OffloadMode.BLOCKS:
+            with record.stage("offload"):
+                _stream(plan, transformer, stack, record)
+        yield transformer
+
+
+def _stream(plan: ExecutionPlan, transformer: MMDiT, stack: ExitStack, record: RunRecord) -> None:
+    try:
+        stack.enter_context(streamed_blocks(plan, transformer))
+    except HardwareError as error:
+        if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
+            raise
+        record.reporter.warn(f"{error.message}: the blocks wait where they are mapped")
+        stack.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
+
+
+class KeptVAE:
+    """The autoencoder: loaded when it is first needed, and kept for the next time, on the device or beside it.
+
+    Args:
+        plan: where it goes.
+        record: its loading is shown as part of the stage `load`.
+    """
+
+    def __init__(self, plan: ExecutionPlan, record: RunRecord) -> None:
+        self._plan = plan
+        self._record = record
+        self._vae: HunyuanVAE | None = None
+
+    def on_device(self) -> HunyuanVAE:
+        """Return it, on the device; it stays there until it is offloaded.
+
+        Raises:
+            CheckpointError: its weights are missing or broken, or do not fit the settings.
+            OutOfMemoryError: there is no room for it.
+        """
+        if self._vae is None:
+            with _loading(self._plan.weights.path(Component.VAE), self._record) as advance:
+                self._vae = load_vae(self._plan, advance=advance)
+        elif next(self._vae.parameters()).device != self._plan.hardware.device:
+            with self._record.stage("load"):
+                self._vae.to(self._plan.hardware.device)
+        return self._vae
+
+    def offload(self) -> None:
+        """Move it to the host's memory, if it is on the device."""
+        if self._vae is not None:
+            self._vae.to("cpu")
+            release_memory(self._plan.hardware.device)
+
+
+@contextmanager
+def _loading(path: Path, record: RunRecord) -> Iterator[Advance]:
+    """Show the loading of weights; yields what is called with the bytes of each tensor."""
+    total = sum(entry.nbytes for entry in open_checkpoint(path).entries.values())
+    with record.stage("load", total=total, unit=BYTES) as progress:
+        yield progress.advance

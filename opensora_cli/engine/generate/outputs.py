@@ -1,15 +1,28 @@
-"""Where results go: their names, and the checks that must not wait until hours of work are done."""
+"""The files of a run: their names, checks that must not wait until hours of work are done, sidecars, saved latents."""
 
+import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from opensora_cli.core.exceptions import OutputError
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+import opensora_cli
+from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.files import write_bytes_atomic, write_json_atomic
+from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.names import file_stem
 from opensora_cli.media.write import media_path
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 # Room for the result beside its latents: a compressed video rarely takes more than a tenth of a byte a pixel.
 _BYTES_PER_PIXEL = 0.1
@@ -80,7 +93,7 @@ def check_outputs(files: tuple[SampleFiles, ...], plan: ExecutionPlan, *, create
         if sample.latents is not None and _exists(sample.latents) and not overwrite:
             raise OutputError(
                 f"{sample.latents} is there from a run that did not finish",
-                hint=f"go on with osora generate --from-latents {sample.latents}, or begin anew with --overwrite",
+                hint=f"go on with osora generate --from-latents {sample.latents}, or start again with --overwrite",
             )
     folder = files[0].media.parent
     if create:
@@ -141,3 +154,167 @@ def _check_space(folder: Path, files: tuple[SampleFiles, ...], plan: ExecutionPl
 
 def _nearest_existing(folder: Path) -> Path:
     return next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
+
+
+def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSettings:
+    """Return the settings that make this one sample again, with its own seed, from whatever folder they are used in."""
+    settings = plan.settings
+    output = settings.output
+    changes: dict[str, object] = {
+        "runtime.model_choice": settings.model.name.value,
+        "sampling.seed": sample.seed,
+        "sampling.num_samples": 1,
+        "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
+        "from_latents": None,
+        # However many devices there are then: they change no more than rounding.
+        "parallel": {},
+        # To replace files is never carried over to a later run.
+        "output.overwrite": False,
+    }
+    if plan.loras:
+        # By their contents too: a file of the same name may be another one by then.
+        changes["loras"] = tuple(
+            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
+        )
+    if output.named_format is not None and plan.num_samples > 1:
+        changes["output.path"] = str(sample.target)
+    return settings.replace(changes)
+
+
+def write_sidecar(
+    plan: ExecutionPlan,
+    sample: SampleFiles,
+    *,
+    timings_s: Mapping[str, float],
+    peak_memory_gib: Mapping[str, float],
+    given_frames_psnr_db: float | None,
+) -> None:
+    """Write the sidecar of `sample`, if one is wanted.
+
+    Args:
+        plan: of the run.
+        sample: whose file it is.
+        timings_s: stage to seconds; loading and text are those of the whole run.
+        peak_memory_gib: of the run so far, as `hardware.peak_memory_gib` returns it.
+        given_frames_psnr_db: how well the references came back.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if sample.sidecar is not None:
+        write_json_atomic(
+            sample.sidecar,
+            sidecar_document(
+                plan,
+                sample,
+                timings_s=timings_s,
+                peak_memory_gib=peak_memory_gib,
+                given_frames_psnr_db=given_frames_psnr_db,
+            ),
+        )
+
+
+def sidecar_document(
+    plan: ExecutionPlan,
+    sample: SampleFiles,
+    *,
+    timings_s: Mapping[str, float],
+    peak_memory_gib: Mapping[str, float],
+    given_frames_psnr_db: float | None,
+) -> dict[str, Any]:
+    """Return what `write_sidecar` writes."""
+    settings = plan.settings
+    return {
+        "schema": SIDECAR_SCHEMA,
+        "file": sample.media.name,
+        "prompt": settings.prompt,
+        "full_prompt": full_prompt(settings),
+        "negative_prompt": settings.negative_prompt,
+        "seed": sample.seed,
+        "model": settings.model.name.value,
+        "condition_mode": plan.mode.name,
+        "height": plan.height,
+        "width": plan.width,
+        "num_frames": settings.video.num_frames,
+        "fps": settings.video.fps,
+        "model_evaluations": plan.evaluations_per_sample,
+        "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
+        "device": str(plan.hardware.device),
+        "device_name": plan.hardware.device_name,
+        "dtype": str(plan.hardware.dtype).removeprefix("torch."),
+        "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
+        **peak_memory_gib,
+        "mesh": asdict(plan.mesh),
+        "offload": asdict(plan.offload),
+        "versions": versions(),
+        "settings": sample_settings(plan, sample).model_dump(mode="json"),
+    }
+
+
+def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:
+    """Return what is written into the media file itself; empty where no metadata is wanted.
+
+    No time and no place: the same request makes the same bytes.
+    """
+    if not plan.settings.output.metadata:
+        return {}
+    return {
+        "prompt": plan.settings.prompt,
+        "seed": str(sample.seed),
+        "model": plan.settings.model.name.value,
+        "software": f"osora {opensora_cli.__version__}",
+    }
+
+
+LATENTS_SCHEMA = "osora.latents/1"
+_KEY = "latents"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLatents:
+    """What such a file holds."""
+
+    latents_CTHW: torch.Tensor
+    """Scaled, as the autoencoder decodes them; on the CPU."""
+    settings: Mapping[str, object]
+    """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
+
+
+def save_latents(path: Path, latents_CTHW: torch.Tensor, settings: GenerateSettings) -> None:
+    """Write the latents of one sample, with the settings that made them; whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    metadata = {"schema": LATENTS_SCHEMA, "settings": json.dumps(settings.model_dump(mode="json"))}
+    write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
+
+
+def load_latents(path: str | Path) -> SavedLatents:
+    """Read a file of `save_latents`.
+
+    Raises:
+        CheckpointError: it is missing, truncated, or not such a file.
+    """
+    hint = "--from-latents takes the .latents.safetensors file of an unfinished run"
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} does not exist or is no file", hint=hint)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
+                raise CheckpointError(f"{path} holds no latents of osora", hint=hint)
+            return SavedLatents(file.get_tensor(_KEY), _settings_in(path, metadata))
+    except SafetensorError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=hint) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _settings_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(metadata["settings"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} does not say which settings made it") from error
+    return settings

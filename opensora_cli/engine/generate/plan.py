@@ -13,14 +13,13 @@ from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
-from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh
+from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, require_branches
 from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
-from opensora_cli.engine.generate.evaluations import evaluations_of, guidance_of, require_branches
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.sampling.guidance import Guidance
+from opensora_cli.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.enums import DType, HostWeights, OffloadChoice
@@ -259,12 +258,12 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
     latent_shape = (settings.vae.latent_channels, settings.num_latent_frames, rows, columns)
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
     lengths = settings.condition.lengths
-    guidance = guidance_of(settings)
+    guidance = _guidance(settings)
     sampling = settings.sampling
 
     tokens_per_frame = rows * columns // settings.model.patch_size**2
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
-    require_branches(settings, guidance, mode, mesh)
+    require_branches(mesh, settings, guidance, mode)
     # Saved latents have gone through them already.
     loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
     sizes = GenerationSizes(
@@ -315,7 +314,7 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
                 flow_shift=sampling.flow_shift,
             )
         ),
-        evaluations_per_sample=evaluations_of(settings, guidance, mode),
+        evaluations_per_sample=_evaluations(settings, guidance, mode),
         mesh=mesh,
         offload=offload,
         stages=estimate(offload),
@@ -340,6 +339,31 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     if hardware.device.type == "cuda":
         return hardware
     return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
+
+
+def _guidance(settings: GenerateSettings) -> Guidance:
+    sampling = settings.sampling
+    return Guidance(
+        guidance_scale=sampling.guidance_scale,
+        image_guidance_scale=sampling.image_guidance_scale,
+        text_oscillation=sampling.text_oscillation,
+        image_oscillation=sampling.image_oscillation,
+        temporal_image_scaling=sampling.temporal_image_scaling,
+    )
+
+
+def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode) -> int:
+    """Return how often the model is evaluated for one video."""
+    if settings.from_latents is not None:
+        return 0
+    if settings.model.guidance_embed:
+        return settings.sampling.num_inference_steps
+    return count_evaluations(
+        guidance,
+        mode=mode,
+        num_inference_steps=settings.sampling.num_inference_steps,
+        num_latent_frames=settings.num_latent_frames,
+    )
 
 
 def _budget(settings: GenerateSettings, hardware: Hardware) -> int:

@@ -18,6 +18,12 @@ from opensora_cli.core.conditions import (
 )
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.hardware import release_memory
+from opensora_cli.engine.estimate.offload import ENCODE
+from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import Fit, fit_frames, to_uint8
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
@@ -142,6 +148,24 @@ def read_references(
     return references
 
 
+def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
+    """Return what a plan is given; see `read_references`."""
+    if plan.decodes_only:
+        return []
+    condition = plan.settings.condition
+    return read_references(
+        condition.references,
+        plan.mode,
+        height=plan.height,
+        width=plan.width,
+        fit=condition.fit,
+        temporal_compression=plan.settings.vae.time_compression_ratio,
+        lengths=plan.lengths,
+        fps=plan.settings.video.fps,
+        reporter=reporter,
+    )
+
+
 def encode_references(
     references: Sequence[Reference],
     vae: HunyuanVAE,
@@ -164,6 +188,19 @@ def encode_references(
     for reference in references:
         latents.append(vae.encode(reference.pixels_CTHW[None].to(weight.device, weight.dtype), tiling=tiling)[0])
         on_encoded()
+    return latents
+
+
+def reference_latents(
+    plan: ExecutionPlan, references: Sequence[Reference], vae: KeptVAE, record: RunRecord
+) -> list[torch.Tensor] | None:
+    """Return the latents_CTHW of each reference, as a stage of a run; None where nothing is given."""
+    if not references:
+        return None
+    autoencoder, tiling = vae.on_device(), vae_tiling(plan.settings.vae)
+    with record.stage(ENCODE, total=len(references), unit="references") as progress:
+        latents = encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
+    release_memory(plan.hardware.device)
     return latents
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
@@ -22,17 +23,27 @@ from opensora_cli.engine.components.hardware import (
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component, choose_model, report_decision
-from opensora_cli.engine.estimate.offload import ON_DEVICE
+from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, process_and_save
-from opensora_cli.engine.generate.denoise import DrawnSample, draw_samples
-from opensora_cli.engine.generate.latents import load_latents
-from opensora_cli.engine.generate.loaded import KeptVAE
-from opensora_cli.engine.generate.outputs import check_outputs, sample_files
+from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
+from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.outputs import check_outputs, load_latents, sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
-from opensora_cli.engine.generate.ranks_start import planned_together, request_of_rank, require_devices, start_ranks
-from opensora_cli.engine.generate.record import RunRecord
-from opensora_cli.engine.generate.references import Reference, read_references, with_mode
+from opensora_cli.engine.generate.ranks import (
+    Ranks,
+    agreed_tensors,
+    planned_on_ranks,
+    request_of_rank,
+    require_devices,
+    start_ranks,
+)
+from opensora_cli.engine.generate.references import (
+    reference_latents,
+    references_of,
+    with_mode,
+)
+from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -158,7 +169,7 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> Execut
     """
     plan = make_plan(with_mode(settings, reporter))
     check_outputs(sample_files(plan), plan, create=False)
-    _read_references(plan, reporter)
+    references_of(plan, reporter)
     return plan
 
 
@@ -173,7 +184,7 @@ def generate(
 
     Args:
         settings: what to make.
-        reporter: shown progress and warnings; None: nobody.
+        reporter: shown progress and warnings; None: neither is shown.
         context: which of several ranks this process is; all call this. None: it runs alone.
 
     Raises:
@@ -187,7 +198,7 @@ def generate(
     reporter = reporter or SilentReporter()
     if context is not None:
         reporter = WatchedReporter(reporter, on_device=ON_DEVICE)
-        with planned_together(settings, context, reporter) as (plan, ranks):
+        with planned_on_ranks(settings, context, reporter) as (plan, ranks):
             return _carry_out(plan, reporter, ranks)
     if settings.parallel.world_size > 1:
         raise RequestError(
@@ -206,7 +217,7 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> 
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     files = sample_files(plan)
-    references = _read_references(plan, reporter) if is_main else []
+    references = references_of(plan, reporter) if is_main else []
     saved = _saved_sample(plan, ranks)
     if is_main:
         check_outputs(files, plan, create=True)
@@ -216,8 +227,14 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> 
     vae = KeptVAE(plan, record)
     start_peak_memory(plan.hardware.device)
     with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
-        drawn = [saved] if saved is not None else draw_samples(plan, files, references, vae, record, ranks=ranks)
-        videos = process_and_save(plan, files, drawn, references, vae, record, ranks=ranks)
+        if saved is not None:
+            denoised = [saved]
+        else:
+            group = None if ranks is None else dist.group.WORLD
+            embeds, _ = retried(lambda plan: encode_text(plan, record, group=group), plan, TEXT, record)
+            given = reference_latents(plan, references, vae, record)
+            denoised = denoise_samples(plan, files, embeds, given, vae, record, ranks=ranks)
+        videos = process_and_save(plan, files, denoised, references, vae, record, ranks=ranks)
     del vae
     release_memory(plan.hardware.device)
     return GenerateResult(
@@ -233,17 +250,17 @@ def _check_before_ranks(settings: GenerateSettings) -> None:
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
     dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
     dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
-    # Asked for its memory, a card would keep some for this process until the end.
+    # Not asked for its free memory: the context that this makes would stay until the end.
     hardware = Hardware(torch.device(kind), kind, dtype, free_bytes=sys.maxsize, total_bytes=sys.maxsize)
     plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware)
     plan.weights.require(plan.components)
     check_outputs(sample_files(plan), plan, create=False)
-    _read_references(plan, SilentReporter())
+    references_of(plan, SilentReporter())
 
 
 def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
     if not plan.fits and any(component in plan.weights.missing for component in plan.components):
-        # Nobody should download 40 GB to be told then that they do not fit.
+        # Before 40 GB are downloaded that do not fit.
         try:
             plan.require_fit()
         except HardwareError as error:
@@ -254,24 +271,7 @@ def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
         reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
 
 
-def _read_references(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
-    if plan.decodes_only:
-        return []
-    condition = plan.settings.condition
-    return read_references(
-        condition.references,
-        plan.mode,
-        height=plan.height,
-        width=plan.width,
-        fit=condition.fit,
-        temporal_compression=plan.settings.vae.time_compression_ratio,
-        lengths=plan.lengths,
-        fps=plan.settings.video.fps,
-        reporter=reporter,
-    )
-
-
-def _saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DrawnSample | None:
+def _saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DenoisedSample | None:
     """Return the sample to go on from, if that is asked for; rank 0 reads it."""
     source = plan.settings.from_latents
     if source is None:
@@ -286,4 +286,4 @@ def _saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DrawnSample | Non
             f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",
             hint="change neither size, length nor model when going on from latents",
         )
-    return DrawnSample(latents_CTHW, denoise_s=0.0)
+    return DenoisedSample(latents_CTHW, denoise_s=0.0)

@@ -2,10 +2,19 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch.distributed as dist
+
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import TEXT
+from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.generate import GenerateSettings
@@ -77,3 +86,28 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
         return {}
     vocabulary: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return vocabulary
+
+
+def encode_text(plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGroup | None = None) -> PromptEmbeds:
+    """Return the embeddings of both prompts; the encoders are loaded for this, and freed.
+
+    Args:
+        plan: what is made.
+        record: shows the stages.
+        group: ranks that share the layers of T5.
+    """
+    with ExitStack() as stack:
+        with record.stage("load", total=2, unit="encoders") as progress:
+            t5 = load.load_t5(plan, group=group)
+            progress.advance()
+            clip = load.load_clip(plan)
+            progress.advance()
+            if plan.offload.stream_text:
+                stack.enter_context(load.streamed_layers(plan, t5))
+        with record.stage(TEXT):
+            vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+            warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
+            embeds = encode_prompts(plan.settings, t5, clip)
+    del t5, clip
+    release_memory(plan.hardware.device)
+    return embeds

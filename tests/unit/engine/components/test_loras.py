@@ -26,9 +26,8 @@ from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_ge
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.outputs import sample_files
+from opensora_cli.engine.generate.outputs import sample_files, sample_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes, storage_bytes

@@ -9,8 +9,7 @@ import pytest
 import torch
 from tiny_world import released_settings
 
-from opensora_cli.engine.generate import decode as finish
-from opensora_cli.engine.generate import record
+from opensora_cli.engine.generate import decode, stages
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media import write
 
@@ -29,10 +28,10 @@ def names(folder):
 
 def watch_pieces(monkeypatch, before_each):
     """Call `before_each` with the number of pieces made so far whenever another is about to be decoded."""
-    decode = finish.decode_latents
+    decode_latents = decode.decode_latents
 
     def watched(*args, **options):
-        pieces = decode(*args, **options)
+        pieces = decode_latents(*args, **options)
         for made in itertools.count():
             before_each(made)
             piece = next(pieces, None)
@@ -41,7 +40,7 @@ def watch_pieces(monkeypatch, before_each):
             yield piece
             del piece
 
-    monkeypatch.setattr(finish, "decode_latents", watched)
+    monkeypatch.setattr(decode, "decode_latents", watched)
 
 
 def watch_encoder(monkeypatch, before_each, *, name="_yuv_frame"):
@@ -69,7 +68,7 @@ def test_a_piece_is_encoded_before_the_next_is_decoded(world, tmp_path, monkeypa
 def test_one_piece_at_a_time_is_in_memory(world, tmp_path, monkeypatch, format_, mode):
     """With given frames, too, which are compared with those that came back."""
     made, alive = [], []
-    to_uint8 = finish.to_uint8
+    to_uint8 = decode.to_uint8
 
     def watched(pixels_CTHW):
         alive.append(sum(array() is not None for array in made))
@@ -78,7 +77,7 @@ def test_one_piece_at_a_time_is_in_memory(world, tmp_path, monkeypatch, format_,
         made.append(weakref.ref(array))
         return torch.from_numpy(array)
 
-    monkeypatch.setattr(finish, "to_uint8", watched)
+    monkeypatch.setattr(decode, "to_uint8", watched)
     references = f"{world.picture};{world.other_picture}" if mode == "i2v_loop" else ""
     gc.disable()
     try:
@@ -121,7 +120,7 @@ def test_out_of_memory_at_the_second_piece_begins_the_file_anew(world, tmp_path,
     assert names(tmp_path) == ["raining-sea_seed42", "raining-sea_seed42.json"]
     assert reporter.warnings[0].startswith("out of memory in the stage decode: CUDA out of memory")
     with monkeypatch.context() as patched:
-        patched.setattr(finish, "retried", lambda save, plan, *_: (save(plan.with_stronger_offload("decode")), plan))
+        patched.setattr(decode, "retried", lambda save, plan, *_: (save(plan.with_stronger_offload("decode")), plan))
         again = generate(settings_of(world, tmp_path / "again", output__format="png"))
     shown, expected = (each.videos[0].path for each in (result, again))
     assert len(names(shown)) == FRAMES
@@ -133,7 +132,7 @@ def test_an_encoder_without_memory_is_not_told_as_a_decoder(world, tmp_path, mon
         raise MemoryError("can't allocate memory")
 
     watch_encoder(monkeypatch, fail)
-    with pytest.raises(record.OutOfMemoryError, match="in the stage save"):
+    with pytest.raises(stages.OutOfMemoryError, match="in the stage save"):
         generate(settings_of(world, tmp_path), reporter=reporter)
     assert names(tmp_path) == [LATENTS]
 
@@ -144,7 +143,7 @@ def test_decoding_and_saving_are_timed_apart(world, tmp_path, monkeypatch):
     def pass_by(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(record.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: now[0])
     watch_pieces(monkeypatch, lambda made: pass_by(100 if made < PIECES else 0))
     watch_encoder(monkeypatch, lambda: pass_by(1))
     result = generate(settings_of(world, tmp_path, sampling__num_samples="2"))

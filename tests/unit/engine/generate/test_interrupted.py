@@ -13,9 +13,8 @@ from tiny_world import demo_settings, released_settings
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
-from opensora_cli.engine.generate import decode as finish
-from opensora_cli.engine.generate import denoise, load, outputs
-from opensora_cli.engine.generate.latents import load_latents
+from opensora_cli.engine.generate import decode, denoise, load, outputs, references, text
+from opensora_cli.engine.generate.outputs import load_latents
 from opensora_cli.engine.generate.run import generate, generate_from_request, plan_generation
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
@@ -45,8 +44,8 @@ class TestCtrlC:
         [
             (load, "load_t5"),
             (load, "load_clip"),
-            (denoise, "encode_prompts"),
-            (denoise, "encode_references"),
+            (text, "encode_prompts"),
+            (references, "encode_references"),
             (load, "load_transformer"),
             (denoise, "denoise"),
             (denoise, "save_latents"),
@@ -61,7 +60,7 @@ class TestCtrlC:
 
     @pytest.mark.parametrize(
         ("module", "function"),
-        [(load, "load_vae"), (finish, "decode_latents"), (finish, "write_media"), (finish, "write_sidecar")],
+        [(load, "load_vae"), (decode, "decode_latents"), (decode, "write_media"), (decode, "write_sidecar")],
     )
     def test_after_the_latents(self, world, tmp_path, monkeypatch, reporter, module, function):
         expected = generate(released_settings(world, tmp_path / "expected")).videos[0].path.read_bytes()
@@ -92,16 +91,16 @@ class TestCtrlC:
         assert names(tmp_path) == [LATENTS]
 
     def test_second_sample(self, world, tmp_path, monkeypatch):
-        decode = finish.decode_latents
+        decode_latents = decode.decode_latents
         done = []
 
         def second_time(*args, **options):
             if done:
                 raise KeyboardInterrupt
             done.append(1)
-            return decode(*args, **options)
+            return decode_latents(*args, **options)
 
-        monkeypatch.setattr(finish, "decode_latents", second_time)
+        monkeypatch.setattr(decode, "decode_latents", second_time)
         with pytest.raises(KeyboardInterrupt) as caught:
             generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3"))
         folder = tmp_path / "my out"
@@ -195,12 +194,12 @@ class TestFailures:
 
     def test_out_of_memory(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(
-            finish, "decode_latents", raising(torch.OutOfMemoryError("CUDA out of memory. Tried 3 GiB"))
+            decode, "decode_latents", raising(torch.OutOfMemoryError("CUDA out of memory. Tried 3 GiB"))
         )
         with pytest.raises(HardwareError, match="out of memory in the stage decode: CUDA out of memory"):
             generate(released_settings(world, tmp_path), reporter=reporter)
         assert names(tmp_path) == [LATENTS]
-        monkeypatch.setattr(finish, "decode_latents", raising(RuntimeError("a bug")))
+        monkeypatch.setattr(decode, "decode_latents", raising(RuntimeError("a bug")))
         with pytest.raises(RuntimeError, match="a bug"):
             generate(released_settings(world, tmp_path, output__overwrite="true"), reporter=reporter)
 
@@ -219,7 +218,7 @@ class TestFailures:
         assert "would not run here either: the stage" in reporter.warnings[0]
 
     def test_latents_of_an_unfinished_run_are_not_overwritten(self, world, tmp_path, monkeypatch):
-        monkeypatch.setattr(finish, "decode_latents", raising(RuntimeError("a bug")))
+        monkeypatch.setattr(decode, "decode_latents", raising(RuntimeError("a bug")))
         with pytest.raises(RuntimeError):
             generate(released_settings(world, tmp_path))
         with pytest.raises(OutputError, match="from a run that did not finish") as caught:
@@ -227,7 +226,7 @@ class TestFailures:
         assert f"--from-latents {tmp_path / LATENTS}" in caught.value.hint
 
     def test_latents_need_not_be_saved(self, world, tmp_path, monkeypatch):
-        monkeypatch.setattr(finish, "decode_latents", raising(KeyboardInterrupt()))
+        monkeypatch.setattr(decode, "decode_latents", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt, match="nothing was finished"):
             generate(released_settings(world, tmp_path, output__save_latents="false"))
         assert names(tmp_path) == []
@@ -235,7 +234,7 @@ class TestFailures:
     def test_failed_overwriting_leaves_the_old_file(self, world, tmp_path, monkeypatch):
         video = generate(released_settings(world, tmp_path)).videos[0].path
         before = video.read_bytes()
-        monkeypatch.setattr(finish, "write_media", raising(OutputError("disk on fire")))
+        monkeypatch.setattr(decode, "write_media", raising(OutputError("disk on fire")))
         with pytest.raises(OutputError):
             generate(released_settings(world, tmp_path, sampling__num_inference_steps="1", output__overwrite="true"))
         assert video.read_bytes() == before
@@ -266,7 +265,7 @@ class TestFromLatents:
         assert result.videos[0].path == tmp_path / "x.gif"
 
     def test_failing_again_names_the_same_file(self, saved, monkeypatch, reporter):
-        monkeypatch.setattr(finish, "write_media", raising(OutputError("disk on fire")))
+        monkeypatch.setattr(decode, "write_media", raising(OutputError("disk on fire")))
         with pytest.raises(OutputError):
             go_on(saved, reporter)
         assert reporter.warnings == [f"go on with: osora generate --from-latents {saved}"]

@@ -7,16 +7,13 @@ from tiny_world import released_settings
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import decode
-from opensora_cli.engine.generate import denoise as draw
-from opensora_cli.engine.generate import load as build
-from opensora_cli.engine.generate.denoise import draw_samples
-from opensora_cli.engine.generate.loaded import KeptVAE
+from opensora_cli.engine.generate import decode, denoise, load, text
+from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.generate.record import RunRecord
-from opensora_cli.engine.generate.references import read_references
+from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -45,20 +42,10 @@ def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
     record = RunRecord(reporter)
     vae = KeptVAE(plan, record)
-    settings = plan.settings
     with torch.inference_mode():
-        references = read_references(
-            settings.condition.references,
-            plan.mode,
-            height=plan.height,
-            width=plan.width,
-            fit=settings.condition.fit,
-            causal=True,
-            temporal_compression=settings.vae.time_compression_ratio,
-            lengths=plan.lengths,
-            fps=settings.video.fps,
-        )
-        [sample] = draw_samples(plan, sample_files(plan), references, vae, record)
+        embeds = text.encode_text(plan, record)
+        given = reference_latents(plan, references_of(plan, reporter), vae, record)
+        [sample] = denoise.denoise_samples(plan, sample_files(plan), embeds, given, vae, record)
         frames = torch.cat([*decode.decode_latents(plan, vae.on_device(), sample.latents_CTHW)])
         return sample.latents_CTHW, frames
 
@@ -104,17 +91,17 @@ def test_weights_in_8_bits_change_little(plan, reporter):
 def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     """The blocks are on the CPU before and after their turn, whatever the mode."""
     loaded = []
-    load = build.load_transformer
+    load_transformer = load.load_transformer
 
-    def remember(plan, group, neighbours, advance):
-        loaded.append((load(plan, group=group, advance=advance), plan.offload))
+    def remember(plan, group, machine_group, advance):
+        loaded.append((load_transformer(plan, group=group, advance=advance), plan.offload))
         return loaded[-1][0]
 
-    monkeypatch.setattr(build, "load_transformer", remember)
+    monkeypatch.setattr(load, "load_transformer", remember)
     latents_and_frames(with_offload(plan, **BLOCK_BY_BLOCK), reporter)
     [(transformer, _)] = loaded
     state = transformer.state_dict()
-    fresh = load(plan).state_dict()
+    fresh = load_transformer(plan).state_dict()
     assert state.keys() == fresh.keys()
     assert all(torch.equal(state[name], fresh[name]) for name in fresh)
 
@@ -129,9 +116,9 @@ class TestSecondAttempt:
     @pytest.mark.parametrize(
         ("module", "name", "stage", "stronger"),
         [
-            (draw, "encode_prompts", "text", {"stream_text": True}),
-            (draw, "sample_latents", "denoise", BLOCK_BY_BLOCK),
-            (build, "load_transformer", "load", BLOCK_BY_BLOCK),
+            (text, "encode_prompts", "text", {"stream_text": True}),
+            (denoise, "sample_latents", "denoise", BLOCK_BY_BLOCK),
+            (load, "load_transformer", "load", BLOCK_BY_BLOCK),
             (decode, "decode_latents", "decode", {"chunk_frames": 4, "store_on_host": True}),
         ],
     )
@@ -156,8 +143,8 @@ class TestSecondAttempt:
         # What rounding changes, compression spreads.
         assert (shown - again).abs().float().mean() < 2
 
-    def test_what_is_drawn_is_not_drawn_again(self, world, tmp_path, monkeypatch, reporter):
-        seeds, sample_latents = [], draw.sample_latents
+    def test_finished_samples_are_not_denoised_again(self, world, tmp_path, monkeypatch, reporter):
+        seeds, sample_latents = [], denoise.sample_latents
 
         def failing(plan, *args, seed, **options):
             seeds.append(seed)
@@ -165,19 +152,19 @@ class TestSecondAttempt:
                 raise OUT_OF_MEMORY
             return sample_latents(plan, *args, seed=seed, **options)
 
-        monkeypatch.setattr(draw, "sample_latents", failing)
+        monkeypatch.setattr(denoise, "sample_latents", failing)
         result = generate(released_settings(world, tmp_path, sampling__num_samples="3"), reporter=reporter)
         assert [seed - seeds[0] for seed in seeds] == [0, 1, 1, 2]
         assert len(result.videos) == 3
 
-    def test_there_is_no_third(self, world, tmp_path, monkeypatch, reporter):
+    def test_a_second_failure_ends_the_run(self, world, tmp_path, monkeypatch, reporter):
         calls = []
 
         def failing(plan, *args, **options):
             calls.append(plan)
             raise OUT_OF_MEMORY
 
-        monkeypatch.setattr(draw, "sample_latents", failing)
+        monkeypatch.setattr(denoise, "sample_latents", failing)
         with pytest.raises(HardwareError, match="out of memory in the stage denoise"):
             generate(released_settings(world, tmp_path), reporter=reporter)
         assert len(calls) == 2

@@ -14,9 +14,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length,
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import decode as finish
-from opensora_cli.engine.generate import denoise
-from opensora_cli.engine.generate import load as build
+from opensora_cli.engine.generate import decode, denoise, load, references
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.run import (
@@ -149,12 +147,12 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
 @pytest.mark.parametrize("mode", ["i2v_head", "i2v_tail", "i2v_loop"])
 def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch, mode):
     given, decoded = [], []
-    encode, decode = denoise.encode_references, finish.decode_latents
-    monkeypatch.setattr(denoise, "encode_references", lambda *a, **k: given.extend(encode(*a, **k)) or given)
+    encode, decode_latents = references.encode_references, decode.decode_latents
+    monkeypatch.setattr(references, "encode_references", lambda *a, **k: given.extend(encode(*a, **k)) or given)
     monkeypatch.setattr(
-        finish,
+        decode,
         "decode_latents",
-        lambda plan, vae, latents, **k: decoded.append(latents) or decode(plan, vae, latents, **k),
+        lambda plan, vae, latents, **k: decoded.append(latents) or decode_latents(plan, vae, latents, **k),
     )
     generate(
         released_settings(
@@ -196,7 +194,7 @@ class CountingTransformer:
 @pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_head", 110), ("i2v_loop", 110)])
 def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
     transformer = CountingTransformer()
-    monkeypatch.setattr(build, "load_transformer", lambda plan, group, neighbours, advance: transformer)
+    monkeypatch.setattr(load, "load_transformer", lambda plan, group, machine_group, advance: transformer)
     settings = released_settings(
         world,
         tmp_path,
@@ -323,25 +321,25 @@ def test_png_sequence_keeps_its_name_in_the_sidecar(world, tmp_path):
 @pytest.mark.parametrize("which", ["raining-sea_seed43.mp4", "raining-sea_seed43.mp4.json"])
 def test_existing_files_stay(world, tmp_path, monkeypatch, which):
     (tmp_path / which).write_text("mine")
-    load = build.load_t5
-    monkeypatch.setattr(build, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
+    load_t5 = load.load_t5
+    monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
     with pytest.raises(OutputError, match="exists already") as caught:
         generate(released_settings(world, tmp_path, sampling__num_samples="2"))
     assert "--overwrite" in caught.value.hint
     assert (tmp_path / which).read_text() == "mine"
-    monkeypatch.setattr(build, "load_t5", load)
+    monkeypatch.setattr(load, "load_t5", load_t5)
     generate(released_settings(world, tmp_path, sampling__num_samples="2", output__overwrite="true"))
     assert (tmp_path / which).read_bytes() != b"mine"
 
 
 def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):
-    decode = finish.decode_latents
+    decode_latents = decode.decode_latents
 
     def meanwhile(*args, **options):
         (tmp_path / "raining-sea_seed42.mp4").write_text("of another run")
-        return decode(*args, **options)
+        return decode_latents(*args, **options)
 
-    monkeypatch.setattr(finish, "decode_latents", meanwhile)
+    monkeypatch.setattr(decode, "decode_latents", meanwhile)
     with pytest.raises(OutputError, match="exists already"):
         generate(released_settings(world, tmp_path), reporter=reporter)
     assert (tmp_path / "raining-sea_seed42.mp4").read_text() == "of another run"
@@ -392,8 +390,8 @@ class TestPrompts:
 
     def test_the_negative_prompt_gets_no_suffix(self, world, tmp_path, monkeypatch):
         encoded = []
-        encode = build.T5Encoder.encode
-        monkeypatch.setattr(build.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts))
+        encode = load.T5Encoder.encode
+        monkeypatch.setattr(load.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts))
         generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
         assert encoded == [["raining, sea. 24 FPS. 2 motion score.", "night"]]
 

@@ -1,4 +1,4 @@
-"""What every stage of a run shares: progress, timing, memory, and what is left when it ends early."""
+"""The stages of a run: shown, timed, retried when memory is short, and what is left when one ends early."""
 
 import shlex
 import time
@@ -68,7 +68,7 @@ class RunRecord:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
 
-    def finish(self, result: Path, latents: Path | None) -> None:
+    def complete(self, result: Path, latents: Path | None) -> None:
         """Remember a complete result, and remove the latents that were saved for it."""
         self.finished.append(result)
         if latents is not None:
