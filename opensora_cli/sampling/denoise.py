@@ -1,11 +1,10 @@
-"""The sampling loops: Euler steps along the velocity, from noise to data.
+"""The sampling loop: Euler steps along the velocity, from noise to data.
 
-Nothing here knows the model. It is handed in as a function, so that the loops run as well on a mock, on several devices
-or with offloaded weights. Gradients are not switched off here: callers do that.
+Nothing here knows the model. It is handed in as a function: generation, the samples of a training, the estimator on
+fake tensors and the tests all run this loop. Gradients are not switched off here: callers do that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -22,7 +21,7 @@ from opensora_cli.sampling.guidance import (
 
 
 class VelocityFn(Protocol):
-    """Evaluates the model for some branches at one time, together or one after the other."""
+    """Evaluates the model for some branches at one time, as a batch or one after the other."""
 
     def __call__(
         self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], /
@@ -32,29 +31,6 @@ class VelocityFn(Protocol):
 
 DistilledVelocityFn = Callable[[torch.Tensor, float], torch.Tensor]
 """`(packed_latents_BND, t) -> velocity_BND` of a guidance-distilled model."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What is known after a step."""
-
-    step: int
-    """Counted from 0."""
-    num_inference_steps: int
-    t_next: float
-    """The time that was reached."""
-    packed_latents: torch.Tensor
-    """(B,N,D) at `t_next`. Not to be changed: the next step goes on from them."""
-    velocity: torch.Tensor
-    """(B,N,D), the guided velocity of the step."""
-
-    def predicted_data(self) -> torch.Tensor:
-        """Return where the velocity leads to at t = 0, packed: the model's present idea of the clip."""
-        return euler_step(self.packed_latents, self.velocity, t=self.t_next, t_next=0.0)
-
-
-StepCallback = Callable[[StepResult], None]
-"""Called after every step, for progress and previews. An exception from it ends the run."""
 
 
 def euler_step(latents_BND: torch.Tensor, velocity_BND: torch.Tensor, *, t: float, t_next: float) -> torch.Tensor:
@@ -77,7 +53,6 @@ def denoise(
     guidance: Guidance,
     mode: ConditionMode,
     num_latent_frames: int,
-    on_step: StepCallback | None = None,
 ) -> torch.Tensor:
     """Return the packed latents at the last of `timesteps`, guided by three branches.
 
@@ -90,26 +65,22 @@ def denoise(
         guidance: scales and oscillations.
         mode: what is given; of a clip with one latent frame `t2v`.
         num_latent_frames: latent frames in the tokens.
-        on_step: called after every step.
 
     Raises:
         ValueError: fewer than two timesteps.
     """
-    num_inference_steps = _count_steps(timesteps)
-    latents = packed_latents_BND
-    for step, (t, t_next) in enumerate(pairwise(timesteps)):
+
+    def guided(step: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
         scales = guidance_scales_at(
             step,
             guidance,
             mode=mode,
-            num_inference_steps=num_inference_steps,
+            num_inference_steps=len(timesteps) - 1,
             num_latent_frames=num_latent_frames,
         )
-        guided = combine_branches(velocity(latents, t, branches_needed(scales)), scales)
-        latents = euler_step(latents, guided, t=t, t_next=t_next)
-        if on_step is not None:
-            on_step(StepResult(step, num_inference_steps, t_next, latents, guided))
-    return latents
+        return combine_branches(velocity(latents_BND, t, branches_needed(scales)), scales)
+
+    return _euler(guided, packed_latents_BND, timesteps)
 
 
 def denoise_distilled(
@@ -117,7 +88,6 @@ def denoise_distilled(
     packed_latents_BND: torch.Tensor,
     *,
     timesteps: Sequence[float],
-    on_step: StepCallback | None = None,
 ) -> torch.Tensor:
     """Return the packed latents at the last of `timesteps`, from a model that has learned guidance as an input.
 
@@ -126,17 +96,17 @@ def denoise_distilled(
     Raises:
         ValueError: fewer than two timesteps.
     """
-    num_inference_steps = _count_steps(timesteps)
-    latents = packed_latents_BND
-    for step, (t, t_next) in enumerate(pairwise(timesteps)):
-        predicted = velocity(latents, t)
-        latents = euler_step(latents, predicted, t=t, t_next=t_next)
-        if on_step is not None:
-            on_step(StepResult(step, num_inference_steps, t_next, latents, predicted))
-    return latents
+    return _euler(lambda _step, latents_BND, t: velocity(latents_BND, t), packed_latents_BND, timesteps)
 
 
-def _count_steps(timesteps: Sequence[float]) -> int:
+def _euler(
+    velocity: Callable[[int, torch.Tensor, float], torch.Tensor],
+    packed_latents_BND: torch.Tensor,
+    timesteps: Sequence[float],
+) -> torch.Tensor:
     if len(timesteps) < 2:
         raise ValueError(f"sampling needs at least two timesteps, not {len(timesteps)}")
-    return len(timesteps) - 1
+    latents_BND = packed_latents_BND
+    for step, (t, t_next) in enumerate(pairwise(timesteps)):
+        latents_BND = euler_step(latents_BND, velocity(step, latents_BND, t), t=t, t_next=t_next)
+    return latents_BND

@@ -74,11 +74,6 @@ def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_
     return patch_size * math.ceil(height / step), patch_size * math.ceil(width / step)
 
 
-def sample_seeds(seed: int, num_samples: int) -> list[int]:
-    """Return the latent seed of every sample: `seed` plus its index, so that a sample can be made again on its own."""
-    return [seed + index for index in range(num_samples)]
-
-
 def noise_latents(
     seeds: Sequence[int],
     *,
@@ -97,12 +92,12 @@ def noise_latents(
     reference. A sample therefore does not depend on what else is in its batch, but does on device and dtype.
 
     Args:
-        seeds: one for each sample; see `sample_seeds`.
+        seeds: one for each sample.
         num_latent_frames: latent frames.
         height: pixels.
         width: pixels.
-        device: where the noise is drawn.
-        dtype: what it is drawn in.
+        device: where the noise is sampled.
+        dtype: what it is sampled in.
         latent_channels: channels of the autoencoder's latents.
         spatial_compression: pixels per latent position, each way.
         patch_size: latent positions per token, each way.

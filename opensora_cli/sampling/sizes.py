@@ -132,30 +132,3 @@ def image_size(resolution: str, aspect_ratio: str, *, multiple: int = 16) -> tup
     """
     ratio_value(aspect_ratio)
     return inference_sizes(resolution, multiple=multiple)[aspect_ratio]
-
-
-def num_latent_frames(num_frames: int, *, compression: int = 4) -> int:
-    """Return the latent frames of a clip in a causal autoencoder: the first frame alone, the others in groups."""
-    return (num_frames - 1) // compression + 1
-
-
-def check_num_frames(num_frames: int, *, maximum: int, compression: int = 4) -> None:
-    """Refuse a clip that is no first frame followed by whole groups of `compression`, or is too long.
-
-    Args:
-        num_frames: frames asked for.
-        maximum: the longest clip allowed.
-        compression: frames per latent frame.
-
-    Raises:
-        RequestError: names the nearest valid number, the smaller of two.
-    """
-    longest = (maximum - 1) // compression * compression + 1
-    if 1 <= num_frames <= longest and (num_frames - 1) % compression == 0:
-        return
-    groups = math.ceil((num_frames - 1) / compression - 0.5)
-    nearest = min(max(groups * compression + 1, 1), longest)
-    raise RequestError(
-        f"video.num_frames={num_frames} must be a multiple of {compression} plus 1, from 1 to {longest}",
-        hint=f"the nearest is {nearest}",
-    )

@@ -1,6 +1,6 @@
 """What a generation needs of a device's memory, stage by stage, before anything is loaded.
 
-Nothing is fitted: the real modules and sampling loops run on tensors without memory, and what they would allocate is
+Nothing is fitted: the real modules and the sampling loop run on fake tensors, and what they would allocate is
 counted. The blocks of a stack are equal and run one after the other, so that two stand for all.
 
 Counted: weights as they are offloaded, inputs and outputs, and what is computed on the way, the output and the sums of
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,19 +41,14 @@ from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
-from opensora_cli.sampling.denoise import euler_step
-from opensora_cli.sampling.guidance import (
-    Guidance,
-    branches_needed,
-    combine_branches,
-    guidance_scales_at,
-)
+from opensora_cli.sampling.denoise import denoise, denoise_distilled
+from opensora_cli.sampling.guidance import Guidance
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 _TIMES = (1.0, 0.5, 0.0)
-"""Two steps: from the second on there are latents besides the noise."""
+"""Two steps, of which no later one has more branches: from the second on there are latents besides the noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +137,6 @@ def _denoising(
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
-    # No step has more branches than the first.
-    scales = guidance_scales_at(
-        0, sizes.guidance, mode=sizes.mode, num_inference_steps=len(_TIMES) - 1, num_latent_frames=frames
-    )
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(sizes.mesh)
@@ -165,7 +155,7 @@ def _denoising(
                 empty(2, config.vec_in_dim),
             )
             references = [empty(channels, frames, rows, columns)] * 2
-            # As `draw.sample_latents` and `denoise` do it.
+            # As `sample_latents` of generation does it.
             noise_1CTHW = empty(1, channels, frames, rows, columns)
             mask_11THW, given_1CTHW = prepare_inference_condition(
                 noise_1CTHW, sizes.mode, [references], lengths=sizes.lengths
@@ -179,15 +169,19 @@ def _denoising(
             )
             del references
             packed_1ND = pack_latents(noise_1CTHW, patch)
-            drawn_1ND = packed_1ND
-            for t, t_next in pairwise(_TIMES):
-                if config.guidance_embed:
-                    guided_1ND = velocity.distilled(drawn_1ND, t)
-                else:
-                    guided_1ND = combine_branches(velocity(drawn_1ND, t, branches_needed(scales)), scales)
-                drawn_1ND = euler_step(drawn_1ND, guided_1ND, t=t, t_next=t_next)
+            if config.guidance_embed:
+                denoised_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=_TIMES)
+            else:
+                denoised_1ND = denoise(
+                    velocity,
+                    packed_1ND,
+                    timesteps=_TIMES,
+                    guidance=sizes.guidance,
+                    mode=sizes.mode,
+                    num_latent_frames=frames,
+                )
             latents_1CTHW = unpack_latents(
-                drawn_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
+                denoised_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
             )
             need = Need.of(counter)
             del latents_1CTHW
@@ -214,7 +208,7 @@ def _decoding(
         vae.decoder = cast(Any, decoder)
         with counter:
             latents_1CTHW = empty(1, *latent_shape)
-            # As `finish.decode_latents` does it.
+            # As `decode_latents` of generation does it.
             pieces_1CTHW = vae.decode_pieces(
                 latents_1CTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=HOST
             )

@@ -1,4 +1,4 @@
-"""The sampling loops, on models simple enough to know the answer."""
+"""The sampling loop, on models simple enough to know the answer."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _random(seed, dtype=torch.float32):
     return torch.randn(2, FRAMES * 4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _run(velocity, noise, *, steps, guidance=UNGUIDED, mode="t2v", on_step=None):
+def _run(velocity, noise, *, steps, guidance=UNGUIDED, mode="t2v"):
     return denoise(
         velocity,
         noise,
@@ -29,7 +29,6 @@ def _run(velocity, noise, *, steps, guidance=UNGUIDED, mode="t2v", on_step=None)
         guidance=guidance,
         mode=condition_mode(mode),
         num_latent_frames=FRAMES,
-        on_step=on_step,
     )
 
 
@@ -96,43 +95,6 @@ def test_latents_keep_their_dtype_between_steps():
     assert {*seen, result.dtype} == {torch.bfloat16}
 
 
-def test_the_callback_follows_every_step():
-    noise, data = _random(0), _random(1)
-    steps = []
-    result = _run(lambda _l, _t, branches: dict.fromkeys(branches, noise - data), noise, steps=4, on_step=steps.append)
-    assert [step.step for step in steps] == [0, 1, 2, 3]
-    assert {step.num_inference_steps for step in steps} == {4}
-    assert [step.t_next for step in steps] == _timesteps(4)[1:]
-    assert torch.equal(steps[-1].packed_latents, result)
-    for step in steps:
-        assert_close(step.predicted_data(), data)
-
-
-def test_a_callback_does_not_change_the_result():
-    def velocity(latents, t, branches):
-        return dict.fromkeys(branches, latents * t)
-
-    plain = _run(velocity, _random(0), steps=4)
-    watched = _run(velocity, _random(0), steps=4, on_step=lambda step: step.predicted_data().zero_())
-    assert torch.equal(plain, watched)
-
-
-def test_an_exception_from_the_callback_ends_the_run():
-    calls = []
-
-    def velocity(latents, t, branches):
-        calls.append(t)
-        return dict.fromkeys(branches, latents)
-
-    def stop(step):
-        if step.step == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        _run(velocity, _random(0), steps=5, on_step=stop)
-    assert len(calls) == 2
-
-
 def test_the_noise_is_left_as_it_was():
     noise = _random(0)
     _run(lambda latents, _t, branches: dict.fromkeys(branches, latents), noise, steps=3)
@@ -141,17 +103,16 @@ def test_the_noise_is_left_as_it_was():
 
 def test_distilled_sampling_takes_one_evaluation_a_step():
     noise, data = _random(0), _random(1)
-    times, steps = [], []
+    times = []
 
     def velocity(_latents, t):
         times.append(t)
         return noise - data
 
     timesteps = _timesteps(6)
-    result = denoise_distilled(velocity, noise, timesteps=timesteps, on_step=steps.append)
+    result = denoise_distilled(velocity, noise, timesteps=timesteps)
     assert_close(result, data)
     assert times == timesteps[:-1]
-    assert [step.t_next for step in steps] == timesteps[1:]
 
 
 def test_a_run_needs_a_step():

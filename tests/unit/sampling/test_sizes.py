@@ -6,10 +6,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.sampling.sizes import (
     ASPECT_RATIOS,
     RESOLUTIONS,
-    check_num_frames,
     image_size,
     inference_sizes,
-    num_latent_frames,
     num_pixels,
     training_sizes,
 )
@@ -80,28 +78,3 @@ def test_a_ratio_that_is_none_is_refused(ratio):
 def test_too_small_a_resolution_is_refused():
     with pytest.raises(RequestError, match=r"video\.resolution=16px has no frame of .* in multiples of 16 pixels"):
         image_size("16px", "1:1")
-
-
-@pytest.mark.parametrize("num_frames", [1, 5, 17, 33, 129])
-def test_valid_lengths(num_frames):
-    check_num_frames(num_frames, maximum=129)
-
-
-@pytest.mark.parametrize(
-    ("num_frames", "nearest"), [(130, 129), (128, 129), (127, 125), (126, 125), (500, 129), (0, 1), (-7, 1), (2, 1)]
-)
-def test_invalid_lengths_name_the_nearest(num_frames, nearest):
-    with pytest.raises(RequestError, match=f"num_frames={num_frames} must be a multiple of 4 plus 1") as error:
-        check_num_frames(num_frames, maximum=129)
-    assert error.value.hint == f"the nearest is {nearest}"
-
-
-def test_an_uneven_maximum_is_rounded_down():
-    with pytest.raises(RequestError, match="from 1 to 17") as error:
-        check_num_frames(20, maximum=20)
-    assert error.value.hint == "the nearest is 17"
-
-
-@pytest.mark.parametrize(("num_frames", "latent"), [(1, 1), (5, 2), (17, 5), (33, 9), (129, 33)])
-def test_latent_frames(num_frames, latent):
-    assert num_latent_frames(num_frames) == latent
