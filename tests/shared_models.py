@@ -11,9 +11,9 @@ from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.layout import converter
-from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+from opensora_cli.parallel.shares import SequenceLengths
 
 GOLDEN = Path(__file__).parent / "golden" / "data"
 

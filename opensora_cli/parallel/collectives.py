@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.parallel.compat import all_gather_single, reduce_scatter_single
+# Renamed in torch 2.13; 2.11 and 2.12 have only the older names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Group = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
@@ -159,8 +161,7 @@ def split_forward_gather_backward(
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """Return the sum over all ranks; the gradient passes unchanged.
 
-    This is right where all ranks go on to compute the same from the sum, and its loss counts once: after a linear layer
-    whose input features are divided.
+    For ranks that go on to compute the same from the sum: after a linear layer whose input features are divided.
     """
     return x if _alone(group) else _apply(_AllReduce, x, group)
 
@@ -168,8 +169,7 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Return `x` unchanged; its gradients of all ranks are summed.
 
-    This is right where all ranks hold the same, and each computes a part from it: before a linear layer whose output
-    features are divided.
+    For ranks that hold the same and each compute a part from it: before a linear layer with divided output features.
     """
     return x if _alone(group) else _apply(_Copy, x, group)
 

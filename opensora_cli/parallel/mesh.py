@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("replicate", "shard", "guidance", "ring", "ulysses", "tensor")
-"""Outermost first: ranks that talk the most, those of `tensor`, are neighbours, and so on the same machine."""
+"""Outermost first: ranks that exchange the most, those of `tensor`, are adjacent, and so on the same machine."""
 
-_TOGETHER = (("replicate", "shard"), ("ring", "ulysses"))
+_JOINT_AXES = (("replicate", "shard"), ("ring", "ulysses"))
 """Axes whose ranks also form a group: data-parallel and sequence-parallel ones."""
 
 
@@ -43,7 +43,7 @@ class MeshShape:
 
 
 class ParallelMesh:
-    """The groups of ranks of a process, made once, by all ranks together, after `dist.init_process_group`.
+    """The groups of ranks of a process, made once, by all ranks at the same time, after `dist.init_process_group`.
 
     Ranks are laid out in row-major order. The groups of every axis, of (replicate, shard) and of (ring, ulysses) are
     made here, in one order on all ranks.
@@ -61,10 +61,10 @@ class ParallelMesh:
             raise ValueError(f"{shape} has {shape.size} ranks, but there are {dist.get_world_size()}")
         self.shape = shape
         self._ranks = torch.arange(shape.size).view(astuple(shape))
-        # Needs nobody else, and serves for all axes along which there is one rank.
+        # Needs no other rank, and serves for all axes along which there is one rank.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {(): alone}
-        for axes in (*((axis,) for axis in AXES), *_TOGETHER):
+        for axes in (*((axis,) for axis in AXES), *_JOINT_AXES):
             self.group(*axes)
         self.device_mesh = DeviceMesh.from_group(
             [self.group(axis) for axis in AXES], device_type, mesh=self._ranks, mesh_dim_names=AXES

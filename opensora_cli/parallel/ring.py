@@ -1,7 +1,7 @@
 """Ring attention (Liu et al. 2023): queries stay where they are, keys and values go round.
 
-Each rank holds some tokens. At every step it attends to the keys and values at hand, while they are already on their
-way to the next rank and those of the rank before come in. No rank holds more than three shares of keys at a time.
+Each rank holds some tokens. At every step it attends to the keys and values that it has, while they are already sent
+to the next rank and those of the rank before are received. No rank holds more than three shares of keys at a time.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, PartKernel, accumulation_dtype
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.lengths import SequenceLengths
+from opensora_cli.parallel.shares import SequenceLengths
 
 
 class RingAttention:
     """Self-attention over tokens that are divided between the ranks of a ring, any number on each but none.
 
-    Partial results are merged, and gradients summed, in at least fp32. Backward, keys and values go round once more
+    Partial results are merged, and gradients summed, in at least fp32. Backward, keys and values go round again
     with their gradients behind them, so that no more is kept for it than by attention of one process.
 
     Args:
@@ -122,11 +122,11 @@ class _Ring(torch.autograd.Function):
 
 
 class _Coming:
-    """Tensors on their way from the rank before, and to the next."""
+    """Tensors that are being received from the rank before, and sent to the next."""
 
     def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
         self._works = works
-        # What is still being sent must live, though nobody else may want it any more.
+        # What is still being sent must stay alive, even if nothing else refers to it.
         self._sent = sent
         self._received = received
 
@@ -140,22 +140,22 @@ class _Coming:
 
 
 def _going_round(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple[int, ...]) -> Iterator[list[Tensor]]:
-    """Yield this rank's tensors, then those of the rank before, and so on; the next ones are already on their way.
+    """Yield this rank's tensors, then those of the rank before, and so on; the next ones are already being received.
 
-    It is one list that is filled anew each time, so that whoever still has it holds nothing that is of no more use.
+    It is one list that is refilled each time, so that a reference to it keeps no tensors alive that are done with.
     """
-    at_hand = list(tensors)
+    held = list(tensors)
     for step in range(len(lengths) - 1):
-        coming = _pass_on(at_hand, group, lengths, step)
-        yield at_hand
-        at_hand[:] = coming.wait()
-    yield at_hand
+        coming = _pass_on(held, group, lengths, step)
+        yield held
+        held[:] = coming.wait()
+    yield held
 
 
 def _pass_on(tensors: list[Tensor], group: dist.ProcessGroup, lengths: tuple[int, ...], step: int) -> _Coming:
     """Begin to send to the next rank what has come `step` places to here, and to receive the same from the one before.
 
-    All ranks begin all transfers in the same order, which is how they are told apart.
+    All ranks begin all transfers in the same order, which is how they are matched.
     """
     rank, ranks = dist.get_rank(group), len(lengths)
     length = lengths[(rank - step - 1) % ranks]

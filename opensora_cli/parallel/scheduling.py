@@ -32,7 +32,7 @@ class Link:
     _spread: float = 0.0
     """The weighted sum of squared distances of the bytes from their mean."""
     _joint: float = 0.0
-    """The same of bytes and seconds together."""
+    """The same of the products of bytes and seconds."""
 
     def record(self, nbytes: int, seconds: float) -> None:
         """Take in a collective that moved `nbytes` of this rank in `seconds`."""
@@ -115,7 +115,7 @@ class CommunicationScheduler:
     is waited for is under way.
 
     Args:
-        group: the ranks that submit together; has gloo for the host's messages, as `backend_of` gives it. The
+        group: the ranks that submit; has gloo for the host's messages, as `backend_of` gives it. The
             collectives may use other groups among these ranks, but only the scheduler issues any meanwhile.
         monitor: what is known of the links; only rank 0's is read.
     """

@@ -12,10 +12,9 @@ from opensora_cli.parallel.collectives import (
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
-from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.ring import RingAttention
-from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.shares import SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 
 
@@ -105,5 +104,5 @@ class SequenceParallel:
             )
         texts = [(inputs.get(name), dim) for name, dim in self._text_inputs.items()]
         text_length = next((text.shape[dim] for text, dim in texts if text is not None), 0)
-        # The other way round, so that who has a latent token more has a text token less.
+        # The other way round, so that a rank with a latent token more has a text token less.
         return shares(length, ranks), shares(text_length, ranks)[::-1]

@@ -1,6 +1,8 @@
-"""How a whole is divided between ranks: which sizes, and where each share lies."""
+"""How a whole is divided between ranks: which sizes, where each share lies, and the tokens that each rank holds."""
 
 from collections.abc import Sequence
+
+from opensora_cli.parallel.mesh import ParallelMesh
 
 
 def shares(total: int, parts: int) -> tuple[int, ...]:
@@ -23,3 +25,55 @@ def span(sizes: Sequence[int], rank: int) -> slice:
     """Return where the share of `rank` lies in the whole, if the shares follow one another in the order of ranks."""
     start = sum(sizes[:rank])
     return slice(start, start + sizes[rank])
+
+
+class SequenceLengths:
+    """The tokens of the joint sequence that each rank holds at present, for the attention between them.
+
+    One object is shared: what cuts the sequence sets it, and what computes the attention reads it.
+
+    Args:
+        ring: ranks along the mesh's axis of that name, from 1.
+        ulysses: the same, from 1.
+        ring_rank: this rank's place along `ring`.
+
+    Raises:
+        ValueError: there is no such place.
+    """
+
+    def __init__(self, *, ring: int, ulysses: int, ring_rank: int) -> None:
+        if not 0 <= ring_rank < ring or ulysses < 1:
+            raise ValueError(f"ring={ring}, ulysses={ulysses}, ring_rank={ring_rank} fit no mesh")
+        self.ring = ring
+        self.ulysses = ulysses
+        self._ring_rank = ring_rank
+        self._of_ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of_mesh(cls, mesh: ParallelMesh) -> "SequenceLengths":
+        """Return the holder for this rank of a mesh, still empty."""
+        return cls(ring=mesh.shape.ring, ulysses=mesh.shape.ulysses, ring_rank=mesh.coordinate("ring"))
+
+    @property
+    def of_ranks(self) -> tuple[int, ...]:
+        """The tokens of each rank, those of one ring place after those of another."""
+        return self._of_ranks
+
+    @of_ranks.setter
+    def of_ranks(self, lengths: tuple[int, ...]) -> None:
+        if len(lengths) != self.ring * self.ulysses:
+            raise ValueError(f"{lengths} are not the tokens of {self.ring} x {self.ulysses} ranks")
+        self._of_ranks = lengths
+
+    @property
+    def of_ulysses(self) -> tuple[int, ...]:
+        """The tokens of each rank of this one's Ulysses group."""
+        return self._of_place(self._ring_rank)
+
+    @property
+    def of_ring(self) -> tuple[int, ...]:
+        """The tokens at each place of the ring: those of a whole Ulysses group."""
+        return tuple(sum(self._of_place(place)) for place in range(self.ring))
+
+    def _of_place(self, place: int) -> tuple[int, ...]:
+        return self._of_ranks[place * self.ulysses : (place + 1) * self.ulysses]

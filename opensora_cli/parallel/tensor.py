@@ -35,7 +35,7 @@ class LinearPlan(Protocol):
 
     @property
     def units(self) -> Sequence[int]:
-        """For each piece, how many neighbouring features stay together."""
+        """For each piece, how many adjacent features stay on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
-        # A layer of its own, so that who replaces linear layers by others leaves the exchange around it.
+        # A layer of its own, so that code that replaces linear layers leaves the exchange around it.
         self.linear = linear
         self._group = group
 
@@ -178,7 +178,7 @@ def _share(whole: nn.Linear, plan: LinearPlan, group: dist.ProcessGroup) -> nn.M
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     weight = _cut(whole.weight, FeatureCut.of_weight(plan, ranks), rank)
     bias = _cut(whole.bias, FeatureCut.of_bias(plan, ranks), rank) if by_rows and whole.bias is not None else None
-    # On meta first: what torch would draw there is of no use.
+    # On meta first: values that torch would initialize there are not used.
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = weight
     if bias is not None:

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.lengths import SequenceLengths
-from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.shares import SequenceLengths, shares
 
 
 class UlyssesAttention:
     """Self-attention over tokens that are divided between ranks: each computes some of the heads for all tokens.
 
     Any number of tokens on each rank and any number of heads will do, if there is a head for each; nothing is padded.
-    There are two exchanges, one of q, k and v together and one of the result, as many again backward.
+    There are two exchanges, one of q, k and v at once and one of the result, as many again backward.
 
     Args:
         attention: for the heads of a rank; with a `RingAttention` between the other ranks of the sequence this is the
@@ -62,7 +61,7 @@ def _exchange(tensors: tuple[Tensor, ...], group: dist.ProcessGroup, scatter: _C
 
 
 class _Exchange(torch.autograd.Function):
-    """What `all_to_all` does, for several tensors of one shape in one exchange and without a copy of them together."""
+    """What `all_to_all` does, for several tensors of one shape in one exchange and without a copy that joins them."""
 
     @staticmethod
     def forward(

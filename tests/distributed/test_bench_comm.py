@@ -27,8 +27,7 @@ from opensora_cli.engine.bench_comm.wire import StepSizes, step_traffic
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
 from opensora_cli.engine.generate.ranks import SharedBranches
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.parallel.collectives import all_gather, reduce_scatter
-from opensora_cli.parallel.compat import reduce_scatter_single
+from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.sampling.guidance import Branch

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.parallel.all_to_all import WireFormat, compressed_all_to_all
 from opensora_cli.parallel.collectives import all_to_all
-from opensora_cli.parallel.compressed import WireFormat, compressed_all_to_all
 
 _RANKS = 4
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.parallel.all_to_all import compressed_all_to_all, hierarchical_all_to_all, node_groups
 from opensora_cli.parallel.collectives import all_to_all
-from opensora_cli.parallel.compressed import compressed_all_to_all
-from opensora_cli.parallel.hierarchical import hierarchical_all_to_all, node_groups
 from opensora_cli.parallel.shares import shares
 
 _RANKS = 4

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv
 
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.ring import RingAttention
+from opensora_cli.parallel.shares import SequenceLengths
 
 Pool = Callable[[int], Any]
 

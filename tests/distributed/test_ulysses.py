@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv, sdpa
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.lengths import SequenceLengths
+from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.ulysses import UlyssesAttention
 
 Pool = Callable[[int], Any]

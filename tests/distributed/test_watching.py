@@ -18,7 +18,8 @@ from torch import Tensor
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.parallel import watching
 from opensora_cli.parallel.collectives import all_gather, all_reduce_sum
-from opensora_cli.parallel.watching import Watched, init_with_retry, rebuilt_group
+from opensora_cli.parallel.rendezvous import init_with_retry
+from opensora_cli.parallel.watching import Watched, rebuilt_group
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel.all_to_all import compressed_all_to_all
 from opensora_cli.parallel.collectives import all_gather, all_reduce_sum, all_to_all, reduce_scatter
-from opensora_cli.parallel.compressed import compressed_all_to_all
+from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.parallel.shares import shares
-from opensora_cli.parallel.watching import Watched, init_with_retry
+from opensora_cli.parallel.watching import Watched
 
 pytestmark = [
     pytest.mark.gpu,

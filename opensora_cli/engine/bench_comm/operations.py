@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.engine.bench_comm import pattern
-from opensora_cli.parallel.collectives import gather_forward_split_backward, split_forward_gather_backward
-from opensora_cli.parallel.compat import all_gather_single, reduce_scatter_single
+from opensora_cli.parallel.collectives import (
+    all_gather_single,
+    gather_forward_split_backward,
+    reduce_scatter_single,
+    split_forward_gather_backward,
+)
 from opensora_cli.settings.bench_comm import Collective
 
 

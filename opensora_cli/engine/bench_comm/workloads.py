@@ -14,11 +14,10 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
-from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.sequence import SequenceParallel
-from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.shares import SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.flow import get_batch_loss

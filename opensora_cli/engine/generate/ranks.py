@@ -24,9 +24,9 @@ from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.explain import Given

@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, device_is_gpu, move
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.parallel.watching import init_with_retry
+from opensora_cli.parallel.rendezvous import init_with_retry
 
 T = TypeVar("T")
 

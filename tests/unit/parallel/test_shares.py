@@ -1,6 +1,8 @@
+"""How a whole is divided between ranks."""
+
 import pytest
 
-from opensora_cli.parallel.shares import shares, span
+from opensora_cli.parallel.shares import SequenceLengths, shares, span
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,23 @@ def test_spans_cover_the_whole() -> None:
     sizes = shares(11, 4)
     whole = list(range(11))
     assert [whole[span(sizes, rank)] for rank in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize(("ring_rank", "of_ulysses"), [(0, (1, 2, 3)), (1, (4, 5, 6))])
+def test_lengths_of_both_groups(ring_rank, of_ulysses):
+    lengths = SequenceLengths(ring=2, ulysses=3, ring_rank=ring_rank)
+    lengths.of_ranks = (1, 2, 3, 4, 5, 6)
+    assert lengths.of_ulysses == of_ulysses
+    assert lengths.of_ring == (6, 15)
+
+
+def test_wrong_numbers_of_ranks_are_refused():
+    lengths = SequenceLengths(ring=2, ulysses=1, ring_rank=0)
+    with pytest.raises(ValueError, match="not the tokens of 2 x 1 ranks"):
+        lengths.of_ranks = (1, 2, 3)
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "ring_rank"), [(2, 1, 2), (1, 0, 0), (0, 1, 0)])
+def test_places_outside_of_the_mesh_are_refused(ring, ulysses, ring_rank):
+    with pytest.raises(ValueError, match="fit no mesh"):
+        SequenceLengths(ring=ring, ulysses=ulysses, ring_rank=ring_rank)

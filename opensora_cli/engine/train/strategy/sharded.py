@@ -13,9 +13,9 @@ from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.strategy.parts import WeightLayout, cut_features, norms_of_heads
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
-from opensora_cli.parallel.lengths import SequenceLengths
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+from opensora_cli.parallel.shares import SequenceLengths
 
 _WEIGHTS = ("shard", "ring", "ulysses")
 """Axes between whose ranks rows of weights are divided: ranks that share tokens have gradients to be summed, too."""

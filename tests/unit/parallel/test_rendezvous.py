@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from opensora_cli.parallel.meeting import AbsentRanks, Meeting
+from opensora_cli.parallel.rendezvous import AbsentRanks, Rendezvous
 
 
 class Store:
@@ -27,7 +27,7 @@ class Store:
 
 
 def meeting(rank, store, size=2):
-    return Meeting(SimpleNamespace(rank=lambda: rank, size=lambda: size, get_group_store=lambda: store), "test")
+    return Rendezvous(SimpleNamespace(rank=lambda: rank, size=lambda: size, get_group_store=lambda: store), "test")
 
 
 def exchanged(met, note, timeout_s=5.0):

@@ -1,0 +1,172 @@
+"""How ranks find each other, and exchange short notes through the store, without a collective."""
+
+import json
+import os
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel.mesh import backend_of
+
+_LONGEST_PAUSE_S = 30.0
+RETRY_HINT = "see what became of the other ranks, and start the run again"
+_VERDICT, _COMPLETE, _GONE = "verdict", "complete", "gone"
+_GROUPS = "groups"
+
+
+class AbsentRanks(HardwareError):
+    """Some ranks did not come in time; `ranks` are their numbers in the group."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"ranks {ranks} did not come in time", hint="see what became of them")
+        self.ranks = ranks
+
+
+class Rendezvous:
+    """Points at which all ranks of a group meet, one after the other.
+
+    One that failed leaves the group as it was, for nothing was sent in it. All ranks must make theirs for a group in
+    the same order.
+
+    Args:
+        group: the ranks.
+        purpose: a name for points of this sort, the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._store = group.get_group_store()
+        # Notes of an earlier rendezvous must not be taken for ours.
+        self._prefix = f"{purpose}/{self._store.add(f'{purpose}/made/{self._rank}', 1)}"
+        self._held = 0
+
+    def exchange(self, note: str, *, timeout_s: float) -> list[str]:
+        """Return the notes of all ranks, in their order.
+
+        Raises:
+            AbsentRanks: these did not come within `timeout_s`, or have already given up waiting for others.
+        """
+        self._held += 1
+        place = f"{self._prefix}/{self._held}"
+        keys = [f"{place}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(note))
+        absent: list[int] = []
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        # A late rank must not go on alone: the first one that is done decides for all.
+        ours = f"{_GONE} {self._rank}" if absent else _COMPLETE
+        verdict = self._store.compare_set(f"{place}/{_VERDICT}", "", ours).decode()
+        if verdict != _COMPLETE:
+            raise AbsentRanks(absent or [int(verdict.removeprefix(_GONE))])
+        if self._held > 1:
+            self._forget(f"{self._prefix}/{self._held - 1}")
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _forget(self, place: str) -> None:
+        # A rank that has come to the next has read all notes of the one before.
+        self._store.delete_key(f"{place}/{self._rank}")
+        if self._rank == 0:
+            self._store.delete_key(f"{place}/{_VERDICT}")
+
+
+def group_with(ranks: list[int], *, timeout_s: float = 600.0) -> dist.ProcessGroup:
+    """Make a group of `ranks`; every rank of the run calls it at the same time with the ranks of its own group.
+
+    `dist.new_group` wants to be called on all ranks for every group, those of others too, in the same order; here each
+    need only know its own. It works although groups that were made before are broken, the world's too.
+
+    Args:
+        ranks: of the world, with this one; all of them name the same, in the same order.
+        timeout_s: for all to come.
+
+    Raises:
+        AbsentRanks: these did not come.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    notes = Rendezvous(world, _GROUPS).exchange(json.dumps(ranks), timeout_s=timeout_s)
+    own: dist.ProcessGroup | None = None
+    for wanted in sorted({tuple(json.loads(note)) for note in notes}):
+        group = dist.new_group(list(wanted), sort_ranks=False)
+        if list(wanted) == ranks:
+            own = group
+    assert own is not None
+    return own
+
+
+def init_with_retry(
+    device_type: str,
+    *,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout_s: float = 600.0,
+    connect_s: float = 30.0,
+    first_pause_s: float = 1.0,
+) -> None:
+    """Meet the other ranks and make the default group; as `dist.init_process_group`, with retries.
+
+    Rank 0 opens the store once, unless the launcher keeps it. The others retry to reach it, after pauses that double,
+    up to half a minute. What fails after that is not retried: keys that the first try left would confuse the second.
+
+    Args:
+        device_type: `cpu` or `cuda`: chooses gloo or NCCL.
+        host: of the store.
+        port: of the store.
+        rank: of this process.
+        world_size: the number of ranks.
+        timeout_s: the limit of collectives, and for all ranks to come.
+        connect_s: for each attempt.
+        first_pause_s: after the first attempt.
+
+    Raises:
+        HardwareError: the store cannot be reached, or not all ranks came.
+    """
+    limit = timedelta(seconds=timeout_s)
+    # Set by torchrun and by our launcher, which keep a store.
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _opened_store(host, port, limit)
+    else:
+        store = _reached_store(
+            host, port, rank, deadline=time.monotonic() + timeout_s, connect_s=connect_s, pause_s=first_pause_s
+        )
+    store.set_timeout(limit)
+    try:
+        dist.init_process_group(backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise HardwareError(
+            f"rank {rank} of {world_size}: the ranks did not meet: {reason}", hint=RETRY_HINT
+        ) from error
+
+
+def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
+    try:
+        return TCPStore(host, port, is_master=True, timeout=limit, wait_for_workers=False)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise HardwareError(
+            f"rank 0: cannot listen at port {port}: {reason}", hint="set MASTER_PORT to a free port, on all ranks"
+        ) from error
+
+
+def _reached_store(host: str, port: int, rank: int, *, deadline: float, connect_s: float, pause_s: float) -> TCPStore:
+    start = time.monotonic()
+    while True:
+        timeout = timedelta(seconds=min(connect_s, deadline - time.monotonic()))
+        try:
+            return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        except dist.DistError as error:
+            if time.monotonic() + pause_s > deadline:
+                raise HardwareError(
+                    f"rank {rank}: no answer from {host}:{port} within {time.monotonic() - start:.0f} s",
+                    hint="check that the first machine runs, its address and port, and the firewall between",
+                ) from error
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)
