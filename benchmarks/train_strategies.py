@@ -4,7 +4,7 @@
 
 Four processes of one machine train the same small transformer on the same eight micro-batches by each strategy, and
 talk over gloo. Nothing is timed: bytes are counted, and are the same on every machine. What an update sends is counted
-as its collectives pass, and compared with the formulas in `engine/train/strategy/wire.py`, which hold for any size. The
+as its collectives pass, and compared with the formulas in `wire_formulas.py`, which hold for any size. The
 table goes to stdout as Markdown.
 """
 
@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
+from wire_formulas import StepSizes, update_bytes
 
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.bench_comm.wire import StepSizes
 from opensora_cli.engine.train.ranks import mesh_shape, open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
-from opensora_cli.engine.train.strategy.wire import update_bytes
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import torch
 from tiny_transformer import inputs, transformer
 from torch import Tensor
+from wire_formulas import StepSizes
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.bench_comm.wire import StepSizes
 from opensora_cli.engine.train.build import build_batches, build_task
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import open_distribution

@@ -20,13 +20,13 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         metavar="N",
-        help="Cards of this machine, or with --device cpu processes. Default: all cards, or 2.",
+        help="GPUs of this machine, or with --device cpu processes. Default: all GPUs, or 2.",
         rich_help_panel=options.MACHINES,
     ),
 ]
 Device = Annotated[
     BenchDevice | None,
-    typer.Option("--device", help="auto is cuda where there are cards.", rich_help_panel=options.MACHINES),
+    typer.Option("--device", help="auto is cuda where there are GPUs.", rich_help_panel=options.MACHINES),
 ]
 Collectives = Annotated[
     list[Collective] | None,
@@ -43,7 +43,7 @@ MaxBytes = Annotated[
     typer.Option(
         "--max-bytes",
         metavar="SIZE",
-        help="Largest size, as in 64MiB. Default: 1GiB on cards, 4MiB on CPUs.",
+        help="Largest size, as in 64MiB. Default: 1GiB on GPUs, 4MiB on CPUs.",
         rich_help_panel=_SIZES,
     ),
 ]
@@ -60,7 +60,7 @@ ScalingOption = Annotated[
 Csv = Annotated[bool, typer.Option("--csv", help="Print the table as CSV to stdout.", rich_help_panel="Output")]
 Plot = Annotated[
     str | None,
-    typer.Option("--plot", metavar="FILE", help="Write a picture: .svg or .html.", rich_help_panel="Output"),
+    typer.Option("--plot", metavar="FILE", help="Write a chart: .png, .svg or .pdf.", rich_help_panel="Output"),
 ]
 
 
@@ -80,7 +80,7 @@ def bench_comm(
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure how fast devices talk to each other, and whether their links give what they should.
+    """Measure how fast devices communicate, and whether their links give what they should.
 
     Exits with 4 if a single element arrives wrong. On CPUs it shows that collectives work, not how fast.
 
@@ -90,7 +90,7 @@ def bench_comm(
 
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
 
-      osora bench-comm --gpus 4 --collective all_to_all --scaling strong --plot links.html
+      osora bench-comm --gpus 4 --collective all_to_all --scaling strong --plot links.png
     """
     with errors.interruptible():
         if csv and json_:
@@ -115,7 +115,7 @@ def bench_comm(
         settings = validate(BenchCommSettings, {key: at for key, at in given.items() if at.value is not None})
         context = find_context(os.environ)
         with errors.uninterrupted():
-            from opensora_cli.engine.bench_comm.start import measure_as_rank, start_ranks
+            from opensora_cli.engine.bench_comm.run import measure_as_rank, start_ranks
 
         if context is None:
             start_ranks(settings, rank_arguments(settings, csv=csv, as_json=json_, quiet=quiet))
@@ -140,9 +140,9 @@ def bench_comm(
 
 
 def rank_arguments(settings: BenchCommSettings, *, csv: bool, as_json: bool, quiet: bool) -> list[str]:
-    """Return the command line of a rank, on which everything is said that its launcher knows of what is measured.
+    """Return the command line of a rank, with all that its launcher knows of what is measured.
 
-    Where the ranks are is said by the environment.
+    How many ranks there are, and where, is in the environment.
     """
     valued = {
         "--device": settings.device,

@@ -1,12 +1,11 @@
 """Settings of `osora bench-comm`."""
 
-import os
 from enum import StrEnum
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.base import ByteSize, PlotFile, Section
 from opensora_cli.settings.parallel import ParallelSettings
 
 MIB = 2**20
@@ -47,7 +46,7 @@ class Scaling(StrEnum):
 
 
 class BenchDevice(StrEnum):
-    """On what the ranks run; `auto` is cuda where there are cards."""
+    """On what the ranks run; `auto` is cuda where there are GPUs."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -62,11 +61,11 @@ class BenchCommSettings(Section):
     """What is measured between which ranks, and what is made of it."""
 
     parallel: ParallelSettings = Field(
-        default=ParallelSettings(), description="the ranks; by default one for each card, or two on CPUs"
+        default=ParallelSettings(), description="the ranks; by default one for each GPU, or two on CPUs"
     )
     device: BenchDevice = Field(
         default=BenchDevice.AUTO,
-        description="on what the ranks run; auto: cards, or CPUs where there are none and none are asked for",
+        description="on what the ranks run; auto: GPUs, or CPUs where there are none and none are asked for",
     )
     min_bytes: ByteSize = Field(default=8, le=_LARGEST, description="smallest size, as in 8 or 1KiB")
     max_bytes: ByteSize | None = Field(
@@ -82,12 +81,12 @@ class BenchCommSettings(Section):
     scaling: Scaling | None = Field(
         default=None, description="time sampling and training steps at 1, 2, 4 .. ranks, too; none: do not"
     )
-    plot: str | None = Field(default=None, min_length=1, description="file for a picture: .svg or .html")
+    plot: PlotFile | None = Field(default=None, description="file for a chart: .png, .svg or .pdf")
     overwrite: bool = Field(default=False, description="replace an existing file")
 
     @field_validator("parallel")
     @classmethod
-    def _ranks_have_a_neighbour(cls, value: ParallelSettings) -> ParallelSettings:
+    def _a_rank_has_a_peer(cls, value: ParallelSettings) -> ParallelSettings:
         if value.degrees:
             raise ValueError(
                 f"parallel.{next(iter(value.degrees))} has no effect here: use none of {', '.join(value.degree_names)}"
@@ -100,12 +99,6 @@ class BenchCommSettings(Section):
     def _sizes_are_a_range(self) -> Self:
         if self.max_bytes is not None and self.min_bytes > self.max_bytes:
             raise ValueError(f"min_bytes={self.min_bytes} is over max_bytes={self.max_bytes}: swap them")
-        return self
-
-    @model_validator(mode="after")
-    def _plot_is_a_picture(self) -> Self:
-        if self.plot is not None and os.path.splitext(self.plot)[1].lower() not in (".svg", ".html"):
-            raise ValueError(f"plot={self.plot} must end in .svg or .html")
         return self
 
     @property

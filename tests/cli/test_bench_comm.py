@@ -46,7 +46,7 @@ def test_two_processes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert len(verdicts) == 2
     assert all("gloo shows function, not speed" in line for line in verdicts)
     assert lines[-1] == f"wrote       {plot}"
-    assert len(ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}circle")) == 6
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
     assert main([*QUICK, *ONE, "--plot", str(plot)]) == 3
     captured = capfd.readouterr()
@@ -88,7 +88,7 @@ def test_csv_on_stdout_and_the_live_table_on_stderr(
         (["--min-bytes", "1KiB", "--max-bytes", "8"], 2, "min_bytes=1024 is over max_bytes=8"),
         (["--min-bytes", "much"], 2, "min_bytes='much' is not a size"),
         (["--iters", "0"], 2, "iters=0 must be at least 1 (from --iters)"),
-        (["--plot", "links.png"], 2, "must end in .svg or .html"),
+        (["--plot", "links.html"], 2, "must end in .png, .svg or .pdf"),
         (["--json", "--csv"], 2, "both print to stdout"),
         (["--device", "cpu", "--devices", "0,1"], 2, "drop one of them"),
     ],

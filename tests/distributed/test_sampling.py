@@ -10,11 +10,11 @@ import torch.distributed as dist
 from closeness import assert_close
 from mapped_memory import NO_FILE, mapped_files
 from shared_tokens import prompt_exchanges
+from wire_formulas import StepSizes, step_traffic
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.conditions import CONDITION_MODES, reference_parts
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.bench_comm.wire import StepSizes, step_traffic
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import load

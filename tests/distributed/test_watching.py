@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.parallel import watching
+from opensora_cli.parallel import rendezvous
 from opensora_cli.parallel.collectives import all_gather, all_reduce_sum
 from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.parallel.watching import Watched, rebuilt_group
@@ -125,7 +125,7 @@ def test_the_rendezvous_is_patient(late: int) -> None:
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))
-    monkeypatch.setattr(watching, "time", clock)
+    monkeypatch.setattr(rendezvous, "time", clock)
     port = _free_port()
     with pytest.raises(HardwareError, match=f"rank 1: no answer from 127.0.0.1:{port} within "):
         init_with_retry(

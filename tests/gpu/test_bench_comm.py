@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.bench_comm.buffers import REGISTERED, communication_buffers
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place
-from opensora_cli.engine.bench_comm.timing import Repeats, measure
+from opensora_cli.engine.bench_comm.timing import REGISTERED, Repeats, communication_buffers, measure
 from opensora_cli.engine.bench_comm.topology import gather_header
 
 pytestmark = [

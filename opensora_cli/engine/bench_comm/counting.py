@@ -1,4 +1,4 @@
-"""Counting what this rank sends, whoever asks for it: every collective of torch passes the dispatcher."""
+"""Counting what this rank sends, in any code: every collective of torch passes the dispatcher."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

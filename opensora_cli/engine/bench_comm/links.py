@@ -1,4 +1,4 @@
-"""What a link should give, and what is to be said of a measurement. Pure: facts in, words out.
+"""What a link should give, and how a measurement is judged by it. Pure: facts in, words out.
 
 Rates are those of one direction in GB/s (10^9 bytes), which is what bus bandwidth compares with.
 """
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.gpus import LinkKind
 from opensora_cli.settings.bench_comm import Collective
 
@@ -42,7 +43,7 @@ _GOOD_NETWORK = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortFacts:
-    """What is known of a card's ways out."""
+    """What is known of the ports of a GPU."""
 
     capability: tuple[int, int]
     nvlinks: int = 0
@@ -53,7 +54,7 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPort:
-    """A way out of a host."""
+    """A network port of a host."""
 
     name: str
     gigabits_per_s: float
@@ -61,8 +62,7 @@ class NetworkPort:
     """Or RoCE, which NCCL uses alike."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
+class Expectation(Document):
     """What a kind of link gives at best, and from which share of it on it counts as good."""
 
     link: str
@@ -79,20 +79,19 @@ class Expectation:
 
 
 class Judgement(StrEnum):
-    """What is said of a collective."""
+    """How a collective is judged."""
 
     GOOD = "good"
     POOR = "poor"
     WRONG = "wrong data"
     FUNCTION = "works"
-    """On gloo: it says nothing of speed."""
+    """On gloo, which shows nothing of speed."""
     TOO_SMALL = "too small to judge"
     UNKNOWN = "link unknown"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What is said of a collective, and why."""
+class Verdict(Document):
+    """How a collective is judged, and why."""
 
     collective: Collective
     judgement: Judgement
@@ -100,7 +99,7 @@ class Verdict:
     """The best of its rows."""
     expected_gb_per_s: float | None = None
     source: str | None = None
-    """Who says what is expected."""
+    """Of what is expected."""
     reason: str
 
     def line(self) -> str:
@@ -110,11 +109,11 @@ class Verdict:
 
 
 def expectation_inside(kinds: Iterable[LinkKind], ports: Sequence[PortFacts]) -> Expectation | None:
-    """Return what the links between the cards of a host should give; None where that is not known.
+    """Return what the links between the GPUs of a host should give; None where that is not known.
 
     Args:
-        kinds: of all pairs; the slowest counts, since a ring over all cards passes it.
-        ports: of all cards; the slowest counts.
+        kinds: of all pairs; the slowest counts, since a ring over all GPUs passes it.
+        ports: of all GPUs; the slowest counts.
     """
     found = set(kinds)
     slowest = next((kind for kind in reversed(LinkKind) if kind in found), None)
@@ -128,8 +127,8 @@ def expectation_inside(kinds: Iterable[LinkKind], ports: Sequence[PortFacts]) ->
     if slowest is LinkKind.NVLINK:
         source = "NVIDIA, NVLink and NVLink Switch; links counted by NVML"
     else:
-        name = f"{name}, {'card to card' if slowest is LinkKind.PEER else 'through host memory'}"
-        source = "PCI-SIG, PCI Express Base Specification; width told by NVML"
+        name = f"{name}, {'GPU to GPU' if slowest is LinkKind.PEER else 'through host memory'}"
+        source = "PCI-SIG, PCI Express Base Specification; width reported by NVML"
     return Expectation(link=name, gb_per_s=gb_per_s, stream_gb_per_s=gb_per_s, good_share=_GOOD[slowest], source=source)
 
 
@@ -148,7 +147,7 @@ def _pcie(port: PortFacts) -> tuple[str, float] | None:
 
 
 def expectation_between(ports: Sequence[NetworkPort]) -> Expectation | None:
-    """Return what all network ports of a host should give together; None where none is known.
+    """Return what all network ports of a host should give in sum; None where none is known.
 
     NCCL takes InfiniBand where there is any, all ports of it at once, and else one interface.
     """
@@ -160,7 +159,7 @@ def expectation_between(ports: Sequence[NetworkPort]) -> Expectation | None:
     if fabric:
         link, source = f"InfiniBand {names}", "rate of /sys/class/infiniband/*/ports/*"
     else:
-        link, source = f"network {names}", "speed that the interface tells"
+        link, source = f"network {names}", "speed that the interface reports"
     return Expectation(
         link=link,
         gb_per_s=sum(port.gigabits_per_s for port in used) / 8,
@@ -219,7 +218,7 @@ def judge(
     is_gloo: bool,
     expected: tuple[float, Expectation] | None,
 ) -> Verdict:
-    """Return what is to be said of a collective.
+    """Return how a collective is judged.
 
     Args:
         collective: which.

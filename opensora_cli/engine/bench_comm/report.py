@@ -1,20 +1,20 @@
-"""What was measured, for people and for programs."""
+"""What was measured: as a document, as lines, as CSV and as a chart."""
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import ClassVar, Self
 
+from pydantic import Field
+
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.engine.bench_comm.fit import LatencyBandwidth
 from opensora_cli.engine.bench_comm.links import Verdict
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
-from opensora_cli.engine.bench_comm.timing import Times
+from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
 from opensora_cli.engine.bench_comm.topology import Header
+from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.bench_comm import Collective
-
-SCHEMA = "osora.bench-comm/1"
 
 TABLE_HEAD = (
     f"{'collective':<16}{'size (B)':>12}{'dtype':>10}{'min (us)':>12}{'avg (us)':>12}{'p50 (us)':>12}{'p99 (us)':>12}"
@@ -23,73 +23,106 @@ TABLE_HEAD = (
 """Bandwidths in GB/s, as nccl-tests print them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Document):
     """One collective of one size."""
 
     collective: Collective
     size_bytes: int
     dtype: str
     repeats: int
-    times: Times
-    bus_factor: float
+    min_s: float
+    avg_s: float
+    p50_s: float
+    p99_s: float
+    algorithm_bandwidth_gb_per_s: float
+    """Size over mean time."""
+    bus_bandwidth_gb_per_s: float
+    """What the slowest link carries, whatever the number of ranks."""
     wrong: int
     """Elements of all ranks."""
+    wire_bytes: float = Field(exclude=True)
+    """What one rank puts on the wire."""
 
-    @property
-    def algorithm_bandwidth_gb_per_s(self) -> float:
-        """Size over mean time."""
-        return self.size_bytes / self.times.avg_s / 1e9
-
-    @property
-    def bus_bandwidth_gb_per_s(self) -> float:
-        """What the slowest link sees, whatever the number of ranks."""
-        return self.algorithm_bandwidth_gb_per_s * self.bus_factor
-
-    @property
-    def wire_bytes(self) -> float:
-        """What one rank puts on the wire."""
-        return self.size_bytes * self.bus_factor
+    @classmethod
+    def of(
+        cls,
+        collective: Collective,
+        times: Times,
+        *,
+        size_bytes: int,
+        dtype: str,
+        repeats: int,
+        bus_factor: float,
+        wrong: int,
+    ) -> Self:
+        """Return the row of what was measured; `bus_factor` is that of `operations.bus_factor`."""
+        bandwidth = size_bytes / times.avg_s / 1e9
+        return cls(
+            collective=collective,
+            size_bytes=size_bytes,
+            dtype=dtype,
+            repeats=repeats,
+            min_s=times.min_s,
+            avg_s=times.avg_s,
+            p50_s=times.p50_s,
+            p99_s=times.p99_s,
+            algorithm_bandwidth_gb_per_s=bandwidth,
+            bus_bandwidth_gb_per_s=bandwidth * bus_factor,
+            wrong=wrong,
+            wire_bytes=size_bytes * bus_factor,
+        )
 
     def line(self) -> str:
         """Return it for people."""
-        times = (self.times.min_s, self.times.avg_s, self.times.p50_s, self.times.p99_s)
+        times = (self.min_s, self.avg_s, self.p50_s, self.p99_s)
         cells = "".join(f"{seconds * 1e6:>12.2f}" for seconds in times)
         rates = f"{self.algorithm_bandwidth_gb_per_s:>10.3f}{self.bus_bandwidth_gb_per_s:>10.3f}"
         return f"{self.collective:<16}{self.size_bytes:>12}{self.dtype:>10}{cells}{rates}{self.wrong:>8}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a flat JSON object."""
-        return {
-            "collective": self.collective.value,
-            "size_bytes": self.size_bytes,
-            "dtype": self.dtype,
-            "repeats": self.repeats,
-            **asdict(self.times),
-            "algorithm_bandwidth_gb_per_s": self.algorithm_bandwidth_gb_per_s,
-            "bus_bandwidth_gb_per_s": self.bus_bandwidth_gb_per_s,
-            "wrong": self.wrong,
-        }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchReport:
+class BenchReport(Document):
     """A whole benchmark."""
 
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/1"
+
     header: Header
+    shows: str
+    """`speed`, or on gloo `function`."""
     rows: tuple[Row, ...]
     verdicts: tuple[Verdict, ...]
     fits: Mapping[Collective, LatencyBandwidth]
     """Time over the bytes that one rank sends, for each collective of several sizes."""
-    scaling: tuple[ScalingTable, ...] = ()
-    notes: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    scaling: tuple[ScalingTable, ...]
+    wrong: int
+    """Elements in all rows."""
+    notes: tuple[str, ...]
+    files: Mapping[str, str]
     """What was written: kind -> path."""
 
-    @property
-    def wrong(self) -> int:
-        """Wrong elements in all rows."""
-        return sum(row.wrong for row in self.rows)
+    @classmethod
+    def of(
+        cls,
+        header: Header,
+        rows: Sequence[Row],
+        *,
+        verdicts: Sequence[Verdict],
+        fits: Mapping[Collective, LatencyBandwidth],
+        scaling: Sequence[ScalingTable] = (),
+        notes: Sequence[str] = (),
+        plot: str | None = None,
+    ) -> Self:
+        """Return the report of what was measured; `plot` is the file of its chart."""
+        return cls(
+            header=header,
+            shows="function" if header.is_gloo else "speed",
+            rows=tuple(rows),
+            verdicts=tuple(verdicts),
+            fits=fits,
+            scaling=tuple(scaling),
+            wrong=sum(row.wrong for row in rows),
+            notes=tuple(notes),
+            files={} if plot is None else {"plot": plot},
+        )
 
     def require_right(self) -> None:
         """Raise HardwareError if any element was wrong."""
@@ -100,27 +133,12 @@ class BenchReport:
                 hint="trust no result over these links: try NCCL_P2P_DISABLE=1, then have the hardware checked",
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a document of the schema `osora.bench-comm/1`."""
-        return {
-            "schema": SCHEMA,
-            "header": self.header.to_json(),
-            "shows": "function" if self.header.is_gloo else "speed",
-            "rows": [row.to_json() for row in self.rows],
-            "verdicts": [asdict(verdict) for verdict in self.verdicts],
-            "fits": {collective.value: asdict(fit) for collective, fit in self.fits.items()},
-            "scaling": [table.to_json() for table in self.scaling],
-            "wrong": self.wrong,
-            "notes": list(self.notes),
-            "files": dict(self.files),
-        }
-
     def lines(self) -> list[str]:
         """Return it for people."""
         return [*self.header.lines(), "", TABLE_HEAD, *(row.line() for row in self.rows), *self.closing_lines()]
 
     def closing_lines(self) -> list[str]:
-        """Return what can be said only when all rows are there."""
+        """Return the lines below the table."""
         found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
         found += [f"fit         {_fit_line(collective, fit)}" for collective, fit in self.fits.items()]
         for table in self.scaling:
@@ -129,17 +147,41 @@ class BenchReport:
         return [*found, *(f"wrote       {path}" for path in self.files.values())]
 
     def csv_lines(self) -> list[str]:
-        """Return the rows as CSV, with a head."""
-        return csv_lines([row.to_json() for row in self.rows])
+        """Return the rows as CSV (RFC 4180), with a head."""
+        rows = [row.to_json() for row in self.rows]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().splitlines()
 
+    def write_plot(self, path: str, *, replace: bool) -> None:
+        """Write a chart of bus bandwidth over size; a dashed line is what the links should give at best.
 
-def csv_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return objects with the same keys as lines of CSV (RFC 4180)."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().splitlines()
+        Raises:
+            OutputError: it cannot be written, or exists and must not be replaced.
+        """
+        figure = new_figure()
+        axes = figure.subplots()
+        for collective in dict.fromkeys(row.collective for row in self.rows):
+            points = [
+                (row.size_bytes, row.bus_bandwidth_gb_per_s)
+                for row in self.rows
+                if row.collective is collective and row.bus_bandwidth_gb_per_s > 0
+            ]
+            axes.plot(*zip(*points, strict=True), marker=".", label=collective.value)
+        expected = max((verdict.expected_gb_per_s or 0.0 for verdict in self.verdicts), default=0.0)
+        if expected:
+            axes.axhline(expected, linestyle="--", color="gray", label=f"expected {expected:.0f} GB/s")
+        shown = "function, not speed" if self.header.is_gloo else f"{self.header.ranks} ranks"
+        axes.set_title(f"Bus bandwidth over size, {self.header.backend}: {shown}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("size (bytes)")
+        axes.set_ylabel("bus bandwidth (GB/s)")
+        axes.grid(visible=True, alpha=0.3)
+        figure.legend(loc="outside right upper")
+        write_figure(figure, path, replace=replace)
 
 
 def _fit_line(collective: Collective, fit: LatencyBandwidth) -> str:

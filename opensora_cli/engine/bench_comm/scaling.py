@@ -2,23 +2,32 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.documents import Document
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.bench_comm.fit import LatencyBandwidth
-from opensora_cli.engine.bench_comm.timing import meet
-from opensora_cli.engine.bench_comm.wire import Traffic
+from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, meet
 from opensora_cli.settings.bench_comm import Collective, Scaling
 
 _PREDICTED_DOUBLINGS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is sent."""
+
+    num_bytes: int
+    """By all ranks."""
+    collectives: int
+    """The calls of the rank that has most."""
+
+
 class Workload(Protocol):
-    """A step of real work that some ranks do together."""
+    """A step of real work that some ranks share."""
 
     name: str
     """For people: `denoising step`."""
@@ -37,8 +46,7 @@ class Workload(Protocol):
         """Return what a step of so many ranks sends, by formula."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingRow:
+class ScalingRow(Document):
     """A step at one number of ranks."""
 
     ranks: int
@@ -53,18 +61,15 @@ class ScalingRow:
     """Of one rank's throughput, per rank; None where it would mean nothing, on gloo."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingTable:
+class ScalingTable(Document):
     """A workload at 1, 2, 4 .. ranks, and predicted beyond."""
 
     workload: str
     scaling: Scaling
     rows: tuple[ScalingRow, ...]
     is_gloo: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {**asdict(self), "shows": "function" if self.is_gloo else "speed"}
+    shows: str
+    """`speed`, or on gloo `function`."""
 
     def lines(self) -> list[str]:
         """Return it for people."""
@@ -97,7 +102,7 @@ def measure_scaling(
     steps: int,
     is_gloo: bool,
 ) -> ScalingTable:
-    """Time a workload at 1, 2, 4 .. ranks of a group, which all call this together.
+    """Time a workload at 1, 2, 4 .. ranks of a group, which all call this.
 
     Args:
         workload: what is done.
@@ -106,7 +111,7 @@ def measure_scaling(
         group: the most ranks.
         device: of this rank.
         steps: timed ones, after one to warm up; at least 1.
-        is_gloo: whether times say nothing.
+        is_gloo: whether times show no speed.
     """
     measured: dict[int, tuple[float, Traffic]] = {}
     for ranks in ranks_to_time(group.size()):
@@ -143,7 +148,7 @@ def scaling_table(
         scaling: what stays the same.
         measured: ranks -> seconds of a step, and what it sent; one rank is among them.
         fit: of what communication takes.
-        is_gloo: whether times say nothing.
+        is_gloo: whether times show no speed.
     """
     alone_s = measured[1][0]
     rows = []
@@ -156,7 +161,13 @@ def scaling_table(
         communication = _communication_s(fit, sent, ranks)
         seconds = communication + (alone_s / ranks if scaling is Scaling.STRONG else alone_s)
         rows.append(_row(ranks, seconds, sent, communication, alone_s, scaling, is_gloo, is_predicted=True))
-    return ScalingTable(workload=workload.name, scaling=scaling, rows=tuple(rows), is_gloo=is_gloo)
+    return ScalingTable(
+        workload=workload.name,
+        scaling=scaling,
+        rows=tuple(rows),
+        is_gloo=is_gloo,
+        shows="function" if is_gloo else "speed",
+    )
 
 
 def _row(

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from opensora_cli.engine.bench_comm import pattern
-from opensora_cli.engine.bench_comm.operations import Operation, Place, all_gather
+from opensora_cli.engine.bench_comm.operations import Operation, Place, all_gather, fill
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.parallel.collectives import all_to_all
@@ -30,7 +29,7 @@ class ModelShapes:
     """What of a model decides how much is sent."""
 
     tokens: Mapping[Collective, int]
-    """Text and video together, of one sample, for each Ulysses exchange."""
+    """Text and video, of one sample, for each Ulysses exchange."""
     num_heads: int
     head_dim: int
     block_parameters: int
@@ -77,7 +76,7 @@ def _video_tokens(settings: GenerateSettings) -> int:
 
 
 def ulysses(place: Place, *, tokens: int, num_heads: int, head_dim: int) -> Operation:
-    """Exchange tokens for heads, as before the attention of one block: q, k and v of one sample together.
+    """Exchange tokens for heads, as before the attention of one block: q, k and v of one sample at once.
 
     Args:
         place: where it runs.
@@ -94,12 +93,12 @@ def ulysses(place: Place, *, tokens: int, num_heads: int, head_dim: int) -> Oper
         return all_to_all(own_BHND, place.group, 1, 2, scatter_sizes=heads, gather_sizes=lengths)
 
     def count_wrong() -> int:
-        pattern.fill(own_BHND, scale=rank + 1)
+        fill(own_BHND, scale=rank + 1)
         received = run()
         wrong = 0
         for source, part in enumerate(torch.split(received, list(lengths), dim=2)):
             sent = own_BHND.new_empty(1, num_heads, lengths[source], width)
-            pattern.fill(sent, scale=source + 1)
+            fill(sent, scale=source + 1)
             wrong += int((part != sent[:, span(heads, rank)]).sum())
         return wrong
 

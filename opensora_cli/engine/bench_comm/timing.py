@@ -1,12 +1,19 @@
 """Times of one operation, as nccl-tests takes them: warm-up, repeats back to back, and the mean over ranks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from opensora_cli.core.documents import Document
+
+PLAIN = "plain buffers"
+REGISTERED = "buffers registered with NCCL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +117,92 @@ def _on_cuda(run: Callable[[], object], iters: int, device: torch.device) -> lis
         mark.record()
     torch.cuda.synchronize(device)
     return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
+
+
+class LatencyBandwidth(Document):
+    """The latency-bandwidth model of communication, t = a + b * bytes (Hockney 1994)."""
+
+    latency_s: float
+    """a: what a collective takes for no bytes."""
+    seconds_per_byte: float
+    """b: of what one rank puts on the wire."""
+
+    def seconds(self, num_bytes: float, *, collectives: float = 1) -> float:
+        """Return the time of so many collectives in which a rank sends `num_bytes` altogether."""
+        return self.latency_s * collectives + self.seconds_per_byte * num_bytes
+
+    @property
+    def bandwidth_gb_per_s(self) -> float | None:
+        """1/b; None where time does not grow with bytes."""
+        return 1e-9 / self.seconds_per_byte if self.seconds_per_byte > 0 else None
+
+
+def fit_latency_bandwidth(num_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
+    """Fit a and b by least squares of the relative errors, so that 8 bytes count as much as 1 GiB.
+
+    Neither becomes negative: where that would fit best, it is 0 and the other is fitted alone.
+
+    Args:
+        num_bytes: bytes sent, at least one of them.
+        seconds: times, over 0.
+    """
+    # With u = 1/t and v = bytes/t the relative error is a u + b v - 1.
+    u = [1 / t for t in seconds]
+    v = [size / t for size, t in zip(num_bytes, seconds, strict=True)]
+    uu, uv, vv = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        latency = (sum(u) * vv - sum(v) * uv) / determinant
+        per_byte = (sum(v) * uu - sum(u) * uv) / determinant
+        if latency >= 0 and per_byte >= 0:
+            return LatencyBandwidth(latency_s=latency, seconds_per_byte=per_byte)
+        if per_byte >= 0:
+            return LatencyBandwidth(latency_s=0.0, seconds_per_byte=sum(v) / vv)
+    # One size alone, or times that fall with size: all of it is latency.
+    return LatencyBandwidth(latency_s=sum(u) / uu, seconds_per_byte=0.0)
+
+
+@contextmanager
+def communication_buffers(group: dist.ProcessGroup, device: torch.device) -> Iterator[str]:
+    """Let tensors that are made inside the block lie in memory that is registered with NCCL; yield what they are.
+
+    NCCL then sends from it without a copy, and over NVLink lets the switch add up (NCCL User Guide, User Buffer
+    Registration). gloo, and a torch, NCCL or driver without it, get plain memory; so do all ranks where one of them
+    gets it, because NCCL allows no mixture.
+
+    Args:
+        group: which communicates; all of its ranks call this.
+        device: of this rank.
+    """
+    if device.type != "cuda":
+        yield PLAIN
+        return
+    # Memory is registered with a communicator, which the first collective makes.
+    meet(device, group)
+    backend: Any = group._get_backend(device)
+    pool = _registered_pool(backend)
+    lacking = torch.tensor([int(pool is None)], device=device)
+    dist.all_reduce(lacking, group=group)
+    try:
+        if int(lacking):
+            yield PLAIN
+        else:
+            with torch.cuda.use_mem_pool(pool, device=device):
+                yield REGISTERED
+    finally:
+        if pool is not None:
+            torch.cuda.synchronize(device)
+            backend.deregister_mem_pool(pool)
+
+
+def _registered_pool(backend: Any) -> Any:
+    """Return a pool whose memory a backend registers with its communicators, or None where that is not offered."""
+    offered = ("mem_allocator", "register_mem_pool", "deregister_mem_pool")
+    if not all(hasattr(backend, name) for name in offered):
+        return None
+    try:
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        backend.register_mem_pool(pool)
+    except RuntimeError:  # such as a driver without the memory that NCCL allocates
+        return None
+    return pool

@@ -3,7 +3,7 @@
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import opensora_cli
+from opensora_cli.core.documents import Document
 from opensora_cli.core.gpus import LinkFacts, LinkKind, nvml_gpu, read_gpus, read_links, read_torch
 from opensora_cli.core.redaction import shown_variables
 from opensora_cli.engine.bench_comm.links import (
@@ -25,8 +26,7 @@ from opensora_cli.engine.bench_comm.links import (
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLinks:
+class HostLinks(Document):
     """One host: its ranks' devices, and what connects them."""
 
     name: str
@@ -40,8 +40,7 @@ class HostLinks:
     network: tuple[NetworkPort, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(Document):
     """Where the measurement took place."""
 
     backend: str
@@ -53,7 +52,7 @@ class Header:
     buffers: str
     """How the memory is known to the backend."""
     inside: Expectation | None
-    """Of the links between the cards of a host."""
+    """Of the links between the GPUs of a host."""
     between: Expectation | None
     """Of the network between hosts."""
 
@@ -61,10 +60,6 @@ class Header:
     def is_gloo(self) -> bool:
         """Whether it shows function only."""
         return self.backend == "gloo"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
 
     def lines(self) -> list[str]:
         """Return it for people."""
@@ -80,9 +75,7 @@ class Header:
                 found.append(f"expected    {expected.line()}")
         found += [f"variable    {name}={value}" for name, value in self.environment.items()]
         if self.is_gloo:
-            found.append(
-                "note        gloo shows function, not speed: no number here says anything of a GPU or its links"
-            )
+            found.append("note        gloo shows function, not speed: no number here holds for a GPU or its links")
         return found
 
 
@@ -91,7 +84,7 @@ def _host_lines(host: HostLinks) -> list[str]:
     for kind in LinkKind:
         pairs = [f"{link.first}-{link.second}" for link in host.links if link.kind is kind]
         if pairs:
-            found.append(f"{host.name}: {kind} between cards {', '.join(pairs)}")
+            found.append(f"{host.name}: {kind} between GPUs {', '.join(pairs)}")
     if host.network:
         rates = ", ".join(f"{port.name} {port.gigabits_per_s:g} Gb/s" for port in host.network)
         found.append(f"{host.name}: network {rates}")
@@ -129,19 +122,19 @@ def gather_header(
         inside=expectation_inside(kinds, ports) if is_gpu else None,
         between=slowest if is_gpu and len(hosts) > 1 else None,
     )
-    # Variables may differ between machines: those of the first rank are told.
+    # Variables may differ between machines: those of the first rank are shown.
     shared: list[Header] = [header]
     dist.broadcast_object_list(shared, group_src=0, group=group)
     return shared[0]
 
 
 def _shown(environment: Mapping[str, str]) -> dict[str, str]:
-    # What our launcher tells each rank about itself says nothing of the machine.
+    # What our launcher sets for each rank is no fact of the machine.
     return {name: value for name, value in shown_variables(environment).items() if not name.startswith("OSORA_RANK_")}
 
 
 def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
-    """Return one entry for each host out of one for each rank; only cards that have a rank count."""
+    """Return one entry for each host out of one for each rank; only GPUs that have a rank count."""
     hosts: dict[str, list[HostLinks]] = {}
     for report in reports:
         hosts.setdefault(report.name, []).append(report)
@@ -184,7 +177,7 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
 
 
 def _port(index: int) -> PortFacts:
-    """Return a card's ways out; where NVML does not say, its capability alone is known."""
+    """Return the ports of a GPU; without NVML its capability alone is known."""
     facts = PortFacts(capability=torch.cuda.get_device_capability(index))
     with nvml_gpu(index) as card:
         if card is None:
@@ -194,23 +187,23 @@ def _port(index: int) -> PortFacts:
             return replace(
                 facts,
                 nvlinks=sum(_is_active(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)),
-                # The most that card and slot can do together: at rest a card slows its link down.
+                # The most that GPU and slot can do: an idle GPU slows its link down.
                 pcie_generation=nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
                 pcie_lanes=nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
             )
-        except nvml.NVMLError:  # as for a slice of a card
+        except nvml.NVMLError:  # as for a slice of a GPU
             return facts
 
 
 def _is_active(nvml: Any, handle: object, link: int) -> bool:
     try:
         return bool(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
-    except nvml.NVMLError:  # the card has fewer
+    except nvml.NVMLError:  # the GPU has fewer
         return False
 
 
 def read_network(infiniband: Path = _INFINIBAND) -> tuple[NetworkPort, ...]:
-    """Return the active ways out of this host: InfiniBand and RoCE ports, and interfaces that tell their speed."""
+    """Return the active network ports of this host: InfiniBand, RoCE, and interfaces that report their speed."""
     found = []
     for rate in sorted(infiniband.glob("*/ports/*/rate")):
         # "400 Gb/sec (4X NDR)" and "4: ACTIVE" (Linux, Documentation/ABI/stable/sysfs-class-infiniband).

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.core.attention import AttentionFn
-from opensora_cli.engine.bench_comm.wire import StepSizes, Traffic, step_traffic
+from opensora_cli.engine.bench_comm.scaling import Traffic
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
@@ -26,6 +26,7 @@ from opensora_cli.settings.bench_comm import Collective, Scaling
 from opensora_cli.settings.load import load_preset
 
 _BRANCHES = 2
+_FP32 = 4
 _LATENT_FRAMES = 5
 _SIDE = 4
 """Tokens along a side of the demo's frames."""
@@ -108,16 +109,26 @@ class DenoisingStep:
         return step
 
     def traffic(self, ranks: int, scaling: Scaling) -> Traffic:
-        """Return what a step of so many ranks sends."""
-        sizes = StepSizes(
-            config=self._inputs.config,
-            batch=1,
-            text_tokens=self._inputs.text_tokens,
-            latent_tokens=self._frames(ranks, scaling) * _SIDE * _SIDE,
-            itemsize=4,
-            branches=_BRANCHES,
-        )
-        return step_traffic(sizes, self._shape(ranks))
+        """Return what a step of so many ranks sends: in its attention, and to gather the velocity."""
+        if ranks == 1:
+            return Traffic(0, 0)
+        config = self._inputs.config
+        latents, text = self._frames(ranks, scaling) * _SIDE * _SIDE, self._inputs.text_tokens
+        if self._shape(ranks).ring > 1:
+            # Keys and values, from each rank to the next, all but once round.
+            elements, calls = 2 * (ranks - 1) * (text + latents) * config.hidden_size, 2 * (ranks - 1)
+        else:
+            # Tokens for heads and back, of q, k, v and the result; each rank has its heads of its tokens already. A
+            # rank with a latent token more has a text token less, as `SequenceParallel` cuts them.
+            tokens = map(sum, zip(shares(latents, ranks), shares(text, ranks)[::-1], strict=True))
+            heads = shares(config.num_heads, ranks)
+            stays = sum(own * share for own, share in zip(tokens, heads, strict=True))
+            elements, calls = 4 * ((text + latents) * config.num_heads - stays) * config.head_dim, 2
+        attentions = config.depth + config.depth_single_blocks
+        # Shares of the velocity travel padded to the longest.
+        velocity = ranks * (ranks - 1) * shares(latents, ranks)[0] * config.in_channels
+        sent = _BRANCHES * (attentions * elements + velocity) * _FP32
+        return Traffic(sent, _BRANCHES * (attentions * calls + 1))
 
     def _shape(self, ranks: int) -> MeshShape:
         return MeshShape(ulysses=ranks) if ranks <= self._inputs.config.num_heads else MeshShape(ring=ranks)
@@ -171,4 +182,4 @@ class TrainingStep:
         """Return what a step of so many ranks sends: all gradients, in one sum."""
         with torch.device("meta"):
             count = sum(weight.numel() for weight in MMDiT(self._inputs.config).parameters())
-        return Traffic(2 * (ranks - 1) * 4 * count, 1 if ranks > 1 else 0)
+        return Traffic(2 * (ranks - 1) * _FP32 * count, 1 if ranks > 1 else 0)

@@ -12,7 +12,7 @@ def _settings(**values: object) -> BenchCommSettings:
     return validate(BenchCommSettings, {key.replace("__", "."): Given(value, key) for key, value in values.items()})
 
 
-def test_defaults_are_8_bytes_to_1_gib_on_cards() -> None:
+def test_defaults_are_8_bytes_to_1_gib_on_gpus() -> None:
     settings = _settings()
     assert settings.min_bytes == 8
     assert settings.largest_bytes(on_gpu=True) == 2**30
@@ -41,7 +41,7 @@ def test_a_prediction_needs_what_steps_send() -> None:
         ({"parallel__gpus": 1}, "gpus=1 must be at least 2"),
         ({"parallel__devices": "3"}, "gpus=1 must be at least 2"),
         ({"parallel__gpus": 4, "parallel__ulysses_degree": 2}, "parallel.ulysses_degree has no effect here"),
-        ({"plot": "links.png"}, "plot=links.png must end in .svg or .html"),
+        ({"plot": "links.html"}, "plot=links.html must end in .png, .svg or .pdf"),
         ({"collectives": "all_reduse"}, "did you mean all_reduce"),
     ],
 )

@@ -29,12 +29,12 @@ ETHERNET = [NetworkPort("eth0", 100, is_infiniband=False), NetworkPort("eth1", 1
         ([LinkKind.NVLINK], A100, "NVLink 3 x12", 300),
         ([LinkKind.NVLINK], PortFacts(capability=(8, 6), nvlinks=4), "NVLink 3 x4", 56.25),
         ([LinkKind.NVLINK], PortFacts(capability=(10, 0), nvlinks=18), "NVLink 5 x18", 900),
-        ([LinkKind.NVLINK, LinkKind.PEER], A100, "PCIe 4 x16, card to card", 31.5),
+        ([LinkKind.NVLINK, LinkKind.PEER], A100, "PCIe 4 x16, GPU to GPU", 31.5),
         ([LinkKind.HOST, LinkKind.NVLINK], A100, "PCIe 4 x16, through host memory", 31.5),
-        ([LinkKind.PEER], PortFacts(capability=(7, 5), pcie_generation=3, pcie_lanes=8), "PCIe 3 x8, card", 7.88),
+        ([LinkKind.PEER], PortFacts(capability=(7, 5), pcie_generation=3, pcie_lanes=8), "PCIe 3 x8, GPU", 7.88),
     ],
 )
-def test_links_between_cards(kinds: list[LinkKind], port: PortFacts, link: str, rate: float) -> None:
+def test_links_between_gpus(kinds: list[LinkKind], port: PortFacts, link: str, rate: float) -> None:
     expected = expectation_inside(kinds, [port, port])
     assert expected is not None
     assert expected.link.startswith(link)
@@ -43,7 +43,7 @@ def test_links_between_cards(kinds: list[LinkKind], port: PortFacts, link: str, 
     assert expected.source.startswith(("NVIDIA", "PCI-SIG"))
 
 
-def test_the_slowest_card_counts() -> None:
+def test_the_slowest_gpu_counts() -> None:
     half = PortFacts(capability=(9, 0), nvlinks=9)
     expected = expectation_inside([LinkKind.NVLINK], [H100, half, H100])
     assert expected is not None

@@ -1,41 +1,134 @@
-"""`osora bench-comm` on one rank: all ranks measure together, and each gets the whole report."""
+"""`osora bench-comm`: which ranks it starts, how each joins, and what all of them measure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import HardwareError, OutputError
-from opensora_cli.core.files import refuse_special, write_bytes_atomic
+from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
+from opensora_cli.core.files import refuse_special
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.bench_comm.buffers import communication_buffers
-from opensora_cli.engine.bench_comm.fit import LatencyBandwidth, fit_latency_bandwidth
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
-from opensora_cli.engine.bench_comm.picture import html_page, svg_picture
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import ScalingTable, Workload, measure_scaling
 from opensora_cli.engine.bench_comm.shapes import ModelShapes, released_shapes
-from opensora_cli.engine.bench_comm.timing import Repeats, measure
+from opensora_cli.engine.bench_comm.timing import (
+    LatencyBandwidth,
+    Repeats,
+    communication_buffers,
+    fit_latency_bandwidth,
+    measure,
+)
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
-from opensora_cli.settings.bench_comm import BenchCommSettings, Collective
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
+from opensora_cli.engine.launch.rank import WatchedReporter, joined
+from opensora_cli.media.plots import new_figure
+from opensora_cli.settings.bench_comm import BenchCommSettings, BenchDevice, Collective
 
 Show = Callable[[Sequence[str]], None]
 
+_RANKS_ON_CPU = 2
 _DTYPE = torch.float32
 """As nccl-tests' default."""
 _USABLE = 0.4
-"""Of the free memory: torch keeps what smaller sizes took, which together is as much again."""
+"""Of the free memory: torch keeps what smaller sizes took, in sum as much again."""
 _HEADROOM = 256 * 2**20
 """For what checking makes, and the backend's own buffers."""
 _LEAST_BATCH = 8
 _STEPS = 20
 _FAR = 4
 """How far beyond what was measured a line still holds."""
+
+
+def device_type(device: BenchDevice) -> Literal["cpu", "cuda"]:
+    """Return what `device` means on this machine."""
+    if device is BenchDevice.AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if device is BenchDevice.CUDA else "cpu"
+
+
+def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
+    """Return what to start on this machine.
+
+    Args:
+        settings: how many ranks, or that this is to be chosen.
+        log_dir: folder for the log files of ranks.
+
+    Raises:
+        HardwareError: nothing was said, and there is one GPU.
+    """
+    parallel, device = settings.parallel, settings.device
+    if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
+        device = BenchDevice.CUDA
+    kind = device_type(device)
+    if parallel.gpus is None and parallel.devices is None:
+        gpus = torch.cuda.device_count() if kind == "cuda" else _RANKS_ON_CPU
+        if gpus == 1:
+            raise HardwareError(
+                "this machine has one GPU, and one rank has no peer",
+                hint="--device cpu shows that collectives work; torchrun and srun take the GPUs of several machines",
+            )
+    else:
+        gpus = parallel.ranks_per_node
+    return LaunchRequest.of(parallel, gpus=gpus, device_type=kind, log_dir=log_dir)
+
+
+def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:
+    """Run the benchmark in processes of its own, of which the first prints; return when all are done.
+
+    Args:
+        settings: what is measured.
+        arguments: the command line of each rank, which means the same.
+
+    Raises:
+        OutputError, HardwareError: the chart could not be written.
+        RequestError, HardwareError, RankFailure: as `launch`.
+    """
+    check_plot(settings)
+    with log_folder("bench-comm") as log_dir:
+        launch(ranks_to_start(settings, log_dir=log_dir), arguments)
+
+
+def measure_as_rank(
+    settings: BenchCommSettings,
+    context: RankContext,
+    *,
+    environment: Mapping[str, str],
+    reporter: Reporter,
+    show: Show,
+) -> BenchReport:
+    """Join the other ranks and measure with them; see `bench_comm`.
+
+    Args:
+        settings: what is measured.
+        context: which rank this is.
+        environment: variables of this process, for the header.
+        reporter: shown progress.
+        show: gets each line of the table as soon as it is there.
+
+    Raises:
+        RequestError: there is one rank.
+        HardwareError: there is no such GPU, or not all ranks came.
+    """
+    if context.world_size == 1:
+        raise RequestError("one rank has no peer", hint="start at least two, as with --gpus 2")
+    with joined(context, device_type=device_type(settings.device)) as device:
+        assert dist.group.WORLD is not None
+        return bench_comm(
+            settings,
+            group=dist.group.WORLD,
+            device=device,
+            environment=environment,
+            reporter=WatchedReporter(reporter),
+            show=show,
+        )
 
 
 def bench_comm(
@@ -47,48 +140,53 @@ def bench_comm(
     reporter: Reporter | None = None,
     show: Show | None = None,
 ) -> BenchReport:
-    """Measure what `settings` ask for; all ranks of the group call this together, and the first writes the picture.
+    """Measure what `settings` ask for; all ranks of the group call this, and the first writes the chart.
 
     Args:
         settings: the same on all ranks.
         group: all ranks, at least 2.
         device: of this one.
         environment: variables of this process, for the header.
-        reporter: shown progress; None: nobody.
-        show: gets the header and each row as soon as it is there; None: nobody.
+        reporter: shown progress; None: not shown.
+        show: gets the header and each row as soon as it is measured; None: not shown.
 
     Raises:
-        OutputError: the picture exists already, or cannot be written.
-        HardwareError: not even the smallest size fits into memory.
+        OutputError: the chart exists already, or cannot be written.
+        HardwareError: not even the smallest size fits into memory, or matplotlib is missing.
     """
     writes = settings.plot is not None and dist.get_rank(group) == 0
     if writes:
-        check_picture(settings)
+        check_plot(settings)
     bench = _Bench(settings, Place(group, device), reporter or SilentReporter(), show or (lambda lines: None))
     with communication_buffers(group, device) as buffers:
         header = gather_header(group, device, environment=environment, buffers=buffers)
         bench.show([*header.lines(), "", TABLE_HEAD])
         rows, notes = bench.measure_all()
     tables, table_notes = bench.measure_scaling(rows, is_gloo=header.is_gloo)
-    report = BenchReport(
-        header=header,
-        rows=tuple(rows),
-        verdicts=tuple(_verdict(header, of_one) for of_one in _by_collective(rows).values()),
+    report = BenchReport.of(
+        header,
+        rows,
+        verdicts=[_verdict(header, of_one) for of_one in _by_collective(rows).values()],
         fits={of: _fit(of_one) for of, of_one in _by_collective(rows).items() if len(of_one) > 1},
-        scaling=tuple(tables),
+        scaling=tables,
         notes=(*notes, *table_notes),
-        files={} if settings.plot is None else {"plot": settings.plot},
+        plot=settings.plot,
     )
     if writes and settings.plot is not None:
-        is_page = settings.plot.lower().endswith(".html")
-        write_bytes_atomic(settings.plot, (html_page(report) if is_page else svg_picture(report)).encode())
+        report.write_plot(settings.plot, replace=settings.overwrite)
     return report
 
 
-def check_picture(settings: BenchCommSettings) -> None:
-    """Raise OutputError where the picture could not be written, before anything is measured."""
+def check_plot(settings: BenchCommSettings) -> None:
+    """Check that the chart can be written, before anything is measured.
+
+    Raises:
+        OutputError: it exists already, or its path is a folder.
+        HardwareError: matplotlib is missing.
+    """
     if settings.plot is None:
         return
+    new_figure()
     path = Path(settings.plot)
     refuse_special(path)
     if path.is_dir():
@@ -114,7 +212,7 @@ class _Bench:
     show: Show
 
     def measure_all(self) -> tuple[list[Row], list[str]]:
-        """Return all rows, and what is to be said of sizes that were left out."""
+        """Return all rows, and notes on sizes that were left out."""
         asked = self.settings.largest_bytes(on_gpu=self.place.device.type == "cuda")
         largest = min(asked, affordable_bytes(self.place))
         sizes = doubling_sizes(self.settings.min_bytes, largest)
@@ -167,18 +265,18 @@ class _Bench:
         )
         wrong = torch.tensor([operation.count_wrong()], dtype=torch.int64, device=self.place.device)
         dist.all_reduce(wrong, group=self.place.group)
-        return Row(
-            collective=collective,
+        return Row.of(
+            collective,
+            times,
             size_bytes=operation.size_bytes,
             dtype=str(operation.dtype).removeprefix("torch."),
             repeats=repeats,
-            times=times,
             bus_factor=bus_factor(collective, self.place.ranks),
             wrong=int(wrong),
         )
 
     def measure_scaling(self, rows: Sequence[Row], *, is_gloo: bool) -> tuple[list[ScalingTable], list[str]]:
-        """Return a table for each kind of step, and what is to be said of them."""
+        """Return a table for each kind of step, and notes on them."""
         scaling, device, ranks = self.settings.scaling, self.place.device, self.place.ranks
         tables: list[ScalingTable] = []
         notes: list[str] = []
@@ -232,7 +330,7 @@ def _by_collective(rows: Sequence[Row]) -> dict[Collective, list[Row]]:
 
 
 def _fit(rows: Sequence[Row]) -> LatencyBandwidth:
-    return fit_latency_bandwidth([row.wire_bytes for row in rows], [row.times.avg_s for row in rows])
+    return fit_latency_bandwidth([row.wire_bytes for row in rows], [row.avg_s for row in rows])
 
 
 def _verdict(header: Header, rows: Sequence[Row]) -> Verdict:

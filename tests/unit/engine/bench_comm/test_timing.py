@@ -1,5 +1,6 @@
-"""Which memory a benchmark takes, with a stand-in for NCCL. With a card it is tried in tests/gpu."""
+"""The fit of times, and which memory a benchmark takes: with a stand-in for NCCL here, with a GPU in tests/gpu."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from opensora_cli.engine.bench_comm import buffers
-from opensora_cli.engine.bench_comm.buffers import PLAIN, REGISTERED, communication_buffers
+from opensora_cli.engine.bench_comm import timing
+from opensora_cli.engine.bench_comm.timing import PLAIN, REGISTERED, communication_buffers, fit_latency_bandwidth
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
+SIZES = [8.0 * 2**power for power in range(28)]
 
 
 class _Backend:
@@ -41,9 +43,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(buffers, "meet", lambda device, group: None)
-    monkeypatch.setattr(buffers, "torch", SimpleNamespace(cuda=torch.cuda, tensor=lambda values, device: _Sum(values)))
-    monkeypatch.setattr(buffers, "dist", SimpleNamespace(all_reduce=lambda total, group: total.add(group.lacking)))
+    monkeypatch.setattr(timing, "meet", lambda device, group: None)
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=torch.cuda, tensor=lambda values, device: _Sum(values)))
+    monkeypatch.setattr(timing, "dist", SimpleNamespace(all_reduce=lambda total, group: total.add(group.lacking)))
     return pools
 
 
@@ -64,7 +66,7 @@ def _group(backend: Any, *, lacking: int = 0) -> Any:
 
 def test_memory_is_registered_inside_the_block_only(used: list[str]) -> None:
     backend = _Backend()
-    with communication_buffers(_group(backend), CARD) as kind:
+    with communication_buffers(_group(backend), GPU) as kind:
         assert kind == REGISTERED
         assert used == backend.registered == ["pool of ncclMemAlloc"]
     assert used == backend.registered == []
@@ -72,14 +74,14 @@ def test_memory_is_registered_inside_the_block_only(used: list[str]) -> None:
 
 def test_no_rank_takes_it_where_another_cannot(used: list[str]) -> None:
     backend = _Backend()
-    with communication_buffers(_group(backend, lacking=1), CARD) as kind:
+    with communication_buffers(_group(backend, lacking=1), GPU) as kind:
         assert kind == PLAIN
         assert used == []
     assert backend.registered == []
 
 
 def test_a_backend_without_it(used: list[str]) -> None:
-    with communication_buffers(_group(object()), CARD) as kind:
+    with communication_buffers(_group(object()), GPU) as kind:
         assert kind == PLAIN
     assert used == []
 
@@ -87,3 +89,33 @@ def test_a_backend_without_it(used: list[str]) -> None:
 def test_cpus_have_plain_memory() -> None:
     with communication_buffers(_group(None), torch.device("cpu")) as kind:
         assert kind == PLAIN
+
+
+def test_an_exact_line_is_found() -> None:
+    fit = fit_latency_bandwidth(SIZES, [5e-6 + size / 100e9 for size in SIZES])
+    assert fit.latency_s == pytest.approx(5e-6)
+    assert fit.bandwidth_gb_per_s == pytest.approx(100)
+    assert fit.seconds(1e9, collectives=3) == pytest.approx(15e-6 + 0.01)
+
+
+def test_noise_of_ten_percent_moves_it_little() -> None:
+    rng = random.Random(0)
+    fit = fit_latency_bandwidth(SIZES, [(5e-6 + size / 100e9) * rng.uniform(0.9, 1.1) for size in SIZES])
+    assert fit.latency_s == pytest.approx(5e-6, rel=0.1)
+    assert fit.bandwidth_gb_per_s == pytest.approx(100, rel=0.1)
+
+
+def test_nothing_becomes_negative() -> None:
+    falling = fit_latency_bandwidth([1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
+    assert falling.seconds_per_byte == 0
+    assert falling.bandwidth_gb_per_s is None
+    assert 1 < falling.latency_s < 3
+
+    steep = fit_latency_bandwidth([1.0, 2.0, 4.0], [1.0, 4.0, 16.0])
+    assert steep.latency_s == 0
+    assert steep.seconds_per_byte > 0
+
+
+def test_one_size_is_all_latency() -> None:
+    fit = fit_latency_bandwidth([64.0, 64.0], [2.0, 2.0])
+    assert (fit.latency_s, fit.seconds_per_byte) == (2.0, 0.0)

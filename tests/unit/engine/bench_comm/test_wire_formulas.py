@@ -1,10 +1,16 @@
-"""Formulas of what is sent, against counting by hand. Real processes are in tests/distributed."""
+"""Formulas of what is sent, checked by hand. Real processes are in tests/distributed."""
 
 import pytest
+import torch
+from wire_formulas import Scheme, StepSizes, step_traffic, traffic, wire_bytes
 
-from opensora_cli.engine.bench_comm.wire import Scheme, StepSizes, Traffic, step_traffic, traffic, wire_bytes
+from opensora_cli.engine.bench_comm.scaling import Traffic
+from opensora_cli.engine.bench_comm.workloads import DenoisingStep
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit import MMDiTConfig
 from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.bench_comm import Scaling
+from opensora_cli.settings.load import load_preset
 
 CONFIG = MMDiTConfig()
 SIZES = StepSizes(config=CONFIG, batch=1, text_tokens=512, latent_tokens=7488, itemsize=2)
@@ -17,7 +23,7 @@ def test_ulysses_sends_all_but_the_own_part_of_q_k_v_and_the_result() -> None:
     assert traffic(Scheme.ULYSSES, SIZES, MeshShape(ulysses=8)).collectives == 57 * 2
 
 
-def test_a_ring_sends_keys_and_values_once_to_everybody_else() -> None:
+def test_a_ring_sends_keys_and_values_once_to_every_other_rank() -> None:
     assert traffic(Scheme.RING, SIZES, MeshShape(ring=4)) == Traffic(57 * 2 * 8000 * WIDTH * 3, 57 * 2 * 3)
 
 
@@ -45,7 +51,7 @@ def test_branches_on_ranks_of_their_own() -> None:
     shape = MeshShape(guidance=2, ulysses=2)
     velocity = 7488 * 64 * 2
     assert traffic(Scheme.GUIDANCE, sizes, shape) == Traffic(3 * velocity * 2, 3)
-    # Three evaluations altogether, two of them by the rank that has most.
+    # Three evaluations in sum, two of them by the rank that has most.
     once = traffic(Scheme.ULYSSES, SIZES, MeshShape(ulysses=2))
     assert traffic(Scheme.ULYSSES, sizes, shape) == Traffic(3 * once.num_bytes, 2 * once.collectives)
 
@@ -60,3 +66,20 @@ def test_a_step_is_the_sum_of_its_reasons() -> None:
     total = step_traffic(SIZES, shape)
     assert total.num_bytes == sum(wire_bytes(scheme, SIZES, shape) for scheme in Scheme)
     assert all(wire_bytes(scheme, SIZES, shape) > 0 for scheme in Scheme)
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+def test_bench_comm_predicts_by_the_same_formula(ranks: int, scaling: Scaling) -> None:
+    settings = load_preset("demo", prompt="any")
+    config = mmdit_config(settings.model)
+    sizes = StepSizes(
+        config=config,
+        batch=1,
+        text_tokens=settings.text.t5_max_length,
+        latent_tokens=5 * 4 * 4 * (ranks if scaling is Scaling.WEAK else 1),
+        itemsize=4,
+        branches=2,
+    )
+    shape = MeshShape(ulysses=ranks) if ranks <= config.num_heads else MeshShape(ring=ranks)
+    assert DenoisingStep(device=torch.device("cpu")).traffic(ranks, scaling) == step_traffic(sizes, shape)

@@ -1,16 +1,16 @@
-"""Numbers that tell which rank wrote them."""
+"""Numbers that show which rank wrote them."""
 
 import pytest
 import torch
 
-from opensora_cli.engine.bench_comm import pattern
+from opensora_cli.engine.bench_comm import operations
 
 COUNT = 5000
 
 
 def _filled(dtype: torch.dtype, *, scale: int, start: int = 0) -> torch.Tensor:
     values = torch.zeros(COUNT, dtype=dtype)
-    pattern.fill(values, scale=scale, start=start)
+    operations.fill(values, scale=scale, start=start)
     return values
 
 
@@ -22,33 +22,35 @@ def test_numbers_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_single_wrong_element_is_found(dtype: torch.dtype) -> None:
     values = _filled(dtype, scale=2, start=40)
-    assert pattern.count_wrong(values, scale=2, start=40) == 0
+    assert operations.count_mismatches(values, scale=2, start=40) == 0
     values[COUNT // 2] += 1
-    assert pattern.count_wrong(values, scale=2, start=40) == 1
+    assert operations.count_mismatches(values, scale=2, start=40) == 1
 
 
 @pytest.mark.parametrize(("scale", "start"), [(1, 40), (3, 40), (2, 41), (2, 0)])
 def test_another_rank_and_another_place_are_wrong_everywhere(scale: int, start: int) -> None:
-    assert pattern.count_wrong(_filled(torch.float32, scale=2, start=40), scale=scale, start=start) > 0.9 * COUNT
+    assert (
+        operations.count_mismatches(_filled(torch.float32, scale=2, start=40), scale=scale, start=start) > 0.9 * COUNT
+    )
 
 
 def test_long_tensors_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _filled(torch.float32, scale=5, start=3)
-    monkeypatch.setattr(pattern, "_CHUNK", 64)
+    monkeypatch.setattr(operations, "_CHUNK", 64)
     assert torch.equal(_filled(torch.float32, scale=5, start=3), whole)
-    assert pattern.count_wrong(whole, scale=5, start=3) == 0
+    assert operations.count_mismatches(whole, scale=5, start=3) == 0
 
 
 def test_pieces_of_all_ranks() -> None:
     gathered = torch.cat([_filled(torch.float32, scale=rank + 1, start=rank * COUNT) for rank in range(3)])
-    assert pattern.count_wrong_pieces(gathered, ranks=3) == 0
+    assert operations.count_mismatches_of_pieces(gathered, ranks=3) == 0
     swapped = gathered.view(3, -1)[[1, 0, 2]].flatten()
-    assert pattern.count_wrong_pieces(swapped, ranks=3) > COUNT
+    assert operations.count_mismatches_of_pieces(swapped, ranks=3) > COUNT
 
     exchanged = torch.cat([_filled(torch.float32, scale=rank + 1, start=COUNT) for rank in range(3)])
-    assert pattern.count_wrong_pieces(exchanged, ranks=3, start=COUNT) == 0
+    assert operations.count_mismatches_of_pieces(exchanged, ranks=3, start=COUNT) == 0
 
 
 def test_sums_over_a_thousand_ranks_are_exact_in_float32() -> None:
-    assert pattern.sum_of_scales(4) == 1 + 2 + 3 + 4
-    assert 31 * pattern.sum_of_scales(1000) < 2**24
+    assert operations.sum_of_scales(4) == 1 + 2 + 3 + 4
+    assert 31 * operations.sum_of_scales(1000) < 2**24
