@@ -15,7 +15,7 @@ Files = Annotated[
     list[str] | None,
     typer.Argument(metavar="FILE", help="Dockerfiles and shell files to check, too.", show_default=False),
 ]
-NoAllReduce = Annotated[bool, typer.Option("--no-all-reduce", help="Do not let the devices reduce together.")]
+NoAllReduce = Annotated[bool, typer.Option("--no-all-reduce", help="Do not run the all-reduce over the devices.")]
 Timeout = Annotated[
     float | None,
     typer.Option("--timeout", metavar="SECONDS", help="When the all-reduce counts as hung. Default: 15."),
@@ -108,9 +108,7 @@ def _print_profile(name: EnvProfile, *, export: bool, as_json: bool) -> None:
     from opensora_cli.engine.env_check.profiles import PROFILES
 
     profile = PROFILES[name]
-    if as_json:
-        output.print_json(profile.to_json(os.environ))
-    elif export:
+    if export and not as_json:
         output.print_lines(profile.export_lines())
     else:
-        output.print_lines(profile.lines(os.environ))
+        output.print_result(profile.compare(os.environ), as_json=as_json)

@@ -26,5 +26,5 @@ class Document(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain dictionaries, lists, text and numbers."""
-        fields = self.model_dump(mode="json")
+        fields = self.model_dump(mode="json", by_alias=True)
         return fields if self.SCHEMA is None else {"schema": self.SCHEMA, **fields}

@@ -1,4 +1,4 @@
-"""`osora env-check`: exit codes, JSON, files with faults, shell lines for eval, reports that tell no secrets."""
+"""`osora env-check`: exit codes, JSON, files with faults, shell lines for eval, reports without secrets."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from opensora_cli.cli.app import main
 from opensora_cli.core import gpus
 from opensora_cli.core.gpus import DriverFacts
 from opensora_cli.core.redaction import is_relevant
-from opensora_cli.engine.env_check import check, facts, presets
+from opensora_cli.engine.env_check import facts
 
 SECRETS = {
     "HF_TOKEN": "hf_OpenSesameOpenSesame",
@@ -29,7 +29,7 @@ def _a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in filter(is_relevant, list(os.environ)):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(presets, "list_presets", lambda kind: ["demo"])
+    monkeypatch.setattr(facts, "list_presets", lambda kind: ["demo"])
 
 
 def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -39,7 +39,7 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_check_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("--timeout", "120", "--quiet", capsys=capsys)
     assert (code, err) == (0, "")
     checks = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line[0] != " "]
@@ -51,7 +51,9 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\npreset  video" in out
 
 
-def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_findings_presets_and_variables_without_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
     monkeypatch.setenv("NCCL_TREE_THRESHOLD", "0")
     code, out, err = run("--no-all-reduce", "--json", "-q", capsys=capsys)
@@ -65,7 +67,7 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert (finding["severity"], finding["variable"]) == ("warning", "NCCL_TREE_THRESHOLD")
 
 
-def test_something_that_stops_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_exits_with_4(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSORA_SAMPLING__SEDE", "1")
     code, out, err = run("--no-all-reduce", "--quiet", capsys=capsys)
     assert code == 4
@@ -131,7 +133,7 @@ def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.Captur
     assert {item["name"]: item["value"] for item in document["variables"]}.items() <= variables.items()
 
 
-def test_profiles_say_what_is_set(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_mark_what_is_set(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     _, out, _ = run("--profile", "local", capsys=capsys)
     assert "  PYTORCH_ALLOC_CONF=expandable_segments:True (is set)" in out.splitlines()
@@ -157,7 +159,7 @@ def test_a_bug_report_hides_secrets(
     assert "NCCL_TIMEOUT is read by nothing" in out
 
 
-def test_nothing_that_breaks_hides_the_rest(
+def test_a_check_that_breaks_hides_no_other(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -167,7 +169,6 @@ def test_nothing_that_breaks_hides_the_rest(
         for name in vars(module):
             if name.startswith("read_") and name != "read_torch":
                 monkeypatch.setattr(module, name, broken)
-    monkeypatch.setattr(check, "read_presets", broken)
     code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
     assert code == 0
     broken_checks = {line.split()[0] for line in out.splitlines() if "could not be checked: NVML: driver/lib" in line}
@@ -178,7 +179,9 @@ def test_nothing_that_breaks_hides_the_rest(
     assert "environment ok       nothing wrong with 0 variables that matter here" in out.splitlines()
 
 
-def test_a_cpu_build_beside_a_card(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_build_beside_a_gpu_is_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr(gpus, "_start_nvml", lambda: None)
     smi = Path("nvidia-smi")
@@ -195,7 +198,7 @@ def test_a_cpu_build_beside_a_card(capsys: pytest.CaptureFixture[str], monkeypat
     assert gpus.read_driver() == DriverFacts()
 
 
-def test_a_library_that_shadows(tmp_path: Path) -> None:
+def test_libraries_before_those_of_torch_are_found(tmp_path: Path) -> None:
     (tmp_path / "libcudnn.so.8").touch()
     (tmp_path / "libz.so").touch()
     paths = f"{tmp_path}::{tmp_path / 'gone'}"

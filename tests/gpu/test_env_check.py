@@ -8,7 +8,7 @@ import torch
 from opensora_cli.core import gpus
 from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
 from opensora_cli.engine.env_check.check import env_check
-from opensora_cli.engine.env_check.findings import Severity
+from opensora_cli.engine.env_check.report import Severity
 from opensora_cli.settings.env_check import EnvCheckSettings
 
 pytestmark = [
@@ -35,7 +35,7 @@ def test_the_driver_is_found():
 
 
 def test_nccl_over_all_gpus():
-    result = run_all_reduce(num_cards=torch.cuda.device_count(), seconds=120, environment=os.environ)
+    result = run_all_reduce(num_gpus=torch.cuda.device_count(), seconds=120, environment=os.environ)
     assert (result.outcome, result.backend) == (Outcome.DONE, "nccl"), result
     assert result.num_bytes == 64 * 2**20
 

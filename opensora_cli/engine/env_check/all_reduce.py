@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from opensora_cli.engine.env_check.findings import Check, Finding
+from opensora_cli.engine.env_check.report import Check, Finding
 
 _CHECK = Check("all-reduce")
 _POLL_S = 0.05
@@ -52,17 +52,17 @@ class AllReduce:
 
 
 def run_all_reduce(
-    *, num_cards: int, seconds: float, environment: Mapping[str, str], worker: Sequence[str] = _WORKER
+    *, num_gpus: int, seconds: float, environment: Mapping[str, str], worker: Sequence[str] = _WORKER
 ) -> AllReduce:
-    """Reduce over all cards with NCCL, or on a machine without between two processes with gloo.
+    """Reduce over all GPUs with NCCL, or on a machine without between two processes with gloo.
 
     Args:
-        num_cards: CUDA devices; 0: none.
+        num_gpus: CUDA devices; 0: none.
         seconds: the time limit, after which all processes are killed.
         environment: variables of the processes.
         worker: the command that takes rank, ranks, backend and a file to meet at.
     """
-    backend, ranks = ("nccl", num_cards) if num_cards else ("gloo", 2)
+    backend, ranks = ("nccl", num_gpus) if num_gpus else ("gloo", 2)
     with tempfile.TemporaryDirectory(prefix="osora-") as folder:
         commands = [
             [*worker, str(rank), str(ranks), backend, str(Path(folder, "meeting_place"))] for rank in range(ranks)
@@ -156,8 +156,8 @@ def _stage(text: str) -> str:
 
 
 def check_all_reduce(result: AllReduce) -> Iterator[Finding]:
-    """Judge it: a hang stops runs on several cards."""
-    noun = "processes" if result.backend == "gloo" else "card" if result.ranks == 1 else "cards"
+    """Judge it: a hang stops runs on several GPUs."""
+    noun = "processes" if result.backend == "gloo" else "GPU" if result.ranks == 1 else "GPUs"
     over = f"{result.backend} over {result.ranks} {noun}"
     make = _CHECK.problem if result.backend == "nccl" and result.ranks > 1 else _CHECK.warning
     if result.outcome is Outcome.DONE:
@@ -170,20 +170,20 @@ def check_all_reduce(result: AllReduce) -> Iterator[Finding]:
         yield make(
             f"{over} hangs while {result.stage}: ended after {result.limit_s:g} s",
             why="a run over several devices would hang in the same place",
-            mend=_MENDS[result.backend, result.stage],
+            fix=_FIXES[result.backend, result.stage],
         )
     else:
         yield make(
             f"{over} fails{f' while {result.stage}' if result.stage else ''}: {result.reason}",
             why="a run over several devices would fail in the same way",
-            mend="NCCL_DEBUG=INFO osora env-check says more" if result.backend == "nccl" else _GLOO_MEND,
+            fix="NCCL_DEBUG=INFO osora env-check says more" if result.backend == "nccl" else _GLOO_FIX,
         )
 
 
-_GLOO_MEND = "the name of this machine must lead to itself (/etc/hosts), or GLOO_SOCKET_IFNAME=lo"
-_MENDS = {
-    ("gloo", "connecting"): _GLOO_MEND,
-    ("gloo", "reducing"): _GLOO_MEND,
+_GLOO_FIX = "the name of this machine must lead to itself (/etc/hosts), or GLOO_SOCKET_IFNAME=lo"
+_FIXES = {
+    ("gloo", "connecting"): _GLOO_FIX,
+    ("gloo", "reducing"): _GLOO_FIX,
     ("nccl", "connecting"): "the name of this machine must lead to itself (/etc/hosts); check NCCL_SOCKET_IFNAME",
     ("nccl", "reducing"): "try NCCL_P2P_DISABLE=1: if that helps, switch off ACS or the IOMMU in the BIOS",
 }

@@ -21,9 +21,9 @@ class Fault:
 
     message: str
     why: str
-    mend: str
+    fix: str
     is_fatal: bool
-    """Whether torch refuses the text, when it first uses a card."""
+    """Whether torch refuses the text, when it first uses a GPU."""
 
 
 def find_faults(text: str) -> Iterator[Fault]:
@@ -41,13 +41,13 @@ def find_faults(text: str) -> Iterator[Fault]:
 
 
 def _misspelt(text: str, plain: str) -> Fault:
-    mended = re.sub(r"[;,\s]+", ",", text.strip(" ,;'\"").replace("=", ":"))
-    # Only a mend that is one: name:value pairs with commas between.
-    fits = ",".join(f"{name}:{value}" for name, value in _PAIR.findall(mended)) == mended
+    fixed = re.sub(r"[;,\s]+", ",", text.strip(" ,;'\"").replace("=", ":"))
+    # Only a fix that is one: name:value pairs with commas between.
+    fits = ",".join(f"{name}:{value}" for name, value in _PAIR.findall(fixed)) == fixed
     return Fault(
         f"{text!r} is not of the form name:value,name:value",
-        "torch stops when it first uses a card, with an internal assertion that names no variable",
-        f"write {mended}" if fits and mended != plain else "write it as in expandable_segments:True",
+        "torch stops when it first uses a GPU, with an internal assertion that names no variable",
+        f"write {fixed}" if fits and fixed != plain else "write it as in expandable_segments:True",
         is_fatal=True,
     )
 
@@ -57,7 +57,7 @@ def _judge(name: str, value: str) -> Iterator[Fault]:
         close = nearest(name, _RULES)
         yield Fault(
             f"{name} is not an option",
-            "torch knows none of this name, and stops when it first uses a card",
+            "torch knows none of this name, and stops when it first uses a GPU",
             f"did you mean {close}?" if close else f"drop it; there are {', '.join(sorted(_RULES))}",
             is_fatal=True,
         )
@@ -66,7 +66,7 @@ def _judge(name: str, value: str) -> Iterator[Fault]:
     if not is_allowed(value):
         yield Fault(
             f"{name}:{value} must be {rule}",
-            "torch stops when it first uses a card",
+            "torch stops when it first uses a GPU",
             f"write {name}:...",
             is_fatal=True,
         )
@@ -88,7 +88,7 @@ def _contradictions(options: Mapping[str, str]) -> Iterator[Fault]:
         if _NUMBER.fullmatch(largest) and _NUMBER.fullmatch(value) and int(value) < int(largest):
             yield Fault(
                 f"{name}:{value} is less than a segment, large_segment_size_mb:{largest}",
-                "torch stops when it first uses a card",
+                "torch stops when it first uses a GPU",
                 f"use at least {largest}",
                 is_fatal=True,
             )
@@ -135,7 +135,7 @@ _RULES: Mapping[str, _Rule] = {
     "large_segment_size_mb": (_at_least(11), "a whole number over 10"),
     "max_non_split_rounding_mb": (_at_least(1), "a whole number"),
     "max_split_size_mb": (_at_least(1), "a whole number"),
-    "per_process_memory_fraction": (_between(0, 1, closed=True), "a share of the card, as in 0.9"),
+    "per_process_memory_fraction": (_between(0, 1, closed=True), "a share of the GPU, as in 0.9"),
     "pinned_free_catch_all": _FLAG,
     "pinned_max_cached_size_mb": (_at_least(0), "a whole number"),
     "pinned_max_round_threshold_mb": (_at_least(0), "a whole number"),

@@ -1,26 +1,27 @@
-"""All checks together: `env_check(settings)`."""
+"""All checks of `osora env-check`, in the order in which they are printed."""
 
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import opensora_cli
 from opensora_cli.core import gpus
-from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
-from opensora_cli.engine.env_check.environment import Surroundings, lint_variables
 from opensora_cli.engine.env_check.facts import HostFacts, WeightFacts
 from opensora_cli.engine.env_check.files import lint_file
-from opensora_cli.engine.env_check.findings import Check, Finding, Severity, isolated
-from opensora_cli.engine.env_check.host import check_attention, check_disk, check_encoder, check_limits, check_memory
+from opensora_cli.engine.env_check.host import (
+    check_attention,
+    check_disk,
+    check_encoder,
+    check_limits,
+    check_memory,
+    check_presets,
+)
 from opensora_cli.engine.env_check.machine import (
     check_gpus,
     check_libraries,
@@ -29,74 +30,11 @@ from opensora_cli.engine.env_check.machine import (
     check_python,
     check_torch,
 )
-from opensora_cli.engine.env_check.presets import PresetNeeds, check_presets, read_presets, table_lines
+from opensora_cli.engine.env_check.report import Check, EnvReport, Finding, PresetNeeds, isolated
+from opensora_cli.engine.env_check.variables import Surroundings, lint_variables
 from opensora_cli.settings.env_check import EnvCheckSettings
 
-SCHEMA = "osora.env-check/1"
-
 FactT = TypeVar("FactT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvReport:
-    """What all checks found."""
-
-    findings: tuple[Finding, ...]
-    presets: tuple[PresetNeeds, ...]
-    environment: Mapping[str, str]
-    """The relevant variables, secrets hidden."""
-    redactor: Redactor | None = None
-    """Hides names and paths in what is printed; None: nothing is to be hidden."""
-
-    @property
-    def num_problems(self) -> int:
-        """How many findings stop a run."""
-        return sum(finding.severity is Severity.PROBLEM for finding in self.findings)
-
-    def require_fine(self) -> None:
-        """Raise HardwareError if something stops a run."""
-        if self.num_problems:
-            noun = "problem stops" if self.num_problems == 1 else "problems stop"
-            raise HardwareError(f"{self.num_problems} {noun} a run", hint="each is marked problem, with its mend")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a document of the schema `osora.env-check/1`."""
-        document = {
-            "schema": SCHEMA,
-            "osora": opensora_cli.__version__,
-            "platform": platform.platform(),
-            "fine": self.num_problems == 0,
-            "findings": [finding.to_json() for finding in self.findings],
-            "presets": [preset.to_json() for preset in self.presets],
-            "environment": dict(self.environment),
-        }
-        if self.redactor is None:
-            return document
-        return {key: self.redactor.document(value) for key, value in document.items()}
-
-    def lines(self) -> list[str]:
-        """Return it for people; as a bug report, without what is fine and needs no words."""
-        if self.redactor is None:
-            lines = [line for finding in self.findings for line in finding.lines()]
-            return [*lines, *self._table(), "", self._summary()]
-        system = f"osora {opensora_cli.__version__}, {platform.platform()}"
-        heads = [finding.lines()[0] for finding in self.findings]
-        variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return [self.redactor.text(line) for line in [system, *heads, *self._table(), *variables]]
-
-    def _table(self) -> list[str]:
-        table = table_lines(self.presets)
-        return ["", *table] if table else []
-
-    def _summary(self) -> str:
-        counts = {severity: sum(finding.severity is severity for finding in self.findings) for severity in Severity}
-        told = [
-            f"{counts[severity]} {name}{'' if counts[severity] == 1 else 's'}"
-            for severity, name in ((Severity.PROBLEM, "problem"), (Severity.WARNING, "warning"))
-            if counts[severity]
-        ]
-        unchecked = [f"{counts[Severity.UNKNOWN]} not checked"] if counts[Severity.UNKNOWN] else []
-        return ", ".join([*told, *unchecked]) or "all fine"
 
 
 class Machine:
@@ -112,7 +50,7 @@ class Machine:
 
     @cached_property
     def driver(self) -> DriverFacts:
-        """What the driver says."""
+        """What the driver reports."""
         return gpus.read_driver()
 
     @cached_property
@@ -122,7 +60,7 @@ class Machine:
 
     @cached_property
     def links(self) -> tuple[LinkFacts, ...]:
-        """The ways between them."""
+        """The links between them."""
         return gpus.read_links(self.gpus)
 
     @cached_property
@@ -138,16 +76,21 @@ class Machine:
     @cached_property
     def presets(self) -> tuple[PresetNeeds, ...]:
         """What presets need here."""
-        return read_presets(self.environment)
+        return facts.read_presets(self.environment)
+
+    @property
+    def num_gpus(self) -> int:
+        """How many devices torch can use; 0 if they cannot be read."""
+        return len(_or_else(lambda: self.gpus, tuple[GpuFacts, ...]()))
 
     def surroundings(self) -> Surroundings:
-        """Return what the rules for variables must know; what cannot be read is taken for absent."""
+        """Return what the rules for variables must know; what cannot be read counts as absent."""
         host = _or_else(lambda: self.host, HostFacts(cores=1, total_bytes=0, available_bytes=0))
         links = _or_else(lambda: self.links, tuple[LinkFacts, ...]())
         uses_cuda = _or_else(lambda: self.torch.cuda is not None, False)
         return Surroundings(
             uses_cuda=uses_cuda,
-            num_cards=len(_or_else(lambda: self.gpus, tuple[GpuFacts, ...]())),
+            num_gpus=self.num_gpus,
             cores=host.cores,
             has_nvlink=any(link.kind is LinkKind.NVLINK for link in links),
             interfaces=host.interfaces,
@@ -157,7 +100,7 @@ class Machine:
 
 
 def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:
-    """Return a fact, or `default` where it cannot be read: its own check says why."""
+    """Return a fact, or `default` where it cannot be read: its own check reports why."""
     try:
         return read()
     except Exception:
@@ -175,33 +118,48 @@ def env_check(
     Args:
         settings: what to check.
         environment: the variables; None: those of this process.
-        reporter: is told what takes long.
+        reporter: shown what takes long.
 
     Raises:
         FileProblem: a file cannot be read.
     """
     environment = os.environ if environment is None else environment
-    # Before anything else: a misspelt name should not take seconds to be told.
+    # First, since a misspelt name should be refused at once.
     of_files = [finding for name in settings.files for finding in lint_file(Path(name))]
     machine = Machine(environment)
-    reporter = reporter or SilentReporter()
-    findings = [*_check_machine(machine, reporter), *_check_together(machine, settings, reporter), *of_files]
-    return EnvReport(
-        findings=tuple(findings),
+    checks = _checks(machine, settings, reporter or SilentReporter())
+    report = EnvReport.of(
+        [*(finding for name, check in checks.items() for finding in isolated(name, check)), *of_files],
         presets=_or_else(lambda: machine.presets, ()),
         environment=shown_variables(environment),
-        redactor=Redactor.of_this_machine(folders=_folders(settings, environment)) if settings.bug_report else None,
     )
+    if not settings.bug_report:
+        return report
+    folders = [environment.get(name, "") for name in ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")]
+    folders += [str(Path(name).parent) for name in settings.files]
+    return report.bug_report(Redactor.of_this_machine(folders=folders))
 
 
-def _folders(settings: EnvCheckSettings, environment: Mapping[str, str]) -> list[str]:
-    """Return folders that findings may name."""
-    named = [environment.get("OSORA_WEIGHTS", ""), environment.get("OSORA_RUNTIME__WEIGHTS", "")]
-    return [*named, *(str(Path(name).parent) for name in settings.files)]
+def _checks(
+    machine: Machine, settings: EnvCheckSettings, reporter: Reporter
+) -> dict[str, Callable[[], Iterable[Finding]]]:
+    def variables() -> Iterable[Finding]:
+        findings = lint_variables(machine.environment, machine.surroundings())
+        count = sum(map(is_relevant, machine.environment))
+        return findings or [Check("environment").ok(f"nothing wrong with {count} variables that matter here")]
 
+    def presets() -> Iterable[Finding]:
+        with reporter.stage("presets"):
+            return check_presets(machine.presets)
 
-def _check_machine(machine: Machine, reporter: Reporter) -> Iterable[Finding]:
-    checks = {
+    def all_reduce() -> Iterable[Finding]:
+        with reporter.stage("all-reduce"):
+            result = run_all_reduce(
+                num_gpus=machine.num_gpus, seconds=settings.all_reduce_seconds, environment=machine.environment
+            )
+        return check_all_reduce(result)
+
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "python": lambda: check_python(facts.read_python()),
         "torch": lambda: check_torch(machine.torch, machine.driver),
         "cards": lambda: check_gpus(machine.torch, machine.gpus),
@@ -213,37 +171,7 @@ def _check_machine(machine: Machine, reporter: Reporter) -> Iterable[Finding]:
         "memory": lambda: check_memory(machine.host, machine.weights, has_gpus=bool(machine.gpus)),
         "disk": lambda: check_disk(machine.weights),
         "limits": lambda: check_limits(machine.host),
-        "environment": lambda: _check_environment(machine),
-        "presets": lambda: _check_presets(machine, reporter),
+        "environment": variables,
+        "presets": presets,
     }
-    for name, check in checks.items():
-        yield from isolated(name, check)
-
-
-def _check_presets(machine: Machine, reporter: Reporter) -> Iterable[Finding]:
-    with reporter.stage("presets"):
-        presets = machine.presets
-    return check_presets(presets)
-
-
-def _check_environment(machine: Machine) -> Sequence[Finding]:
-    findings = lint_variables(machine.environment, machine.surroundings())
-    count = sum(map(is_relevant, machine.environment))
-    return findings or [Check("environment").ok(f"nothing wrong with {count} variables that matter here")]
-
-
-def _check_together(machine: Machine, settings: EnvCheckSettings, reporter: Reporter) -> list[Finding]:
-    if not settings.all_reduce:
-        return []
-
-    def check() -> Iterable[Finding]:
-        with reporter.stage("all-reduce"):
-            return check_all_reduce(
-                run_all_reduce(
-                    num_cards=len(_or_else(lambda: machine.gpus, tuple[GpuFacts, ...]())),
-                    seconds=settings.all_reduce_seconds,
-                    environment=machine.environment,
-                )
-            )
-
-    return isolated("all-reduce", check)
+    return {**checks, "all-reduce": all_reduce} if settings.all_reduce else checks

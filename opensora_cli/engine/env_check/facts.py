@@ -17,8 +17,12 @@ import torch
 
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
-from opensora_cli.engine.env_check.presets import preset_here
+from opensora_cli.engine.env_check.report import PresetNeeds
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.attention import backend_names
+from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
 
 _WEIGHT_BYTES = 2
 _BIGGEST_LIMIT = 2**60
@@ -46,7 +50,7 @@ class PythonFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The computer around the cards."""
+    """The computer around the GPUs."""
 
     cores: int
     """Logical ones that this process may use."""
@@ -130,7 +134,7 @@ def _unmet_requirements() -> list[str]:
 
 
 def read_host() -> HostFacts:
-    """Return what the computer around the cards has."""
+    """Return what the computer around the GPUs has."""
     memory = psutil.virtual_memory()
     infiniband = Path("/sys/class/infiniband")
     return HostFacts(
@@ -224,3 +228,32 @@ def read_shadowing(environment: Mapping[str, str]) -> tuple[str, ...]:
         names = sorted(os.listdir(folder))
         found += [str(Path(folder, name)) for name in names if name.startswith(_CUDA_LIBRARIES)]
     return tuple(found)
+
+
+def preset_here(name: str, environment: Mapping[str, str]) -> GenerateSettings:
+    """Return the settings of a preset, with the weights folder that the environment names."""
+    settings = load_preset(name, prompt="any")
+    folder = environment.get("OSORA_WEIGHTS") or environment.get("OSORA_RUNTIME__WEIGHTS")
+    return settings.replace({"runtime.weights": folder}) if folder else settings
+
+
+def read_presets(environment: Mapping[str, str]) -> tuple[PresetNeeds, ...]:
+    """Return the needs of all presets, as plans count them; no weight is read."""
+    return tuple(_needs(name, preset_here(name, environment)) for name in list_presets("generate"))
+
+
+def _needs(name: str, settings: GenerateSettings) -> PresetNeeds:
+    plan = make_plan(settings)
+    worst = max(plan.stages, key=lambda stage: stage.total_bytes)
+    return PresetNeeds(
+        name=name,
+        video=f"{plan.width}x{plan.height}, {settings.video.num_frames} frames",
+        device=str(plan.hardware.device),
+        dtype=str(plan.hardware.dtype).removeprefix("torch."),
+        stage=worst.name,
+        needed_bytes=worst.total_bytes,
+        free_bytes=plan.budget_bytes,
+        offload=plan.offload.mode.value,
+        has_weights=not plan.weights.missing,
+        fits=worst.total_bytes <= plan.budget_bytes,
+    )

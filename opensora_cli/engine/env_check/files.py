@@ -1,32 +1,27 @@
-"""Variables that Dockerfiles and shell scripts set, and the rules of `environment` for them."""
+"""Variables that Dockerfiles and shell files set, and the rules of `variables` for them.
+
+Lines are split by `shlex`. What it cannot read, such as a quote over several lines, is not read, and reported so.
+Nothing is expanded: a value with `$` or a backquote counts as not known.
+"""
 
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.redaction import is_relevant
-from opensora_cli.engine.env_check.environment import lint_names, lint_variables
-from opensora_cli.engine.env_check.findings import Check, Finding
-from opensora_cli.engine.env_check.shell_words import Word, split_words
+from opensora_cli.engine.env_check.report import Check, Finding
+from opensora_cli.engine.env_check.variables import lint_variables
 
 _CHECK = Check("file")
-_LARGEST = 2**20
+_LARGEST_BYTES = 2**20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
-_CLOSED_BY = {
-    "if": "fi",
-    "case": "esac",
-    "for": "done",
-    "while": "done",
-    "until": "done",
-    "select": "done",
-    "{": "}",
-    "(": ")",
-}
-_KEYWORDS = frozenset({"then", "else", "elif", "do", "!", "time"}) | _CLOSED_BY.keys() | set(_CLOSED_BY.values())
 _DECLARING = frozenset({"export", "declare", "typeset", "readonly", "local"})
+_OPENING = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "select": "done"}
+_CLOSED_BY = {**_OPENING, "{": "}", "(": ")"}
+_KEYWORDS = frozenset({*_CLOSED_BY, *_CLOSED_BY.values(), "then", "else", "elif", "do", "!", "time"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,191 +33,208 @@ class Assignment:
     """None: it depends on other variables or commands."""
     line: int
     is_certain: bool = True
-    """Whether it happens whenever the file runs, and lasts: not in a branch, not for one command."""
-    scope: int = 0
+    """Whether it always happens, and lasts: not in a branch, not for one command."""
+    stage: int = 0
     """The stage of a Dockerfile."""
     lasts: bool = True
     """False in RUN, whose shell ends with it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A line that `shlex` cannot split."""
+
+    line: int
+    reason: str
+
+
 def lint_file(path: Path) -> list[Finding]:
-    """Return what is wrong with the variables that a Dockerfile or a shell file sets.
+    """Return what is wrong with the variables that a Dockerfile or a shell file sets, in the order of its lines.
 
     Raises:
         FileProblem: it cannot be read, or is not text.
     """
     text = _read(path)
-    is_docker = is_dockerfile(path.name, text)
-    assignments = list(read_dockerfile(text) if is_docker else read_shell(text))
-    findings = [replace(finding, check=_CHECK.name, file=str(path)) for finding in lint_assignments(assignments)]
-    if findings:
-        return findings
-    count = len({assignment.name for assignment in assignments if is_relevant(assignment.name)})
-    return [replace(_CHECK.ok(f"nothing wrong with {count} variables that matter here"), file=str(path))]
+    read = list(read_dockerfile(text) if is_dockerfile(path.name, text) else read_shell(text))
+    assignments = [item for item in read if isinstance(item, Assignment)]
+    findings = lint_assignments(assignments)
+    for item in read:
+        if isinstance(item, Unread):
+            findings.append(_CHECK.unknown(item.reason).model_copy(update={"line": item.line}))
+    if not findings:
+        count = len({assignment.name for assignment in assignments if is_relevant(assignment.name)})
+        findings = [_CHECK.ok(f"nothing wrong with {count} variables that matter here")]
+    findings.sort(key=lambda finding: finding.line or 0)
+    return [finding.model_copy(update={"check": _CHECK.name, "file": str(path)}) for finding in findings]
 
 
 def is_dockerfile(name: str, text: str) -> bool:
     """Return whether a file of this name and content is a Dockerfile, not a shell script."""
-    lowered = PurePath(name).name.lower()
+    lowered = name.lower()
     if lowered.startswith(("dockerfile", "containerfile")) or lowered.endswith((".dockerfile", ".containerfile")):
         return True
-    lines = (line.strip() for line in text.splitlines())
-    first = next((line for line in lines if line and not line.startswith("#")), "")
+    first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     return bool(re.match(r"(?i)(FROM\s+\S+|ARG\s+\w+)", first))
 
 
 def lint_assignments(assignments: Sequence[Assignment]) -> list[Finding]:
-    """Return the findings for what a file sets, in the order of its lines."""
+    """Return the findings for what a file sets."""
     findings = [*_set_twice(assignments), *_lost(assignments)]
     # Rules see what holds at the end of each stage, as the programs that are started there do.
-    for scope in sorted({assignment.scope for assignment in assignments}):
-        last = {found.name: found for found in assignments if found.scope == scope and found.lasts}
-        known = {name: found.value for name, found in last.items() if found.value is not None}
-        for finding in [*lint_variables(known, None), *lint_names(last.keys() - known.keys())]:
-            found = last.get(finding.variable or "")
-            findings.append(replace(finding, line=found.line if found else None))
-    return sorted(findings, key=lambda finding: finding.line or 0)
+    for stage in sorted({assignment.stage for assignment in assignments}):
+        last = {found.name: found for found in assignments if found.stage == stage and found.lasts}
+        for finding in lint_variables({name: found.value for name, found in last.items()}, None):
+            line = last[finding.variable].line if finding.variable in last else None
+            findings.append(finding.model_copy(update={"line": line}))
+    return findings
 
 
-def _set_twice(assignments: Sequence[Assignment]) -> Iterator[Finding]:
+def _set_twice(assignments: Iterable[Assignment]) -> Iterator[Finding]:
     seen: dict[tuple[int, str], Assignment] = {}
     for now in assignments:
         if not (now.is_certain and now.lasts and is_relevant(now.name)):
             continue
-        before = seen.get((now.scope, now.name))
-        seen[now.scope, now.name] = now
+        before = seen.get((now.stage, now.name))
+        seen[now.stage, now.name] = now
         # What extends or defaults to the earlier value is meant to come after it.
         if before is None or now.value is None:
             continue
         same = "to the same value" if before.value == now.value else "and the second value wins"
-        finding = _CHECK.warning(
+        yield _CHECK.warning(
             f"{now.name} is set twice, first in line {before.line}, {same}",
-            why="whoever changes the first line changes nothing",
-            mend=f"drop line {before.line}",
+            why="a change of the first line changes nothing",
+            fix=f"drop line {before.line}",
             variable=now.name,
-        )
-        yield replace(finding, line=now.line)
+        ).model_copy(update={"line": now.line})
 
 
-def _lost(assignments: Sequence[Assignment]) -> Iterator[Finding]:
+def _lost(assignments: Iterable[Assignment]) -> Iterator[Finding]:
     for found in assignments:
         if not found.lasts and is_relevant(found.name):
-            finding = _CHECK.warning(
+            yield _CHECK.warning(
                 f"RUN sets {found.name} for itself alone",
                 why="its shell ends with the instruction, and nothing that comes later sees the variable",
-                mend=f"ENV {found.name}=...",
+                fix=f"ENV {found.name}=...",
                 variable=found.name,
-            )
-            yield replace(finding, line=found.line)
+            ).model_copy(update={"line": found.line})
 
 
-def read_dockerfile(text: str) -> Iterator[Assignment]:
+def read_dockerfile(text: str) -> Iterator[Assignment | Unread]:
     """Yield what `ENV` and `ARG` set, and what `RUN` exports."""
-    scope = 0
-    for line, instruction in _instructions(text):
-        matched = _INSTRUCTION.fullmatch(instruction)
-        if matched is None:
-            continue
-        keyword, rest = matched[1].upper(), matched[2]
+    stage = 0
+    for line, instruction in _joined_lines(text):
+        keyword, _, rest = instruction.strip().partition(" ")
+        keyword = keyword.upper()
         if keyword == "FROM":
-            scope += 1
+            stage += 1
         elif keyword == "RUN":
-            for found in read_shell(rest, first_line=line, only_exports=True):
-                yield replace(found, scope=scope, lasts=False)
+            for found in _read_commands([(line, rest)], only_exports=True):
+                yield replace(found, stage=stage, lasts=False) if isinstance(found, Assignment) else found
         elif keyword in ("ENV", "ARG"):
-            for name, value, at in _pairs(rest, line, keyword=keyword):
-                yield Assignment(name=name, value=value, line=at, scope=scope)
-
-
-def _pairs(rest: str, line: int, *, keyword: str) -> Iterator[tuple[str, str | None, int]]:
-    words = list(split_words(rest, first_line=line, has_operators=False))
-    if words and keyword == "ENV" and "=" not in words[0].text:
-        # The old form: all that follows the name is the value.
-        _, _, value = rest.strip().partition(words[0].text)
-        yield words[0].text, value.strip() if all(word.is_literal for word in words) else None, words[0].line
-        return
-    for word in words:
-        matched = _ASSIGNMENT.fullmatch(word.text)
-        if matched:
-            yield matched[1], matched[2] if word.is_literal else None, word.line
-
-
-def _instructions(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each instruction and the number of its first line; continued ones keep backslashes and line ends."""
-    lines = text.splitlines()
-    index = 0
-    while index < len(lines):
-        start = index
-        if not lines[index].strip() or lines[index].lstrip().startswith("#"):
-            index += 1
-            continue
-        parts: list[str] = []
-        while index < len(lines):
-            line = lines[index]
-            index += 1
-            # Comments and empty lines inside an instruction are left out; an escaped break keeps lines counted.
-            if parts and (not line.strip() or line.lstrip().startswith("#")):
-                parts.append("\\")
+            try:
+                words = _split(rest, line, operators="", comments="")
+            except ValueError as error:
+                yield Unread(line, str(error))
                 continue
-            parts.append(line.rstrip())
-            if not line.rstrip().endswith("\\"):
-                break
-        yield start + 1, "\n".join(parts).removesuffix("\\")
+            if words and keyword == "ENV" and "=" not in words[0][0]:
+                # The old form: all that follows the name is the value.
+                words = [(f"{words[0][0]}={' '.join(word for word, _ in words[1:])}", line)]
+            for word, at in words:
+                if matched := _ASSIGNMENT.fullmatch(word):
+                    yield Assignment(name=matched[1], value=_literal(matched[2]), line=at, stage=stage)
 
 
-def read_shell(text: str, *, first_line: int = 1, only_exports: bool = False) -> Iterator[Assignment]:
-    """Yield what a shell script sets.
+def read_shell(text: str) -> Iterator[Assignment | Unread]:
+    """Yield what a shell script sets."""
+    return _read_commands(_joined_lines(text), only_exports=False)
 
-    Args:
-        text: the script.
-        first_line: the number of its first line.
-        only_exports: leave out variables that programs started by it do not see.
-    """
-    open_blocks, command = list[str](), list[Word]()
-    for word in [*split_words(text, first_line=first_line), Word("\n", 0, is_operator=True)]:
-        if not word.is_operator:
-            command.append(word)
+
+def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines, each with its number and joined with those that continue it; comments and empty lines left out."""
+    joined, start = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            joined += "\n" if joined else ""
             continue
-        while command and command[0].text in _KEYWORDS:
-            _note_block(open_blocks, command.pop(0).text)
-        yield from _assignments_of(command, is_certain=not open_blocks, only_exports=only_exports)
-        command = []
-        _note_block(open_blocks, word.text)
+        start = start if joined else number
+        if line.rstrip().endswith("\\"):
+            joined += line.rstrip()[:-1] + " \n"
+        else:
+            yield start, joined + line
+            joined = ""
+    if joined:
+        yield start, joined
 
 
-def _note_block(open_blocks: list[str], text: str) -> None:
+def _split(text: str, line: int, *, operators: str, comments: str) -> list[tuple[str, int]]:
+    """Return the words of a text that begins in `line`, each with its own line.
+
+    Raises:
+        ValueError: a quote or an escape has no end.
+    """
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=operators)
+    lexer.whitespace_split, lexer.commenters, lexer.lineno = True, comments, line
+    return [(word, lexer.lineno) for word in lexer]
+
+
+def _literal(value: str) -> str | None:
+    return None if "$" in value or "`" in value else value
+
+
+def _read_commands(lines: Iterable[tuple[int, str]], *, only_exports: bool) -> Iterator[Assignment | Unread]:
+    """Yield what commands set; `only_exports` leaves out variables that other programs do not see."""
+    open_blocks: list[str] = []
+    document_end: str | None = None
+    for line, text in lines:
+        if document_end is not None:  # inside of <<EOF
+            document_end = None if text.strip() == document_end else document_end
+            continue
+        try:
+            words = _split(text, line, operators="();<>|&", comments="#")
+        except ValueError as error:
+            yield Unread(line, str(error))
+            continue
+        command: list[tuple[str, int]] = []
+        for index, (word, at) in enumerate([*words, (";", line)]):
+            if word == "<<" and words[index + 1 :] and (end := words[index + 1][0].removeprefix("-")).isidentifier():
+                document_end = end
+            is_operator = bool(word) and not word.strip("();<>|&")
+            if is_operator or (word in _KEYWORDS and not command):
+                yield from _assignments(command, is_certain=not open_blocks, only_exports=only_exports)
+                command = []
+                for mark in word if is_operator else [word]:
+                    _note_block(open_blocks, mark)
+            else:
+                command.append((word, at))
+
+
+def _note_block(open_blocks: list[str], mark: str) -> None:
     """Open or close a block; the parenthesis after a pattern of `case` closes none."""
-    if text in _CLOSED_BY:
-        open_blocks.append(text)
-    elif open_blocks and _CLOSED_BY[open_blocks[-1]] == text:
+    if mark in _CLOSED_BY:
+        open_blocks.append(mark)
+    elif open_blocks and _CLOSED_BY[open_blocks[-1]] == mark:
         open_blocks.pop()
 
 
-def _assignments_of(command: Sequence[Word], *, is_certain: bool, only_exports: bool) -> Iterator[Assignment]:
+def _assignments(command: Sequence[tuple[str, int]], *, is_certain: bool, only_exports: bool) -> Iterator[Assignment]:
     """Yield what one simple command sets."""
-    if not command:
-        return
-    exports = command[0].text in _DECLARING
-    words = command[1:] if exports else command
-    leading = []
-    for word in words:
-        matched = _ASSIGNMENT.fullmatch(word.text)
-        if matched:
-            leading.append((matched, word))
-        elif not exports:
-            # NAME=value program: for this program alone.
-            is_certain = False
-            break
+    exports = bool(command) and command[0][0] in _DECLARING
     if only_exports and not exports:
         return
-    for matched, word in leading:
-        value = matched[2] if word.is_literal else None
-        yield Assignment(name=matched[1], value=value, line=word.line, is_certain=is_certain)
+    matches = [(_ASSIGNMENT.fullmatch(word), line) for word, line in command[1 if exports else 0 :]]
+    for matched, line in matches:
+        if matched is None:
+            if not exports:
+                return
+            continue
+        # NAME=value program: for this program alone.
+        lasts = exports or all(other for other, _ in matches)
+        yield Assignment(name=matched[1], value=_literal(matched[2]), line=line, is_certain=is_certain and lasts)
 
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _LARGEST_BYTES:
             raise FileProblem(f"{path} is too large for a Dockerfile or a shell file")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,20 +1,20 @@
-"""Findings about the computer around the cards: memory, disk, limits, attention backends, the video encoder. Pure."""
+"""Findings about the computer around the GPUs: memory, disk, limits, attention backends, the video encoder. Pure."""
 
 from collections.abc import Iterator, Sequence
 
 from opensora_cli.core.gpus import GpuFacts
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.facts import BackendFacts, EncoderFacts, HostFacts, WeightFacts
-from opensora_cli.engine.env_check.findings import Check, Finding
+from opensora_cli.engine.env_check.report import Check, Finding, PresetNeeds
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
 
-# Docker gives 64 MiB unless told otherwise; NVIDIA's own containers ask to be started with 1 GiB.
+# Docker gives 64 MiB by default; NVIDIA's own containers ask to be started with 1 GiB.
 _SMALLEST_SHARED_MEMORY = GIB
 _SMALLEST_LOCKED_MEMORY = GIB
 
 
 def check_memory(host: HostFacts, weights: WeightFacts, *, has_gpus: bool) -> Iterator[Finding]:
-    """Judge host memory against the weights that wait in it."""
+    """Judge host memory against the weights that are offloaded to it."""
     check = Check("memory")
     size = f"{_gib(host.usable_bytes)} of {_gib(host.total_bytes)} host memory free"
     if host.container_limit_bytes is not None and host.container_limit_bytes < host.total_bytes:
@@ -24,14 +24,14 @@ def check_memory(host: HostFacts, weights: WeightFacts, *, has_gpus: bool) -> It
             size,
             why=f"pinned for offload, the largest part of the released model takes {_gib(weights.largest_bytes)}; "
             "mapped from the file instead, it is slower",
-            mend="close other programs, or add memory",
+            fix="close other programs, or add memory",
         )
     else:
         yield check.ok(size)
 
 
 def check_disk(weights: WeightFacts) -> Iterator[Finding]:
-    """Judge the disk against the weights that are yet to come."""
+    """Judge the disk against the weights that are still to be downloaded."""
     check = Check("disk")
     size = f"{_gib(weights.free_disk_bytes)} free for {weights.folder}"
     if not weights.missing:
@@ -41,7 +41,7 @@ def check_disk(weights: WeightFacts) -> Iterator[Finding]:
             size,
             why=f"{', '.join(weights.missing)} of the released model take {_gib(weights.missing_bytes)}; "
             "the demo needs nothing",
-            mend="download to another disk with --to DIR, and set OSORA_WEIGHTS=DIR",
+            fix="download to another disk with --to DIR, and set OSORA_WEIGHTS=DIR",
         )
     else:
         yield check.ok(f"{size}; {_gib(weights.missing_bytes)} of weights are missing ({DOWNLOAD_COMMAND})")
@@ -56,8 +56,8 @@ def check_limits(host: HostFacts) -> Iterator[Finding]:
     elif shared < _SMALLEST_SHARED_MEMORY:
         yield check.warning(
             f"/dev/shm has {shared / 2**20:.0f} MiB",
-            why="NCCL between cards and workers that load data exchange through it, and fail when it is full",
-            mend="start the container with --shm-size=8g or --ipc=host",
+            why="NCCL and data loading workers exchange data through it, and fail when it is full",
+            fix="start the container with --shm-size=8g or --ipc=host",
         )
     else:
         yield check.ok(f"/dev/shm has {_gib(shared)}")
@@ -67,11 +67,11 @@ def check_limits(host: HostFacts) -> Iterator[Finding]:
         yield check.warning(
             f"locked memory is limited to {locked / 2**20:.0f} MiB",
             why="InfiniBand registers its buffers as locked memory, and NCCL fails to start without",
-            mend="ulimit -l unlimited; in a container --ulimit memlock=-1",
+            fix="ulimit -l unlimited; in a container --ulimit memlock=-1",
         )
     else:
         # CUDA's pinned memory is the driver's and does not count.
-        yield check.ok(f"locked memory is limited to {locked / 2**20:.0f} MiB, which only InfiniBand would mind")
+        yield check.ok(f"locked memory is limited to {locked / 2**20:.0f} MiB, which only InfiniBand depends on")
 
 
 def check_encoder(facts: EncoderFacts) -> Iterator[Finding]:
@@ -83,12 +83,12 @@ def check_encoder(facts: EncoderFacts) -> Iterator[Finding]:
         yield check.problem(
             f"PyAV {facts.av} has no libx264",
             why="MP4 is written with it; gif, webp and png are not",
-            mend="pip install --force-reinstall 'av>=18' takes the wheel, which has it; or --format webp",
+            fix="pip install --force-reinstall 'av>=18' takes the wheel, which has it; or --format webp",
         )
 
 
 def check_attention(backends: Sequence[BackendFacts], gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Say which attention is used, which others are here, and how to get those that are not."""
+    """Report which attention is used, which others are installed, and how to install those that are not."""
     check = Check("attention")
     for backend in backends:
         fits = _any_gpu_runs(backend.name, gpus)
@@ -98,11 +98,11 @@ def check_attention(backends: Sequence[BackendFacts], gpus: Sequence[GpuFacts]) 
             yield check.ok("math is here, the slow reference")
         else:
             unused = "" if backend.in_registry else "; this version of osora does not use it"
-            unfit = "" if fits else "; no card here could run it"
+            unfit = "" if fits else "; no GPU here runs it"
             if backend.package:
                 yield check.ok(f"{backend.name} {backend.package} is installed{unused or unfit}")
             else:
-                yield check.note(f"{backend.name} is not installed{unused or unfit}", mend=_INSTALL[backend.name])
+                yield check.note(f"{backend.name} is not installed{unused or unfit}", fix=_INSTALL[backend.name])
 
 
 _INSTALL = {
@@ -115,7 +115,7 @@ _INSTALL = {
 
 
 def _any_gpu_runs(name: str, gpus: Sequence[GpuFacts]) -> bool:
-    """Return whether a card here runs the kernels of a backend."""
+    """Return whether a GPU here runs the kernels of a backend."""
     if name == "flash3":  # written for Hopper alone
         return any(gpu.capability[0] == 9 for gpu in gpus)
     if name == "flash2":
@@ -131,3 +131,17 @@ def _kernel(gpus: Sequence[GpuFacts]) -> str:
 
 def _gib(count: int) -> str:
     return f"{count / GIB:.1f} GiB"
+
+
+def check_presets(presets: Sequence[PresetNeeds]) -> Iterator[Finding]:
+    """Judge whether any preset fits."""
+    check = Check("presets")
+    fitting = [preset.name for preset in presets if preset.fits]
+    if not fitting:
+        yield check.problem(
+            "no preset fits into the memory that is free",
+            why=f"the smallest needs {min(preset.needed_bytes for preset in presets) / GIB:.2f} GiB",
+            fix="close other programs, or use a machine with more memory",
+        )
+        return
+    yield check.ok(f"memory suffices for {', '.join(fitting)}")

@@ -1,11 +1,11 @@
-"""Findings about Python, torch, cards and their libraries. Pure: facts in, findings out."""
+"""Findings about Python, torch, GPUs and their libraries. Pure: facts in, findings out."""
 
 from collections.abc import Iterator, Sequence
 
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.facts import PythonFacts
-from opensora_cli.engine.env_check.findings import Check, Finding
+from opensora_cli.engine.env_check.report import Check, Finding
 
 _PYTHONS = ((3, 11), (3, 13))
 # NVIDIA, CUDA Compatibility, table 1: the oldest driver for each major version of CUDA, by minor version compatibility.
@@ -21,38 +21,38 @@ def check_python(facts: PythonFacts) -> Iterator[Finding]:
     if facts.version[:2] < first:
         oldest = ".".join(map(str, first))
         yield check.problem(
-            f"Python {version}", why=f"osora needs {oldest} or newer", mend=f"make an environment with {oldest}"
+            f"Python {version}", why=f"osora needs {oldest} or newer", fix=f"make an environment with {oldest}"
         )
     elif facts.version[:2] > last:
         newest = ".".join(map(str, last))
         yield check.warning(
-            f"Python {version}", why=f"osora is tested up to {newest}", mend=f"if it fails, use {newest}"
+            f"Python {version}", why=f"osora is tested up to {newest}", fix=f"if it fails, use {newest}"
         )
     else:
         yield check.ok(f"Python {version} ({facts.executable})")
     for line in facts.unmet:
         yield check.problem(
-            line, why="osora imports it", mend="pip install -c constraints.txt . installs the tested set"
+            line, why="osora imports it", fix="pip install -c constraints.txt . installs the tested set"
         )
 
 
 def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
-    """Judge the build of torch against the driver and the cards that are there."""
+    """Judge the build of torch against the driver and the GPUs that are there."""
     check = Check("torch")
     if driver.failure is not None:
         yield check.problem(
             f"nvidia-smi fails: {driver.failure}",
-            why="no card can be used until it works",
-            mend="restart the machine: that loads the driver that was installed last",
+            why="no GPU can be used until it works",
+            fix="restart the machine: that loads the driver that was installed last",
         )
     if torch.cuda is None:
         if torch.cuda_available:
-            yield check.note(f"torch {torch.version} is not a build for NVIDIA cards, for which osora is tested")
+            yield check.note(f"torch {torch.version} is not a build for NVIDIA GPUs, for which osora is tested")
         elif driver.gpus:
             yield check.problem(
                 f"torch {torch.version} is a build for the CPU, and here is {_counted(driver.gpus)}",
-                why="no card can be used by it",
-                mend=f"{_TORCH_LINE}; driver {driver.version} runs CUDA {_newest_cuda(driver)}",
+                why="no GPU can be used by it",
+                fix=f"{_TORCH_LINE}; driver {driver.version} runs CUDA {_newest_cuda(driver)}",
             )
         else:
             yield check.ok(f"torch {torch.version}, built for the CPU")
@@ -68,20 +68,20 @@ def _check_driver(check: Check, torch: TorchFacts, driver: DriverFacts) -> Itera
             yield check.warning(
                 "no NVIDIA driver was found",
                 why="everything runs on the CPU: the demo in seconds, the released model hardly",
-                mend="install the driver; in a container, start it with --gpus all",
+                fix="install the driver; in a container, start it with --gpus all",
             )
         return
     if driver.major is not None and needed is not None and driver.major < needed:
         yield check.problem(
             f"driver {driver.version} is too old for CUDA {torch.cuda}",
             why=f"CUDA {(torch.cuda or '').partition('.')[0]}.x needs driver {needed} or newer",
-            mend=f"update the driver, or install a torch built for CUDA {_newest_cuda(driver)}",
+            fix=f"update the driver, or install a torch built for CUDA {_newest_cuda(driver)}",
         )
     elif not torch.cuda_available:
         yield check.problem(
-            f"driver {driver.version} is there, but torch can use no card",
-            why="CUDA_VISIBLE_DEVICES hides the cards, or driver and library do not match since an update",
-            mend="unset CUDA_VISIBLE_DEVICES; if nvidia-smi fails too, restart the machine",
+            f"driver {driver.version} is installed, but torch can use no GPU",
+            why="CUDA_VISIBLE_DEVICES hides the GPUs, or driver and library do not match since an update",
+            fix="unset CUDA_VISIBLE_DEVICES; if nvidia-smi fails too, restart the machine",
         )
     else:
         yield check.ok(f"driver {driver.version}")
@@ -94,7 +94,7 @@ def _newest_cuda(driver: DriverFacts) -> str:
 
 def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
     """Judge each gpu."""
-    check = Check("cards")
+    check = Check("cards")  # its name in the JSON of this schema's version
     if not gpus:
         yield check.note("none that torch can use")
     for gpu in gpus:
@@ -104,13 +104,13 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
             yield check.problem(
                 f"{label}: torch has no kernels for sm_{_number(gpu.capability)}",
                 why=f"it was compiled for {', '.join(torch.architectures)}",
-                mend=_TORCH_LINE,
+                fix=_TORCH_LINE,
             )
         elif gpu.is_mig:
             yield check.warning(
                 f"{label}: a MIG slice",
-                why="a process sees one slice, and slices cannot work together",
-                mend="for several devices, or more memory, turn MIG off (nvidia-smi -mig 0)",
+                why="a process sees one slice, and slices cannot exchange data",
+                fix="for several devices, or more memory, turn MIG off (nvidia-smi -mig 0)",
             )
         else:
             yield check.ok(f"{label}, sm_{_number(gpu.capability)}")
@@ -118,12 +118,12 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
             yield check.warning(
                 f"cuda:{gpu.index} is more than half full",
                 why="another process holds its memory, which a run will lack",
-                mend="nvidia-smi lists the processes",
+                fix="nvidia-smi lists the processes",
             )
 
 
 def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
-    """Judge the ways between cards."""
+    """Judge the links between GPUs."""
     check = Check("links")
     for kind in LinkKind:
         pairs = [f"{link.first}-{link.second}" for link in links if link.kind is kind]
@@ -132,19 +132,19 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
         among = f"all {len(pairs)} pairs" if len(pairs) == len(links) > 1 else f"{', '.join(pairs)}"
         if kind is LinkKind.HOST:
             yield check.warning(
-                f"no direct way between cards {among}",
-                why="what they exchange goes through host memory, several times slower",
-                mend="nvidia-smi topo -m shows the links; in a virtual machine, ask for cards with peer access",
+                f"no direct link between GPUs {among}",
+                why="transfers go through host memory, several times slower",
+                fix="nvidia-smi topo -m shows the links; in a virtual machine, ask for GPUs with peer access",
             )
         else:
             yield check.ok(f"{kind} between {among}")
 
 
 def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Return whether code compiled for `architectures` runs on a card of `capability`.
+    """Return whether code compiled for `architectures` runs on a GPU of `capability`.
 
-    Machine code (`sm_86`) runs on cards of its major version from its minor version on, with an `a` on that card alone;
-    intermediate code (`compute_90`) is compiled for any newer card when it is first used (CUDA C++ Programming Guide,
+    Machine code (`sm_86`) runs on GPUs of its major version from its minor version on, with an `a` on that GPU alone;
+    intermediate code (`compute_90`) is compiled for any newer GPU when it is first used (CUDA C++ Programming Guide,
     compute capabilities). Without a list, as a build may have none, nothing is known against the gpu.
     """
     return not architectures or any(_runs(capability, architecture) for architecture in architectures)
@@ -173,7 +173,7 @@ def check_libraries(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Fin
         yield check.warning(
             "torch finds no cuDNN",
             why="the autoencoder's convolutions run on slower kernels",
-            mend="install torch again with its dependencies (nvidia-cudnn-...)",
+            fix="install torch again with its dependencies (nvidia-cudnn-...)",
         )
     else:
         yield check.ok(f"cuDNN {torch.cudnn}")
@@ -182,15 +182,15 @@ def check_libraries(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Fin
     elif len(gpus) > 1:
         yield check.problem(
             "this torch has no NCCL",
-            why="several cards cannot work together",
-            mend="use a torch for Linux; on Windows, run in WSL 2",
+            why="several GPUs cannot exchange data",
+            fix="use a torch for Linux; on Windows, run in WSL 2",
         )
     else:
-        yield check.note("no NCCL, which only several cards need")
+        yield check.note("no NCCL, which only several GPUs need")
 
 
 def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Judge in which precision cards compute."""
+    """Judge in which precision GPUs compute."""
     check = Check("precision")
     if not gpus:
         yield check.ok("float32 on the CPU; --dtype bfloat16 halves the memory")
@@ -198,8 +198,8 @@ def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Fin
         if gpu.capability < (8, 0):
             yield check.warning(
                 f"cuda:{gpu.index} has no bfloat16 units (sm_{_number(gpu.capability)})",
-                why="--dtype auto means bfloat16 on CUDA, which this card emulates, slowly",
-                mend="--dtype float16",
+                why="--dtype auto means bfloat16 on CUDA, which this GPU emulates, slowly",
+                fix="--dtype float16",
             )
         else:
             yield check.ok(f"cuda:{gpu.index} computes in bfloat16")

@@ -5,11 +5,38 @@ What torch, NCCL and torchrun do by themselves is not among them.
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
+from opensora_cli.core.documents import Document
 from opensora_cli.settings.enums import EnvProfile
 
-PROFILE_SCHEMA = "osora.env-profile/1"
+
+class RecommendedVariable(Document):
+    """A recommendation beside the value that is set."""
+
+    name: str
+    value: str
+    why: str
+    is_set: bool
+
+
+class ProfileReport(Document):
+    """A profile beside what is set: a document of the schema `osora.env-profile/1`."""
+
+    SCHEMA: ClassVar[str | None] = "osora.env-profile/1"
+
+    profile: EnvProfile
+    title: str
+    variables: tuple[RecommendedVariable, ...]
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return it for people; what is set already is marked."""
+        lines = [self.title]
+        for item in self.variables:
+            lines += [f"  {item.name}={item.value}{' (is set)' if item.is_set else ''}", f"      {item.why}"]
+        return [*lines, *(f"  {note}" for note in self.notes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +65,23 @@ class Profile:
         """
         return [f"export {item.name}={shlex.quote(item.value)};" for item in self.variables]
 
-    def to_json(self, environment: Mapping[str, str]) -> dict[str, object]:
-        """Return it as a document of the schema `osora.env-profile/1`."""
-        return {
-            "schema": PROFILE_SCHEMA,
-            "profile": self.name.value,
-            "title": self.title,
-            "variables": [
-                {**asdict(item), "is_set": environment.get(item.name) == item.value} for item in self.variables
-            ],
-            "notes": list(self.notes),
-        }
-
-    def lines(self, environment: Mapping[str, str]) -> list[str]:
-        """Return it for people; what is set already is marked."""
-        lines = [self.title]
-        for item in self.variables:
-            is_set = environment.get(item.name) == item.value
-            lines += [f"  {item.name}={item.value}{' (is set)' if is_set else ''}", f"      {item.why}"]
-        return [*lines, *(f"  {note}" for note in self.notes)]
+    def compare(self, environment: Mapping[str, str]) -> ProfileReport:
+        """Return it beside the variables of `environment`."""
+        variables = [
+            RecommendedVariable(
+                name=item.name, value=item.value, why=item.why, is_set=environment.get(item.name) == item.value
+            )
+            for item in self.variables
+        ]
+        return ProfileReport(profile=self.name, title=self.title, variables=tuple(variables), notes=self.notes)
 
 
-# Text encoders, transformer and autoencoder take turns on the card. With segments of fixed size, what one leaves free
+# Text encoders, transformer and autoencoder take turns on the GPU. With segments of fixed size, what one leaves free
 # is in pieces that the next cannot use.
 _EXPANDABLE = Recommendation(
     "PYTORCH_ALLOC_CONF",
     "expandable_segments:True",
-    "memory that one stage frees is of use to the next, whatever its size",
+    "the next stage can use the memory that one frees, in pieces of any size",
 )
 # huggingface_hub: HF_XET_HIGH_PERFORMANCE. Not for desktops, where a download should leave room for other things.
 _FAST_DOWNLOAD = Recommendation(
@@ -72,25 +89,25 @@ _FAST_DOWNLOAD = Recommendation(
 )
 # Without it, NCCL fails with no more than "unhandled system error".
 _NCCL_WARNINGS = Recommendation(
-    "NCCL_DEBUG", "WARN", "NCCL says what failed, and on which card; it is silent otherwise"
+    "NCCL_DEBUG", "WARN", "NCCL reports what failed, and on which GPU; it is silent otherwise"
 )
-# CUDA counts the fastest card first, nvidia-smi by the bus: with two different cards, cuda:0 is another one in each.
-_BUS_ORDER = Recommendation("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "cuda:0 is then the card that nvidia-smi calls 0")
+# CUDA counts the fastest GPU first, nvidia-smi by the bus: with two different GPUs, cuda:0 is another one in each.
+_BUS_ORDER = Recommendation("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "cuda:0 is then the GPU that nvidia-smi calls 0")
 
 PROFILES: Mapping[EnvProfile, Profile] = {
     profile.name: profile
     for profile in (
         Profile(
             name=EnvProfile.LOCAL,
-            title="local: a desktop with a card of 24 GB",
+            title="local: a desktop with a GPU of 24 GB",
             variables=(_EXPANDABLE, _BUS_ORDER),
-            notes=("close what draws on the card: browsers and games hold up to 2 GB of it",),
+            notes=("close other programs that use the GPU: browsers and games hold up to 2 GB",),
         ),
         Profile(
             name=EnvProfile.CLOUD,
-            title="cloud: a rented machine with cards of 80 GB",
+            title="cloud: a rented machine with GPUs of 80 GB",
             variables=(_EXPANDABLE, _NCCL_WARNINGS, _FAST_DOWNLOAD),
-            notes=("start containers with --shm-size=8g: NCCL and loading workers exchange through /dev/shm",),
+            notes=("start containers with --shm-size=8g: NCCL and data loading workers exchange through /dev/shm",),
         ),
         Profile(
             name=EnvProfile.CLUSTER,

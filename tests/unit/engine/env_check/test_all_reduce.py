@@ -9,12 +9,12 @@ import pytest
 
 from opensora_cli.engine.env_check import all_reduce
 from opensora_cli.engine.env_check.all_reduce import Outcome, check_all_reduce, run_all_reduce
-from opensora_cli.engine.env_check.findings import Severity
+from opensora_cli.engine.env_check.report import Severity
 
 
-def run(code, *, seconds=10.0, cards=2, environment=None):
+def run(code, *, seconds=10.0, gpus=2, environment=None):
     return run_all_reduce(
-        num_cards=cards,
+        num_gpus=gpus,
         seconds=seconds,
         environment=environment or dict(os.environ),
         worker=(sys.executable, "-S", "-c", code),
@@ -22,7 +22,7 @@ def run(code, *, seconds=10.0, cards=2, environment=None):
 
 
 def test_two_processes_on_the_cpu():
-    result = run_all_reduce(num_cards=0, seconds=120, environment=os.environ)
+    result = run_all_reduce(num_gpus=0, seconds=120, environment=os.environ)
     assert (result.outcome, result.backend, result.ranks) == (Outcome.DONE, "gloo", 2), result
     assert result.num_bytes == 4 * 2**20
     assert result.bus_bandwidth_gb_per_s > 0
@@ -74,7 +74,7 @@ time.sleep(600)
     assert time.monotonic() - start < 50  # it did not wait for the limit
     assert (result.outcome, result.stage) == (Outcome.FAILED, "connecting")
     (finding,) = check_all_reduce(result)
-    assert finding.message.endswith("nccl over 2 cards fails while connecting: RuntimeError: no such interface: ib7")
+    assert finding.message.endswith("nccl over 2 GPUs fails while connecting: RuntimeError: no such interface: ib7")
 
 
 def test_ctrl_c_leaves_no_process(tmp_path, monkeypatch):
@@ -94,16 +94,16 @@ time.sleep(600)
     assert [path.name for path in tmp_path.iterdir() if path.read_text() and _runs(int(path.read_text()))] == []
 
 
-@pytest.mark.parametrize(("cards", "severity"), [(8, Severity.PROBLEM), (1, Severity.WARNING), (0, Severity.WARNING)])
-def test_only_several_cards_need_it(cards, severity):
-    result = run("raise SystemExit('broken')", cards=cards)
+@pytest.mark.parametrize(("gpus", "severity"), [(8, Severity.PROBLEM), (1, Severity.WARNING), (0, Severity.WARNING)])
+def test_a_failure_is_a_problem_only_for_several_gpus(gpus, severity):
+    result = run("raise SystemExit('broken')", gpus=gpus)
     (finding,) = check_all_reduce(result)
     assert finding.severity is severity
 
 
 def test_an_interface_that_does_not_exist_is_found_out():
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"}
-    result = run_all_reduce(num_cards=0, seconds=120, environment=environment)
+    result = run_all_reduce(num_gpus=0, seconds=120, environment=environment)
     assert result.outcome is Outcome.FAILED
     assert "nowhere0" in result.reason
 

@@ -44,7 +44,7 @@ REFUSED = [
 def parse():
     parse = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if parse is None or torch.cuda.is_available():
-        pytest.skip("needs torch's parser, and no card whose settings it would change")
+        pytest.skip("needs torch's parser, and no GPU whose settings it would change")
     yield parse
     parse("large_segment_size_mb:20")  # the default, which it would keep
 
@@ -63,7 +63,7 @@ def test_torch_and_the_rules_refuse(text, parse):
 
 
 @pytest.mark.parametrize(
-    ("text", "mend"),
+    ("text", "fix"),
     [
         ("backend=cudaMallocAsync", "write backend:cudaMallocAsync"),
         ("expandable_segments=True;max_split_size_mb=128", "write expandable_segments:True,max_split_size_mb:128"),
@@ -72,11 +72,11 @@ def test_torch_and_the_rules_refuse(text, parse):
         ("expandable_segment:True", "did you mean expandable_segments?"),
     ],
 )
-def test_the_mend_is_one(text, mend):
+def test_a_suggested_text_passes_the_rules(text, fix):
     (fault,) = find_faults(text)
-    assert fault.mend == mend
-    if mend.startswith("write ") and "as in" not in mend:
-        assert list(find_faults(mend.removeprefix("write "))) == []
+    assert fault.fix == fix
+    if fix.startswith("write ") and "as in" not in fix:
+        assert list(find_faults(fix.removeprefix("write "))) == []
 
 
 def test_options_that_exclude_each_other():

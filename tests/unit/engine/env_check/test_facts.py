@@ -1,7 +1,6 @@
 """Facts about the installation, the weights and the presets of this machine."""
 
 from opensora_cli.engine.env_check import facts
-from opensora_cli.engine.env_check.presets import preset_here
 
 GIB = 2**30
 
@@ -24,6 +23,6 @@ def test_weights_go_to_the_folder_that_is_named(tmp_path):
 
 
 def test_presets_find_weights_where_the_environment_says():
-    assert preset_here("768px", {"OSORA_WEIGHTS": "/w"}).runtime.weights == "/w"
-    assert preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
-    assert preset_here("768px", {}).runtime.weights is None
+    assert facts.preset_here("768px", {"OSORA_WEIGHTS": "/w"}).runtime.weights == "/w"
+    assert facts.preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
+    assert facts.preset_here("768px", {}).runtime.weights is None

@@ -1,32 +1,31 @@
 """Dockerfiles and shell files: what they set, in which lines, and what is wrong with it."""
 
-from pathlib import Path
-
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.engine.env_check.files import (
+    Unread,
     is_dockerfile,
     lint_assignments,
     lint_file,
     read_dockerfile,
     read_shell,
 )
-from opensora_cli.engine.env_check.findings import Severity
+from opensora_cli.engine.env_check.report import Severity
 
 
 def found(assignments):
     return [(item.line, item.name, item.value) for item in assignments]
 
 
-def test_dockerfile():
+def test_a_dockerfile_sets_by_env_and_arg_and_loses_what_run_exports():
     text = """\
 # syntax=docker/dockerfile:1
 FROM python:3.12 AS base
 ENV A=1 B="two words" \\
     # in between
 
-    C='$literal' D=$A
+    C=c#c D=$A
 ENV E the rest of it
 ARG F=1
 ARG G
@@ -35,10 +34,11 @@ RUN export H=1 && \\
 ENV J="a\\"b" K=a\\ b
 CMD ["bash", "-c", "L=1"]
 """
-    assert found(read_dockerfile(text)) == [
+    read = list(read_dockerfile(text))
+    assert found(read) == [
         (3, "A", "1"),
         (3, "B", "two words"),
-        (6, "C", "$literal"),
+        (6, "C", "c#c"),
         (6, "D", None),
         (7, "E", "the rest of it"),
         (8, "F", "1"),
@@ -46,12 +46,13 @@ CMD ["bash", "-c", "L=1"]
         (12, "J", 'a"b'),
         (12, "K", "a b"),
     ]
+    assert [item.name for item in read if not item.lasts] == ["H"]
 
 
-def test_shell():
+def test_a_shell_file_sets_by_export_and_assignment():
     text = """\
 #!/bin/bash
-export A=1 B='two # words' # C=3
+export A=1 B='two # words' # C=3, isn't it
 D=4; E="x$A" && export F=`date`
 G=5 python train.py --set H=6
 cat <<EOF
@@ -60,12 +61,10 @@ EOF
 cat <<-'END' > file
 \tJ=8
 \tEND
-export K="over
-lines" L=9
 declare -x M=10
 export N \\
   O=11
-export P=${P:-12} Q=$(echo a b; R=1) S=a#b
+export P=${P:-12} Q=$(date) R=1
 """
     assert found(read_shell(text)) == [
         (2, "A", "1"),
@@ -74,13 +73,11 @@ export P=${P:-12} Q=$(echo a b; R=1) S=a#b
         (3, "E", None),
         (3, "F", None),
         (4, "G", "5"),
-        (11, "K", "over\nlines"),
-        (12, "L", "9"),
-        (13, "M", "10"),
-        (15, "O", "11"),
-        (16, "P", None),
-        (16, "Q", None),
-        (16, "S", "a#b"),
+        (11, "M", "10"),
+        (13, "O", "11"),
+        (14, "P", None),
+        (14, "Q", None),
+        (14, "R", "1"),
     ]
 
 
@@ -102,7 +99,20 @@ H=1
     assert [item.name for item in read_shell(text)] == ["A", "A", "B", "B", "C", "D", "E", "F", "G", "H"]
 
 
-def test_set_twice():
+def test_lines_that_shlex_cannot_read_are_reported_and_others_are_read(tmp_path):
+    path = tmp_path / "env.sh"
+    path.write_text("export A='over\nexport NCCL_TIMEOUT=5\n", encoding="utf-8")
+    first, second = lint_file(path)
+    assert (first.line, first.severity) == (1, Severity.UNKNOWN)
+    assert first.message == "could not be checked: No closing quotation"
+    assert (second.line, second.variable) == (2, "NCCL_TIMEOUT")
+    assert list(read_dockerfile("FROM x\nENV A='1\nENV B=2")) == [
+        Unread(2, "No closing quotation"),
+        *read_dockerfile("FROM x\n\nENV B=2"),
+    ]
+
+
+def test_a_variable_set_twice_for_certain_is_a_finding():
     text = """\
 export OMP_NUM_THREADS=4
 export LD_LIBRARY_PATH=/a
@@ -119,15 +129,15 @@ export OMP_NUM_THREADS=8
     assert "the second value wins" in finding.message
 
 
-def test_stages_are_worlds_of_their_own():
+def test_stages_of_a_dockerfile_are_independent():
     once = "FROM a AS one\nENV NCCL_DEBUG=INFO\nFROM b\nENV NCCL_DEBUG=WARN\n"
     assert lint_assignments(list(read_dockerfile(once))) == []
     twice = "FROM a\nARG NCCL_DEBUG=INFO\nENV NCCL_DEBUG=INFO\n"
     (finding,) = lint_assignments(list(read_dockerfile(twice)))
-    assert (finding.line, finding.mend) == (3, "drop line 2")
+    assert (finding.line, finding.fix) == (3, "drop line 2")
 
 
-def test_a_file_with_known_faults(tmp_path):
+def test_findings_have_file_line_and_order(tmp_path):
     path = tmp_path / "Dockerfile.gpu"
     path.write_text(
         "FROM nvidia/cuda\n"
@@ -142,8 +152,8 @@ def test_a_file_with_known_faults(tmp_path):
     assert [(finding.line, finding.variable, finding.severity) for finding in findings] == [
         (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.WARNING),
         (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.PROBLEM),
-        (4, "NCCL_TREE_THRESHOLD", Severity.WARNING),
         (4, "CUDA_MEMORY_FRACTION", Severity.WARNING),
+        (4, "NCCL_TREE_THRESHOLD", Severity.WARNING),
         (5, "NCCL_DEBUG", Severity.WARNING),
         (6, "OSORA_VIDEO__RESOLUTON", Severity.PROBLEM),
     ]
@@ -151,7 +161,7 @@ def test_a_file_with_known_faults(tmp_path):
     assert findings[0].lines()[0].startswith(f"file        warning  {path}:2: ")
 
 
-def test_nothing_wrong(tmp_path):
+def test_a_file_without_faults_has_one_ok(tmp_path):
     path = tmp_path / "env.sh"
     path.write_text("export NCCL_DEBUG=WARN PATH=/bin\n", encoding="utf-8")
     (finding,) = lint_file(path)
@@ -171,11 +181,11 @@ def test_nothing_wrong(tmp_path):
         ("setup", "#!/bin/sh\nfrom=1", False),
     ],
 )
-def test_kinds_of_files(name, text, is_docker):
+def test_dockerfiles_are_recognised_by_name_and_content(name, text, is_docker):
     assert is_dockerfile(name, text) is is_docker
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_missing_binary_and_large_files_are_refused(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     large = tmp_path / "large"
@@ -195,15 +205,8 @@ def test_files_that_cannot_be_read(tmp_path):
     "text",
     ["export A='never ends", 'A="', "A=$(", "A=${", "\\", "A=\\", "cat <<EOF\nA=1", "{", "}", ")", "((", "<<", "A=`"],
 )
-def test_torn_texts_end(text):
+def test_torn_texts_are_read_to_their_end(text):
     for tail in ("", "\n", "\nB=1\n"):
         list(read_shell(text + tail))
         list(read_dockerfile(f"FROM x\nENV {text}{tail}"))
         list(read_dockerfile(f"RUN {text}{tail}"))
-
-
-def test_own_scripts_of_a_path(tmp_path: Path):
-    script = tmp_path / "x.env"
-    script.write_text("NCCL_P2P_DISABLE=1\n", encoding="utf-8")
-    (finding,) = lint_file(script)
-    assert (finding.line, finding.variable) == (1, "NCCL_P2P_DISABLE")

@@ -5,20 +5,20 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.core.redaction import is_relevant
-from opensora_cli.engine.env_check.environment import Surroundings, lint_variables, matching_interfaces
-from opensora_cli.engine.env_check.findings import Severity
 from opensora_cli.engine.env_check.profiles import PROFILES
+from opensora_cli.engine.env_check.report import Severity
+from opensora_cli.engine.env_check.variables import Surroundings, lint_variables, matching_interfaces
 
 SERVER = Surroundings(
     uses_cuda=True,
-    num_cards=8,
+    num_gpus=8,
     cores=64,
     has_nvlink=True,
     interfaces=("lo", "eth0", "eth1", "docker0"),
     infiniband=("mlx5_0", "mlx5_1"),
 )
-DESKTOP = replace(SERVER, num_cards=1, cores=8, has_nvlink=False, infiniband=())
-LAPTOP = replace(DESKTOP, uses_cuda=False, num_cards=0)
+DESKTOP = replace(SERVER, num_gpus=1, cores=8, has_nvlink=False, infiniband=())
+LAPTOP = replace(DESKTOP, uses_cuda=False, num_gpus=0)
 WARNING, PROBLEM, NOTE = Severity.WARNING, Severity.PROBLEM, Severity.NOTE
 
 
@@ -64,11 +64,11 @@ WARNING, PROBLEM, NOTE = Severity.WARNING, Severity.PROBLEM, Severity.NOTE
     ],
     ids=str,
 )  # fmt: skip
-def test_one_finding_with_its_reason(variables, variable, severity):
+def test_a_fault_gives_one_finding_with_reason_and_fix(variables, variable, severity):
     (finding,) = lint_variables(variables, SERVER)
     assert (finding.variable, finding.severity) == (variable, severity)
     assert finding.why
-    assert finding.mend or severity is NOTE
+    assert finding.fix or severity is NOTE
 
 
 @pytest.mark.parametrize(
@@ -89,33 +89,33 @@ def test_one_finding_with_its_reason(variables, variable, severity):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_right_is_not_spoken_of(variables):
+def test_right_values_give_no_finding(variables):
     assert lint_variables(variables, SERVER) == []
 
 
-def test_switching_off_what_is_not_there_is_right():
+def test_switching_off_absent_hardware_gives_no_finding():
     variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     assert lint_variables(variables, DESKTOP) == []
     assert {finding.variable for finding in lint_variables(variables, None)} == set(variables)
 
 
-def test_a_build_for_the_cpu_reads_no_allocator_options():
+def test_allocator_faults_are_warnings_for_a_cpu_build():
     (finding,) = lint_variables({"PYTORCH_ALLOC_CONF": "backend=native"}, LAPTOP)
     assert finding.severity is WARNING
 
 
-def test_one_card_needs_no_interface():
+def test_a_wrong_interface_is_a_warning_on_one_gpu():
     (finding,) = lint_variables({"NCCL_SOCKET_IFNAME": "ib0"}, DESKTOP)
     assert finding.severity is WARNING
-    assert "lo, eth0, eth1, docker0" in finding.mend
+    assert "lo, eth0, eth1, docker0" in finding.fix
 
 
 def test_the_nearest_setting_is_named():
     (finding,) = lint_variables({"OSORA_SAMPLING__SEDE": "1"}, SERVER)
-    assert "OSORA_SAMPLING__SEED" in finding.mend
+    assert "OSORA_SAMPLING__SEED" in finding.fix
 
 
-def test_shadowing_libraries():
+def test_libraries_that_hide_those_of_torch_are_named():
     machine = replace(SERVER, shadowing=("/opt/cuda/lib64/libcudnn.so.8",))
     (finding,) = lint_variables({"LD_LIBRARY_PATH": "/opt/cuda/lib64"}, machine)
     assert "/opt/cuda/lib64/libcudnn.so.8" in finding.message
@@ -132,11 +132,11 @@ def test_shadowing_libraries():
         ("eth1,docker", ["eth1", "docker0"]),
     ],
 )
-def test_interfaces(value, fitting):
+def test_nccl_interfaces_by_beginning_whole_name_and_exclusion(value, fitting):
     assert matching_interfaces(value, SERVER.interfaces) == fitting
 
 
-def test_relevant_names():
+def test_relevant_variables():
     assert is_relevant("NCCL_DEBUG")
     assert is_relevant("LD_LIBRARY_PATH")
     assert not is_relevant("PATH")
@@ -144,8 +144,13 @@ def test_relevant_names():
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
-def test_what_is_recommended_has_no_faults(profile):
+def test_recommended_variables_pass_the_rules(profile):
     variables = {item.name: item.value for item in profile.variables}
     assert variables
     assert lint_variables(variables, SERVER) == []
     assert all(map(is_relevant, variables))
+
+
+def test_a_value_that_is_not_known_fails_only_rules_about_names():
+    unknown = dict.fromkeys(["NCCL_TIMEOUT", "NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "OSORA_VIDEO__RESOLUTON"])
+    assert [finding.variable for finding in lint_variables(unknown, None)] == ["NCCL_TIMEOUT", "OSORA_VIDEO__RESOLUTON"]

@@ -1,0 +1,325 @@
+"""Rules for environment variables. Pure: a mapping of variables goes in, findings come out.
+
+Most rules are a row of `_RULES`; a value with a form of its own has a function.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.env_check.allocator import find_faults
+from opensora_cli.engine.env_check.report import Check, Finding, Severity
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import ENVIRONMENT_PREFIX, read_environment
+from opensora_cli.settings.train import TrainSettings
+
+Variables = Mapping[str, str | None]
+"""Names and values; None: a value that is not known, as one that a script computes."""
+
+_CHECK = Check("environment")
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What rules must know of the machine that the variables are for."""
+
+    uses_cuda: bool
+    num_gpus: int
+    cores: int
+    has_nvlink: bool
+    interfaces: tuple[str, ...]
+    infiniband: tuple[str, ...]
+    shadowing: tuple[str, ...] = ()
+    """Libraries in LD_LIBRARY_PATH that torch would load instead of its own."""
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() in _TRUE
+
+
+def _is_set(_: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """What is wrong with one variable."""
+
+    name: str
+    why: str
+    fix: str | None = None
+    when: Callable[[str], bool] = _is_on
+    """Of its value. `_is_set` also holds for a value that is not known."""
+    message: str = "{name}={value}"
+    severity: Severity = Severity.WARNING
+    on_machine: Callable[[Surroundings], str | None] = lambda _: ""
+    """What of a machine it concerns, for the message; None: it does not. An unknown machine may have anything."""
+
+
+_UNSET = "unset it"
+_NOT_READ = "{name} is read by nothing"
+_RULES = (
+    _Rule(
+        name="PYTORCH_NO_CUDA_MEMORY_CACHING",
+        why="every tensor is allocated by the driver, which waits for the GPU: meant for memory checkers",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="CUDA_MEMORY_FRACTION",
+        when=_is_set,
+        message=_NOT_READ,
+        why="neither CUDA nor torch has such a variable",
+        fix="PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.9",
+    ),
+    _Rule(
+        name="NCCL_TREE_THRESHOLD",
+        when=_is_set,
+        message=_NOT_READ,
+        why="only NCCL 2.4 read it; newer ones choose for themselves",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="NCCL_TIMEOUT",
+        when=_is_set,
+        message=_NOT_READ,
+        why="neither NCCL nor torch has such a variable",
+        fix="the time limit is the timeout argument of init_process_group",
+    ),
+    _Rule(
+        name="TORCH_CUDNN_V8_API_ENABLED",
+        when=_is_set,
+        message=_NOT_READ,
+        why="torch always uses this interface of cuDNN now",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="HF_HUB_ENABLE_HF_TRANSFER",
+        when=_is_set,
+        message=_NOT_READ,
+        why="huggingface_hub no longer uses hf_transfer",
+        fix="HF_XET_HIGH_PERFORMANCE=1 lets downloads use all cores and bandwidth",
+    ),
+    _Rule(
+        name="TRANSFORMERS_CACHE",
+        when=_is_set,
+        message=_NOT_READ,
+        why="transformers 5 does not know it",
+        fix="HF_HOME=DIR moves the cache",
+    ),
+    _Rule(
+        name="CUDA_LAUNCH_BLOCKING",
+        why="the CPU waits for every kernel, and copies no longer overlap: for debugging",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="TORCH_NCCL_BLOCKING_WAIT",
+        why="the CPU waits for every collective; torch ends a hung run without it, too (asynchronous error handling)",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="NCCL_BLOCKING_WAIT",
+        why="the CPU waits for every collective; and the name is an old one of TORCH_NCCL_BLOCKING_WAIT",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="NCCL_SHM_DISABLE",
+        why="GPUs without a direct link then exchange through the network, not through shared memory",
+        fix=_UNSET,
+    ),
+    _Rule(
+        name="TORCH_DISTRIBUTED_DEBUG",
+        when=lambda value: value.upper() == "DETAIL",
+        message="{name}=DETAIL",
+        why="further collectives before every collective check it",
+        fix="unset it after debugging",
+    ),
+    _Rule(
+        name="NCCL_P2P_DISABLE",
+        on_machine=lambda here: " on a machine with NVLink" if here.has_nvlink else None,
+        why="GPUs exchange through host memory instead of NVLink or PCI, many times slower",
+        fix="unset it; if NCCL then hangs, switch off ACS or the IOMMU, which is what it works around",
+    ),
+    _Rule(
+        name="NCCL_IB_DISABLE",
+        on_machine=lambda here: f" with {', '.join(here.infiniband)} here" if here.infiniband else None,
+        why="nodes exchange through TCP sockets instead of InfiniBand",
+        fix="unset it; NCCL_IB_HCA chooses among adapters",
+    ),
+    _Rule(
+        name="NCCL_ASYNC_ERROR_HANDLING",
+        when=_is_set,
+        message="{name} is an old name",
+        why="torch still reads it, with a warning for each process",
+        fix="unset it: it is on by default; its name is TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    ),
+    _Rule(
+        name="NVIDIA_TF32_OVERRIDE",
+        when=lambda value: value == "0",
+        severity=Severity.NOTE,
+        why="float32 products are computed in full precision, whatever a program asks for",
+    ),
+    _Rule(
+        name="TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        severity=Severity.NOTE,
+        why="float32 products are computed in TF32: outputs in float32 differ in the third digit",
+    ),
+    *(
+        _Rule(
+            name=name,
+            severity=Severity.NOTE,
+            why="osora ckpt download fetches nothing; generating needs no network anyway",
+        )
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    ),
+)
+
+
+def lint_variables(variables: Variables, surroundings: Surroundings | None) -> list[Finding]:
+    """Return what is wrong with environment variables.
+
+    Args:
+        variables: names and values.
+        surroundings: the machine they are for. None: another one, as for a file; then only what holds on any machine
+            is checked.
+    """
+    known = {name: value.strip() for name, value in variables.items() if value is not None}
+    found = list(_lint_allocator(known, uses_cuda=surroundings is None or surroundings.uses_cuda))
+    for rule in _RULES:
+        value = known.get(rule.name)
+        applies = rule.name in variables and (rule.when is _is_set or (value is not None and rule.when(value)))
+        concerned = "" if surroundings is None else rule.on_machine(surroundings)
+        if applies and concerned is not None:
+            message = rule.message.format(name=rule.name, value=value) + concerned
+            found.append(_finding(rule.severity, rule.name, message, why=rule.why, fix=rule.fix))
+    found += _lint_threads(known.get("OMP_NUM_THREADS", ""), surroundings)
+    if "CUDA_VISIBLE_DEVICES" in known:
+        found += _lint_devices(known["CUDA_VISIBLE_DEVICES"])
+    if surroundings is not None:
+        found += _lint_interfaces(known, surroundings)
+        found += _lint_libraries(surroundings)
+    return [*found, *_lint_own(variables)]
+
+
+def _finding(severity: Severity, variable: str, message: str, *, why: str, fix: str | None) -> Finding:
+    return Finding(check=_CHECK.name, severity=severity, message=message, why=why, fix=fix, variable=variable)
+
+
+def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Finding]:
+    new, old = _ALLOCATOR_NAMES
+    if known.get(new) and known.get(old):
+        yield _CHECK.warning(
+            f"{old} stands beside {new}",
+            why=f"torch takes some options from the one and some from the other: the backend from {old}, "
+            f"fragmentation from {new}",
+            fix=f"put all into {new}, and unset {old}",
+            variable=old,
+        )
+    for name in _ALLOCATOR_NAMES:
+        for fault in find_faults(known.get(name, "")):
+            # A build for the CPU never reads these.
+            severity = Severity.PROBLEM if fault.is_fatal and uses_cuda else Severity.WARNING
+            yield _finding(severity, name, f"{name}: {fault.message}", why=fault.why, fix=fault.fix)
+
+
+def _lint_threads(value: str, surroundings: Surroundings | None) -> Iterator[Finding]:
+    # A list is for nested regions; the first number is what counts.
+    first = value.partition(",")[0].strip()
+    if value and (not first.isdigit() or int(first) == 0):
+        yield _CHECK.warning(
+            f"OMP_NUM_THREADS={value} is not a number of threads",
+            why="OpenMP ignores it",
+            fix="unset it: torch takes one thread for each core",
+            variable="OMP_NUM_THREADS",
+        )
+    elif value and surroundings is not None and int(first) > surroundings.cores:
+        yield _CHECK.warning(
+            f"OMP_NUM_THREADS={value} on {surroundings.cores} cores",
+            why="threads wait for each other to get a core: slower than fewer of them",
+            fix="unset it, or use at most the number of cores",
+            variable="OMP_NUM_THREADS",
+        )
+
+
+def _lint_devices(value: str) -> Iterator[Finding]:
+    name = "CUDA_VISIBLE_DEVICES"
+    devices = [device.strip() for device in value.split(",")]
+    numbers = [device for device in devices if re.fullmatch(r"-?\d+", device)]
+    odd = [device for device in devices if device not in numbers and not device.startswith(("GPU-", "MIG-"))]
+    message, why, fix = "", "", "list numbers as nvidia-smi shows them, as in 0,1"
+    if value in ("", "-1"):
+        message, why, fix = "hides all GPUs", "everything runs on the CPU", "unset it to use the GPUs"
+    elif odd:
+        message = f"has {', '.join(map(repr, odd))} in it"
+        why = "CUDA reads up to the first entry that is neither a number nor a GPU-... name, and hides the rest"
+    elif any(number.startswith("-") for number in numbers):
+        message, why = "has a negative number in it", "CUDA hides this GPU and all that follow"
+    elif len(set(devices)) < len(devices):
+        message, why = "names a GPU twice", "CUDA then finds no GPU at all"
+    elif numbers and len(numbers) < len(devices):
+        message, why = "mixes numbers and names", "CUDA takes either, not both"
+    if message:
+        yield _CHECK.warning(f"{name}={value} {message}", why=why, fix=fix, variable=name)
+
+
+def _lint_interfaces(known: Mapping[str, str], surroundings: Surroundings) -> Iterator[Finding]:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = known.get(name)
+        if not value:
+            continue
+        if name.startswith("NCCL"):
+            fits = bool(matching_interfaces(value, surroundings.interfaces))
+        else:  # gloo takes whole names
+            fits = all(part in surroundings.interfaces for part in value.split(","))
+        if not fits:
+            yield _finding(
+                Severity.PROBLEM if surroundings.num_gpus > 1 else Severity.WARNING,
+                name,
+                f"{name}={value} fits no network interface here",
+                why="the processes of a run cannot connect, and it fails or hangs at its start",
+                fix=f"unset it, or choose among {', '.join(surroundings.interfaces)}",
+            )
+
+
+def matching_interfaces(value: str, interfaces: tuple[str, ...]) -> list[str]:
+    """Return the interfaces that a value of `NCCL_SOCKET_IFNAME` lets NCCL use.
+
+    It lists beginnings of names, after `=` whole names, and after `^` those that are not to be used (NCCL user guide).
+    """
+    excludes = value.startswith("^")
+    rest = value.removeprefix("^")
+    is_exact = rest.startswith("=")
+    names = [name for name in rest.removeprefix("=").split(",") if name]
+
+    def is_named(interface: str) -> bool:
+        return interface in names if is_exact else interface.startswith(tuple(names))
+
+    return [interface for interface in interfaces if is_named(interface) is not excludes]
+
+
+def _lint_libraries(surroundings: Surroundings) -> Iterator[Finding]:
+    if surroundings.shadowing:
+        # torch finds its own by RUNPATH, which comes after this variable (ld.so(8)).
+        yield _CHECK.warning(
+            f"LD_LIBRARY_PATH hides torch's own libraries: {', '.join(surroundings.shadowing)}",
+            why="torch loads these instead of those that it was built and tested with",
+            fix="take their folders out of LD_LIBRARY_PATH",
+            variable="LD_LIBRARY_PATH",
+        )
+
+
+def _lint_own(variables: Variables) -> Iterator[Finding]:
+    for name in sorted(variables):
+        if not name.startswith(ENVIRONMENT_PREFIX) or variables[name] == "":
+            continue
+        try:
+            read_environment(GenerateSettings, {name: variables[name] or "any"}, others=(TrainSettings,))
+        except RequestError as error:
+            yield _CHECK.problem(
+                f"{name} is not a setting",
+                why="osora refuses variables of its own form that it does not know",
+                fix=error.hint or "unset it",
+                variable=name,
+            )
