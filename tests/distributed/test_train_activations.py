@@ -14,9 +14,9 @@ from opensora_cli.engine.train.activations import plan_activations, saved_activa
 from opensora_cli.settings.train import TrainSettings
 
 CASES = [
-    Case("zero2", 2),
     Case("hybrid", 2, (("ring_degree", 2),)),
-    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
+    pytest.param(Case("zero2", 2), marks=pytest.mark.slow),
+    pytest.param(Case("hybrid", 2, (("tensor_parallel_degree", 2),)), marks=pytest.mark.slow),
 ]
 
 

@@ -26,11 +26,12 @@ DEPTH = 6
 LORA = {"lora.rank": 2, "precision.compute": "bf16"}
 
 CASES = [
-    Case("zero2", 2),
-    Case("zero3", 2),
     Case("zero3", 4),
     Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
-    Case("hybrid", 2, (("ulysses_degree", 2),)),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (Case("zero2", 2), Case("hybrid", 2, (("ulysses_degree", 2),)))
+    ),
 ]
 
 
@@ -88,7 +89,7 @@ def _assert_same(weights: dict[str, Tensor], model: MMDiT) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("from_file", [False, True])
+@pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, from_file: bool) -> None:
     settings = _settings(_saved(tmp_path, torch.float32) if from_file else None)
     with TensorBytes(device_type="cpu") as counted:
@@ -105,7 +106,7 @@ def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, fr
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_they_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, from_file: bool) -> None:
+def test_parts_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, from_file: bool) -> None:
     settings = _settings(_saved(tmp_path, torch.float16, has_references=False) if from_file else None)
     model = _alone(settings)
     assert model.cond_in is not None
@@ -117,7 +118,7 @@ def test_they_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, f
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_beside_an_adapter(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weights_beside_an_adapter_are_those_of_one_process(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
     pytest.importorskip("peft")
     settings = _settings(_saved(tmp_path, dtype), **LORA)
     model = _alone(settings)
@@ -139,9 +140,11 @@ def _built(case: Case | None, settings: TrainSettings) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", [Case("ddp", 2), Case("zero3", 2)], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"compile": True}, LORA], ids=["plain", "compile", "lora"])
-def test_runs_begin_with_them(pool: Pool, tmp_path: Path, case: Case, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("case", [pytest.param(Case("ddp", 2), marks=pytest.mark.slow), Case("zero3", 2)], ids=str)
+@pytest.mark.parametrize("changes", [{"compile": True}, LORA], ids=["compile", "lora"])
+def test_runs_start_with_the_weights_of_one_process(
+    pool: Pool, tmp_path: Path, case: Case, changes: dict[str, object]
+) -> None:
     if "lora.rank" in changes:
         pytest.importorskip("peft")
     weights = tiny_frozen.save_frozen_parts(tmp_path / "weights")

@@ -17,9 +17,6 @@ from opensora_cli.settings.lora import LoraSettings
 STEPS = 5
 MICRO_BATCHES = 2
 
-WHOLE_CLIPS = [Case(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "zero3")]
-PARTS_OF_CLIPS = [Case("hybrid", 2, (("ulysses_degree", 2),)), Case("hybrid", 2, (("ring_degree", 2),))]
-
 
 def _with_adapter(dtype: torch.dtype, dropout: float) -> MMDiT:
     model = tiny_transformer().to(dtype)
@@ -55,7 +52,14 @@ def _by_ranks(case: Case, dtype: torch.dtype, dropout: float) -> tuple[list[floa
 
 
 @pytest.mark.parametrize(
-    ("case", "dropout"), [*((case, 0.2) for case in WHOLE_CLIPS), *((case, 0.0) for case in PARTS_OF_CLIPS)], ids=str
+    ("case", "dropout"),
+    [
+        (Case("zero3", 2), 0.2),
+        (Case("hybrid", 2, (("ulysses_degree", 2),)), 0.0),
+        *(pytest.param(Case(strategy, 2), 0.2, marks=pytest.mark.slow) for strategy in ("ddp", "zero1", "zero2")),
+        pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), 0.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_strategy_learns_the_adapter_of_one_process(
     pool: Callable[[int], Any], case: Case, dropout: float

@@ -61,7 +61,7 @@ def _sharded_learns_as_one(offload: bool, shard_last: bool) -> tuple[dict[str, T
     return _state(plain, plain_optimizers), _state(model, optimizers), kinds
 
 
-def _goes_on_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _resumes_from_a_whole_state(offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Two updates in one process, whose state sharded ranks take up for the third."""
     plain = _model()
     plain_optimizers = build_optimizers(plain, OptimizerSettings(**_RATE))
@@ -120,8 +120,7 @@ def _products_of_8_bits() -> tuple[list[Tensor], list[Tensor], int]:
     return [_whole(weight.grad) for weight in model.parameters()], [w.grad for w in plain.parameters()], sharded
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("shard_last", [True, False])
+@pytest.mark.parametrize(("offload", "shard_last"), [(False, True), (True, False)])
 def test_sharded_weights_learn_as_in_one_process(pool: Callable[[int], Any], offload: bool, shard_last: bool) -> None:
     for expected, found, kinds in pool(2).run(_sharded_learns_as_one, offload, shard_last):
         assert len(expected) == 4 * 3
@@ -132,14 +131,14 @@ def test_sharded_weights_learn_as_in_one_process(pool: Callable[[int], Any], off
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_sharded_ranks_go_on_from_the_state_of_one_process(pool: Callable[[int], Any], offload: bool) -> None:
-    for expected, found in pool(2).run(_goes_on_from_a_whole_state, offload):
+def test_sharded_ranks_resume_from_the_state_of_one_process(pool: Callable[[int], Any], offload: bool) -> None:
+    for expected, found in pool(2).run(_resumes_from_a_whole_state, offload):
         assert len(expected) == 4 * 3
         for name, value in expected.items():
             assert_close(found[name], value, what=name)
 
 
-def test_gradients_are_unscaled_where_they_are(pool: Callable[[int], Any]) -> None:
+def test_sharded_gradients_are_unscaled(pool: Callable[[int], Any]) -> None:
     for found, expected in pool(2).run(_unscaled_gradients):
         assert all(gradient.any() for gradient in expected)
         for one, other in zip(found, expected, strict=True):

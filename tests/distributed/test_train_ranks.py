@@ -23,6 +23,7 @@ from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
+from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -62,7 +63,7 @@ def _steps() -> tuple[list[dict[str, float]], list[int], dict[str, list[float]]]
     return [dict(trainer.do_step().figures) for _ in range(STEPS)], task.asked, _weights(trainer)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_do_not_depend_on_the_number_of_ranks(pool, ranks):
     figures, asked, weights = _steps()
     found = pool(ranks).run(_steps)
@@ -131,8 +132,11 @@ def _second_half(folder: str) -> tuple[list[dict[str, float]], list[int], dict[s
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 2)])
-def test_goes_on_with_another_number_of_ranks(pool, tmp_path, before, after):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), (4, 2), *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 2), (2, 2)))],
+)
+def test_resumes_with_another_number_of_ranks(pool, tmp_path, before, after):
     figures, asked, weights = _steps()
     folder = _first_half(str(tmp_path)) if before == 1 else pool(before).run(_first_half, str(tmp_path))[0]
     assert wrong_files(Path(folder)) == []
@@ -147,7 +151,7 @@ def test_goes_on_with_another_number_of_ranks(pool, tmp_path, before, after):
             assert their_weights[name] == pytest.approx(values, rel=1e-5, abs=1e-7)
 
 
-def test_as_many_ranks_go_on_bit_for_bit(pool, tmp_path):
+def test_as_many_ranks_resume_bit_for_bit(pool, tmp_path):
     whole = pool(2).run(_steps)
     folder = pool(2).run(_first_half, str(tmp_path))[0]
     for (figures, _, weights), (their_figures, _, their_weights) in zip(
@@ -157,7 +161,8 @@ def test_as_many_ranks_go_on_bit_for_bit(pool, tmp_path):
         assert their_weights == weights
 
 
-def test_who_writes_does_not_matter(pool, tmp_path):
+@pytest.mark.slow
+def test_any_number_of_ranks_writes_the_same_files(pool, tmp_path):
     folders = [pool(2).run(_first_half, str(tmp_path / "2"))[0], pool(4).run(_first_half, str(tmp_path / "4"))[0]]
     # The same files of the same sizes; weights differ by rounding.
     sizes = [
@@ -216,7 +221,7 @@ def _failing(folder: str, failures: int) -> tuple[list[str], str]:
     return listener.warnings, "done"
 
 
-def test_a_failed_save_of_one_rank_is_made_up_for_by_all(pool, tmp_path):
+def test_a_failed_save_of_one_rank_is_retried_by_all(pool, tmp_path):
     first, second = pool(2).run(_failing, str(tmp_path), 1)
     assert first == (["it is stuck: the next save tries again"], "done")
     assert second == ([], "done")
@@ -265,7 +270,7 @@ def test_all_ranks_wait_until_the_checkpoint_is_there(pool, tmp_path):
     assert pool(2).run(_waiting, str(tmp_path), False) == [("epoch0-global_step0", True)] * 2
 
 
-def test_what_one_rank_could_not_save_no_rank_takes_for_saved(pool, tmp_path):
+def test_a_save_that_fails_on_one_rank_fails_on_all(pool, tmp_path):
     assert pool(2).run(_waiting, str(tmp_path), True) == [
         (f"cannot write {tmp_path / 'epoch0-global_step0'}: No space left on device", False),
         (f"another rank could not write a checkpoint in {tmp_path}", False),
@@ -289,10 +294,10 @@ def _log(run: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for line in lines]
 
 
-def test_ctrl_c_of_two_ranks_saves_and_one_goes_on(tmp_path):
+def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole, run = tmp_path / "whole", tmp_path / "run"
-    subprocess.run(_command(_settings(whole), tmp_path, "--quiet"), check=True, capture_output=True, env=environment)
+    train(_settings(whole))
 
     flags = ("--gpus", "2", "--device", "cpu")
     # So many that it does not end by itself.
@@ -323,22 +328,22 @@ def test_ctrl_c_of_two_ranks_saves_and_one_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_goes_on_as_two_with_larger_updates(tmp_path):
+def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path):
     environment, run = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run"
     changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}
     alone = _command(_settings(run, **changes), tmp_path, "--quiet")
     subprocess.run(alone, check=True, capture_output=True, env=environment)
 
-    def go_on(*flags: str) -> "subprocess.CompletedProcess[str]":
+    def resumed(*flags: str) -> "subprocess.CompletedProcess[str]":
         command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, "--resume", *flags)
         return subprocess.run(
             [*command, "--gpus", "2", "--device", "cpu"], capture_output=True, check=False, text=True, env=environment
         )
 
-    refused = go_on()
+    refused = resumed()
     assert refused.returncode == 2, refused.stderr
     assert "larger updates from now on: --set loop.micro_batches=2" in refused.stderr
-    done = go_on("--set", "loop.micro_batches=2")
+    done = resumed("--set", "loop.micro_batches=2")
     assert done.returncode == 0, done.stderr
     assert "an update has 2 micro-batches from now on, instead of 1" in done.stderr
     (folder,) = run.glob("epoch0-global_step4")

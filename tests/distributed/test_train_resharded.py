@@ -28,12 +28,11 @@ _LOOP = LoopSettings(steps=5, micro_batches=4, ema_decay=0.9)
 _OPTIMIZER = OptimizerSettings(learning_rate=1e-3, warmup_steps=2, max_grad_norm=2.0)
 
 CASES = [
-    Case("ddp", 2),
+    pytest.param(Case("ddp", 2), marks=pytest.mark.slow),
     Case("zero2", 2),
     Case("zero3", 4, (("dp_shard_degree", 2),)),
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
-    Case("hybrid", 4, (("tensor_parallel_degree", 2),)),
-    Case("hybrid", 2, (("ring_degree", 2),)),
+    pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), marks=pytest.mark.slow),
 ]
 
 
@@ -127,33 +126,31 @@ def _saved(case: Case, output: Path) -> tuple[list[float], Path]:
     return losses, folder
 
 
-def _taken_up(case: Case | None, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+def _resumed(case: Case | None, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     trainer = _trainer(case.open() if case else _alone())
     restore(trainer, folder)
     return _steps(trainer, 2), _averages(trainer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_process_goes_on_where_several_ended_and_the_other_way_round(
-    pool: Pool, case: Case, tmp_path: Path
-) -> None:
+def test_one_process_resumes_what_several_saved_and_they_resume_it_too(pool: Pool, case: Case, tmp_path: Path) -> None:
     expected, averages = _expected()
     answers = pool(case.ranks).run(_saved, case, tmp_path)
     folder = answers[0][1]
-    runs = [(answers[0][0], *_taken_up(None, folder))]
+    runs = [(answers[0][0], *_resumed(None, folder))]
     for losses, more, ours in [
         *runs,
-        *((expected[:3], *found) for found in pool(case.ranks).run(_taken_up, case, folder)),
+        *((expected[:3], *found) for found in pool(case.ranks).run(_resumed, case, folder)),
     ]:
         assert [*losses, *more] == pytest.approx(expected, rel=0, abs=1e-5)
         assert ours.keys() == averages.keys()
         assert all(torch.allclose(ours[name], average, rtol=0, atol=1e-5) for name, average in averages.items())
 
 
-def test_another_strategy_goes_on(pool: Pool, tmp_path: Path) -> None:
+def test_another_strategy_resumes(pool: Pool, tmp_path: Path) -> None:
     expected, _ = _expected()
     (_, folder), *_ = pool(4).run(_saved, CASES[3], tmp_path)
-    for more, _ in pool(2).run(_taken_up, Case("zero1", 2), folder):
+    for more, _ in pool(2).run(_resumed, Case("zero1", 2), folder):
         assert more == pytest.approx(expected[3:], rel=0, abs=1e-5)
 
 
@@ -168,15 +165,13 @@ def _with_lora(case: Case | None, compiled: bool) -> tuple[list[float], dict[str
 @pytest.mark.parametrize(
     ("case", "compiled"),
     [
-        (Case("ddp", 2), False),
         pytest.param(Case("zero2", 2), True, marks=pytest.mark.slow),
-        (Case("zero3", 2), False),
         pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), False, marks=pytest.mark.slow),
         (Case("hybrid", 4, (("ulysses_degree", 2),)), False),
     ],
     ids=str,
 )
-def test_adapters(pool: Pool, case: Case, compiled: bool) -> None:
+def test_adapters_are_those_of_one_process(pool: Pool, case: Case, compiled: bool) -> None:
     pytest.importorskip("peft")
     expected, averages = _with_lora(None, False)
     assert expected[-1] < expected[0]

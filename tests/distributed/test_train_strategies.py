@@ -25,7 +25,7 @@ from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, linears_of_blocks
 from opensora_cli.settings.strategy import Strategy
 
 Pool = Callable[[int], Any]
-STEPS = 20
+STEPS = 8
 
 DATA = [
     *(Case(strategy, ranks) for strategy in ("ddp", "zero1", "zero2", "zero3") for ranks in (2, 4)),
@@ -43,25 +43,20 @@ HYBRID = [
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ring_degree", 2))),
     Case("hybrid", 4, (("ulysses_degree", 2), ("ring_degree", 2))),
 ]
-_FIRST = {
+FAST = {
     Case("ddp", 2),
     Case("zero2", 2),
     Case("zero3", 4, (("dp_shard_degree", 2),)),
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
 }
-in_every_case = pytest.mark.parametrize("case", [*DATA, *HYBRID], ids=str)
 
 
-def _in_all_but_at_first_in(cases: set[Case]) -> pytest.MarkDecorator:
-    marked = [pytest.param(case, marks=() if case in cases else pytest.mark.slow) for case in (*DATA, *HYBRID)]
+def _slow_but(fast: set[Case], cases: Iterable[Case] = (*DATA, *HYBRID)) -> pytest.MarkDecorator:
+    marked = [pytest.param(case, marks=() if case in fast else pytest.mark.slow) for case in cases]
     return pytest.mark.parametrize("case", marked, ids=str)
 
 
-in_some_cases_at_first = _in_all_but_at_first_in(_FIRST)
-in_unmixed_cases_at_first = _in_all_but_at_first_in(
-    _FIRST
-    | {case for case in (*DATA, *HYBRID) if not case.degrees or (case.strategy == "hybrid" and len(case.degrees) == 1)}
-)
+in_cases = _slow_but(FAST)
 
 
 def _alone() -> Distribution:
@@ -76,7 +71,7 @@ def _blocks(model: MMDiT) -> list[nn.Module]:
 def _expected(micro_batches: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     run = Run(_alone(), tiny_transformer(), micro_batches)
     run.step(STEPS)
-    assert run.losses[-1] < 0.8 * run.losses[0]
+    assert run.losses[-1] < run.losses[0]
     # Some gradients are clipped, others are not.
     assert min(run.norms) < MAX_NORM < max(run.norms)
     return run.losses, run.norms, run.whole()
@@ -88,7 +83,7 @@ def _trained(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
     return run.losses, run.norms, run.whole()
 
 
-@in_unmixed_cases_at_first
+@_slow_but({*FAST, Case("zero1", 2), Case("hybrid", 2, (("ring_degree", 2),))})
 def test_losses_are_those_of_one_process(pool: Pool, case: Case) -> None:
     losses, norms, weights = _expected(case.micro_batches)
     for our_losses, our_norms, our_weights in pool(case.ranks).run(_trained, case):
@@ -113,7 +108,7 @@ def _held(case: Case) -> tuple[tuple[int, int, int], int, int]:
     return run.held_bytes(), _row_bytes(plain.parameters(), rows.size(), rows.rank()), whole
 
 
-@in_every_case
+@in_cases
 def test_bytes_per_rank(pool: Pool, case: Case) -> None:
     answers = pool(case.ranks).run(_held, case)
     whole = answers[0][2]
@@ -163,7 +158,7 @@ def _sent(case: Case, micro_batches: int) -> int:
     return run.sent_bytes()
 
 
-@in_every_case
+@in_cases
 @pytest.mark.parametrize("micro_batches", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bytes_on_the_wire(pool: Pool, case: Case, micro_batches: int) -> None:
     strategy = Strategy(case.strategy)
@@ -200,7 +195,7 @@ def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
     return len(seen), wrong
 
 
-@in_every_case
+@in_cases
 @pytest.mark.parametrize("mlp_ratio", [pytest.param(0.625, marks=pytest.mark.slow), 0.125])
 def test_parts_make_up_the_whole_bit_for_bit(pool: Pool, case: Case, mlp_ratio: float) -> None:
     # With five features in the MLP the last of four ranks has none.
@@ -247,17 +242,15 @@ def _in_a_mode(case: Case, compiled: bool, checkpoints: bool, offload: bool) -> 
     return run.losses, manager.copied_to_device if manager else 0, graphs["unique_graphs"]
 
 
-@in_some_cases_at_first
-@pytest.mark.parametrize("offload", [False, True])
+@in_cases
+@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checkpoints_and_offload_change_no_loss(pool: Pool, case: Case, offload: bool) -> None:
     for losses, copied, _ in pool(case.ranks).run(_in_a_mode, case, False, True, offload):
         assert losses == pytest.approx(_expected(case.micro_batches)[0][:3], rel=0, abs=1e-5)
         assert (copied > 0) == offload
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == Case("zero3", 2) else pytest.mark.slow) for case in DATA], ids=str
-)
+@_slow_but({Case("zero3", 2)}, DATA)
 @pytest.mark.parametrize(
     ("checkpoints", "offload"),
     [*(pytest.param(checkpoints, False, marks=pytest.mark.slow) for checkpoints in (False, True)), (True, True)],
@@ -277,7 +270,7 @@ def _in_half_precision(case: Case, compute: str) -> tuple[list[float], set[torch
     return run.losses, {tensor.dtype for tensors in kept for tensor in tensors}
 
 
-@in_some_cases_at_first
+@_slow_but({Case("zero3", 4, (("dp_shard_degree", 2),))})
 @pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_is_for_computing_alone(pool: Pool, case: Case, compute: str) -> None:
     expected = _expected(case.micro_batches)[0][:5]
@@ -302,11 +295,11 @@ def _in_8_bits(case: Case, alone: bool, compiled: bool) -> tuple[list[float], in
 @pytest.mark.parametrize(
     ("case", "compiled"),
     [
-        (Case("ddp", 2), False),
         (Case("zero3", 2), False),
         *(
             pytest.param(case, compiled, marks=pytest.mark.slow)
             for case, compiled in [
+                (Case("ddp", 2), False),
                 (Case("ddp", 2), True),
                 (Case("zero2", 2), True),
                 (Case("zero3", 2), True),
@@ -340,8 +333,8 @@ def _evaluated(case: Case) -> tuple[list[float], list[float], float]:
     return run.losses, seen, max(held) / own
 
 
-@in_some_cases_at_first
-def test_evaluating_changes_nothing(pool: Pool, case: Case) -> None:
+@in_cases
+def test_evaluating_changes_neither_losses_nor_what_is_held(pool: Pool, case: Case) -> None:
     plain = Run(_alone(), tiny_transformer(), case.micro_batches)
     seen_by_one = []
     for _ in range(3):
@@ -364,8 +357,8 @@ def _with_frozen_weights(case: Case, alone: bool) -> tuple[list[float], list[flo
     return run.losses, run.norms, run.whole()
 
 
-@in_some_cases_at_first
-def test_frozen_weights_stay(pool: Pool, case: Case) -> None:
+@in_cases
+def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
     losses, norms, weights = _with_frozen_weights(case, True)
     before = dict(tiny_transformer().named_parameters())
     for our_losses, our_norms, our_weights in pool(case.ranks).run(_with_frozen_weights, case, False):
@@ -390,8 +383,8 @@ def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
     return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
 
 
-@pytest.mark.parametrize("case", [Case("zero1", 2), Case("zero3", 4), *HYBRID[:3]], ids=str)
-def test_all_ranks_agree(pool: Pool, case: Case) -> None:
+@pytest.mark.parametrize("case", [Case("zero1", 2), *HYBRID[:2]], ids=str)
+def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
     for norm, some, none, mean in pool(case.ranks).run(_not_finite, case):
         assert norm == float("inf")
         assert (some, none) == (True, False)
@@ -415,7 +408,7 @@ def _from_meta(case: Case) -> tuple[int, bool]:
     return held, run.losses == twin.losses
 
 
-@pytest.mark.parametrize("case", [Case("zero2", 2), Case("zero3", 4), HYBRID[0], HYBRID[1]], ids=str)
+@pytest.mark.parametrize("case", [Case("zero2", 2), HYBRID[0]], ids=str)
 def test_weights_can_come_after_dividing(pool: Pool, case: Case) -> None:
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     for held, same in pool(case.ranks).run(_from_meta, case):

@@ -50,8 +50,7 @@ def _trained(kind: str, ranks: int, micro_batches: int) -> tuple[list[dict[str, 
     return figures, found
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-@pytest.mark.parametrize("kind", ["hunyuan", "dc_ae"])
+@pytest.mark.parametrize(("kind", "micro_batches"), [("hunyuan", 4), ("dc_ae", 2)])
 def test_two_processes_train_as_one(pool: Callable[[int], Any], kind: str, micro_batches: int) -> None:
     figures, expected = _trained(kind, 1, micro_batches)
     assert "adversarial_weight" not in figures[0]

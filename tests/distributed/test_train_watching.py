@@ -46,7 +46,7 @@ def _toy(case: Case | None) -> tuple[list[float], list[float]]:
     return losses, validated
 
 
-def test_ranks_share_the_clips(pool: Pool) -> None:
+def test_ranks_share_the_validation(pool: Pool) -> None:
     losses, validated = _toy(None)
     assert len(set(validated)) == 3
     answers = pool(2).run(_toy, MORE_CASES[0])
@@ -101,10 +101,10 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
+    [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in (CASES[0], *MORE_CASES))],
     ids=str,
 )
-def test_all_ranks_watch_together(pool: Pool, case: Case, frozen: Path, tmp_path: Path) -> None:
+def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen: Path, tmp_path: Path) -> None:
     alone = frozen / "alone"
     losses, validated, videos = _expected(frozen, alone)
     assert videos == ["0.mp4", "1.mp4"]
@@ -122,7 +122,7 @@ def test_all_ranks_watch_together(pool: Pool, case: Case, frozen: Path, tmp_path
     assert unwatched == [answer[0] for answer in answers]
 
 
-def test_no_rank_waits_where_no_video_can_be_written(pool: Pool, frozen: Path, tmp_path: Path) -> None:
+def test_no_rank_hangs_if_videos_cannot_be_written(pool: Pool, frozen: Path, tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way of the folder")
     losses, _, _ = _expected(frozen, frozen / "alone")
     for found, _, videos in pool(2).run(_watched, CASES[0], frozen, tmp_path):

@@ -41,6 +41,7 @@ def flops(step: Any) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_both_loops_do_the_same_work(benchmark: ModuleType) -> None:
     device = torch.device("cpu")
     settings = benchmark.demo_settings(batch_size=1, compute="fp32")
@@ -61,7 +62,7 @@ def test_both_loops_do_the_same_work(benchmark: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_everything_is_measured_and_told(
+def test_everything_is_measured_and_printed(
     benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--batch-size", "1", "--block", "1", "--rounds", "2", "--data-steps", "1", "--workers", "1"]

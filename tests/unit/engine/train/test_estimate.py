@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-MORE_VARIANTS = {"a larger batch", "longer, wider"}
+FAST = {"checkpointed", "offloaded"}
 
 
 def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainSettings:
@@ -41,15 +41,11 @@ def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainS
     ("target", "changes"),
     [
         *(
-            pytest.param(
-                "mmdit", changes, id=f"mmdit {name}", marks=[pytest.mark.slow] if name in MORE_VARIANTS else []
-            )
+            pytest.param("mmdit", changes, id=f"mmdit {name}", marks=() if name in FAST else pytest.mark.slow)
             for name, changes in VARIANTS.items()
         ),
-        pytest.param("vae", {}, id="vae"),
-        pytest.param(
-            "vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32", "data.scenes.size": 48}, id="vae float32"
-        ),
+        pytest.param("vae", {}, id="vae", marks=pytest.mark.slow),
+        pytest.param("vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32"}, id="vae float32"),
         pytest.param("text", {"text.batch_size": 5}, id="text"),
     ],
 )
@@ -61,10 +57,13 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     for name in ("weights", "average", "optimizer", "frozen parts"):
         assert expected.at_peak[name] == pytest.approx(found.at_peak[name], rel=0.1), name
     assert sum(found.at_peak.values()) == found.peak_bytes
+    # The buffer of offloaded activations is filled, and no larger than needed.
+    assert found.buffer_used_bytes == found.buffer_bytes
+    assert (found.buffer_bytes > 0) == (settings.memory.activation_offload == "all")
     assert not tmp_path.joinpath("log.jsonl").exists()
 
 
-def test_parts_of_a_step(tmp_path: Path) -> None:
+def test_weights_gradients_and_moments_add_up_by_weight(tmp_path: Path) -> None:
     settings = settings_of("mmdit", tmp_path, {"optimizer.name": "adamw", "memory.checkpointing": True})
     memory = estimate_training(settings)
     weights = sum(size for _, size, _, _ in memory.by_weight.values())
@@ -76,27 +75,28 @@ def test_parts_of_a_step(tmp_path: Path) -> None:
     assert memory.held_for_backward < plain.held_for_backward
 
 
-def test_text_encoders_are_counted_as_their_folders_say_or_as_the_released_ones(tmp_path: Path) -> None:
+RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
+
+
+def test_text_encoders_have_the_sizes_in_their_folders(tmp_path: Path) -> None:
+    folder = str(tiny_frozen.save_frozen_parts(tmp_path))
+    settings = settings_of("mmdit", tmp_path, {**RELEASED_WIDTHS, "weights": [folder]})
+    assert estimate_training(settings).at_peak["frozen parts"] < 10**6
+
+
+@pytest.mark.slow
+def test_text_encoders_without_a_folder_are_the_released_ones(tmp_path: Path) -> None:
     small = settings_of("mmdit", tmp_path, {})
-    released = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
     # Of T5 XXL's encoder, and of CLIP L's text tower.
     expected = 4_762_310_656 + 123_060_480
     autoencoder = estimate_training(small.replace({"target": "vae"})).at_peak["weights"]
-    settings = small.replace({**released, "train_mmdit.frozen_dtype": "bfloat16"})
+    settings = small.replace({**RELEASED_WIDTHS, "train_mmdit.frozen_dtype": "bfloat16"})
     frozen = estimate_training(settings).at_peak["frozen parts"]
     assert frozen == pytest.approx(2 * (expected + autoencoder / 4), rel=1e-3)
-    folders = small.replace({**released, "weights": [str(tiny_frozen.save_frozen_parts(tmp_path))]})
-    assert estimate_training(folders).at_peak["frozen parts"] < 10**6
-
-
-def test_the_buffer_of_activations_is_used_as_planned(tmp_path: Path) -> None:
-    settings = settings_of("mmdit", tmp_path, VARIANTS["offloaded"])
-    memory = measure_training(settings)
-    assert memory.buffer_used_bytes == memory.buffer_bytes > 0
 
 
 def test_over_the_limit_is_out_of_memory(tmp_path: Path) -> None:
-    settings = settings_of("mmdit", tmp_path, {})
+    settings = settings_of("text", tmp_path, {})
     peak = measure_training(settings).peak_bytes
     assert measure_training(settings, limit=peak).peak_bytes == peak
     with pytest.raises(MemoryError):

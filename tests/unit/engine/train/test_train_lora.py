@@ -137,6 +137,7 @@ class TestAddLora:
         assert all(gradient.any() for gradient in gradients[0].values())
         assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
+    @pytest.mark.slow
     def test_compiled_blocks_give_the_same_gradients(self):
         gradients = []
         for compiled in (False, True):
@@ -210,12 +211,12 @@ class TestLoraSettings:
             ({"rank": "4", "targets": "img_in"}, "'q_proj'"),
         ],
     )
-    def test_what_makes_no_sense(self, given, message):
+    def test_settings_without_effect_are_refused(self, given, message):
         with pytest.raises(ValidationError) as raised:
             LoraSettings.model_validate(given)
         assert message in str(raised.value)
 
-    def test_what_contradicts_it_elsewhere(self):
+    def test_contradictions_with_other_settings_are_listed(self):
         bad = {"trains_transformer": False, "init": None, "hidden_size": 2, "fp8_linears": True, "divides_tokens": True}
         good = {"trains_transformer": True, "init": "a", "hidden_size": 4, "fp8_linears": False}
         assert LoraSettings().problems(**bad) == RANK_4.problems(**good, divides_tokens=True) == []

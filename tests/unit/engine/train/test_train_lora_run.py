@@ -93,7 +93,7 @@ def test_the_adapter_makes_the_video_that_the_merged_model_makes(trained, tmp_pa
     assert (with_adapter - merged).norm() < 0.2 * change
 
 
-def test_its_files(trained):
+def test_files_are_those_of_peft(trained):
     tensors = load_file(trained / "lora" / "adapter_model.safetensors")
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     assert len(tensors) == 2 * len(layers) == 2 * (2 * 2 + 8 * 2)
@@ -110,10 +110,11 @@ def test_checkpoints_hold_the_adapter_alone(trained):
     assert all(".lora_A." in name or ".lora_B." in name for name in held)
 
 
-def test_resumed_is_uninterrupted(trained, tmp_path):
+@pytest.mark.slow
+def test_a_resumed_adapter_equals_an_uninterrupted_one(trained, tmp_path):
     # At a constant rate, the end of a shorter run is the middle of a longer one.
     train(settings_of(tmp_path / "run", loop__steps="2"))
-    # What others draw from torch's generator meanwhile changes nothing.
+    # The state of torch's global generator does not matter.
     torch.manual_seed(1234)
     train(settings_of(tmp_path / "run"), resume=Resume())
     ours, theirs = (load_file(folder / "lora" / "adapter_model.safetensors") for folder in (tmp_path / "run", trained))

@@ -34,7 +34,7 @@ def test_offloaded_states_change_no_bit(tmp_path):
     assert offloaded == plain
 
 
-def test_moments_go_from_the_device_to_the_host_and_back(tmp_path):
+def test_a_run_is_resumed_with_and_without_offloaded_moments(tmp_path):
     whole = run(tmp_path / "whole")
     folder = tmp_path / "changing"
     run(folder, **{"loop.steps": 2})
@@ -43,7 +43,7 @@ def test_moments_go_from_the_device_to_the_host_and_back(tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1024.0, 1e30])
-def test_a_run_in_fp16_goes_on_with_its_scale(tmp_path, scale):
+def test_a_run_in_fp16_is_resumed_with_its_scale(tmp_path, scale):
     changes = {"precision.compute": "fp16", "precision.initial_loss_scale": scale, "precision.loss_scale_window": 2}
     whole = run(tmp_path / "whole", **changes)
     folder = tmp_path / "resumed"

@@ -1,4 +1,4 @@
-"""Validation on a toy: what is measured, and that training does not notice; and which clips are held out."""
+"""Validation on a toy: what is measured, that training is not changed, and which clips are held out."""
 
 import json
 
@@ -31,7 +31,7 @@ def weights(trainer):
     return {name: value.clone() for name, value in trainer.task.module.named_parameters()}
 
 
-def test_when():
+def test_it_is_due_at_first_every_so_often_and_at_last():
     found = [step for step in range(12) if validation(every=5, last_step=11).is_due(step)]
     assert found == [0, 5, 10, 11]
 
@@ -55,7 +55,7 @@ def test_mean_over_clips_with_the_averaged_weights():
     assert all(torch.equal(after[name], value) for name, value in own.items())
 
 
-def test_what_training_draws_does_not_matter():
+def test_torchs_random_state_does_not_matter():
     trainer = toy_trainer(ToyTask())
     first = validation().run(0, trainer)
     torch.manual_seed(123)
@@ -65,7 +65,7 @@ def test_what_training_draws_does_not_matter():
     assert validation(count=2).run(0, trainer) != first
 
 
-def test_training_does_not_notice():
+def test_training_is_not_changed():
     def trained(*, validates):
         trainer = toy_trainer(ToyTask(), micro_batches=2)
         dropout = torch.nn.Dropout(0.5)
@@ -88,7 +88,7 @@ def test_training_does_not_notice():
     assert torch.equal(state, expected_state)
 
 
-def test_modes_are_as_before():
+def test_modes_of_modules_are_restored():
     trainer = toy_trainer(ToyTask())
     trainer.task.module.block.eval()
     before = [module.training for module in trainer.task.module.modules()]
@@ -102,10 +102,10 @@ class TestOpening:
     def open(self, settings):
         return open_validation(settings, distribution=Distribution(torch.device("cpu")), reporter=SilentReporter())
 
-    def test_none_unless_asked_for(self, tmp_path):
+    def test_there_is_none_by_default(self, tmp_path):
         assert self.open(tiny_training.vae_settings(tmp_path)) is None
 
-    def test_scenes_that_are_not_trained_on(self, tmp_path):
+    def test_scenes_are_held_out_and_the_same_every_time(self, tmp_path):
         settings = tiny_training.vae_settings(tmp_path).replace({"validation.every": 1, "validation.batches": 3})
         opened = self.open(settings)
         assert opened is not None
@@ -119,7 +119,7 @@ class TestOpening:
         assert batches[0].pixels_BTHWC.shape == (training.batch_size, training.num_frames, 32, 32, 3)
         assert settings.validation.data(settings.data).scenes.held_out
 
-    def test_clips_and_pictures_by_their_shares(self, tmp_path):
+    def test_held_out_scenes_keep_the_shares_of_pictures(self, tmp_path):
         settings = tiny_training.vae_settings(tmp_path).replace(
             {
                 "validation.every": 1,
@@ -133,14 +133,14 @@ class TestOpening:
         assert data.scenes.count == 48
         assert self.open(settings)._count == 4
 
-    def test_captions(self, tmp_path):
+    def test_captions_differ(self, tmp_path):
         settings = tiny_training.text_settings(tmp_path).replace({"validation.every": 1})
         opened = self.open(settings)
         captions = [opened._read(index).captions for index in range(opened._count)]
         assert len(captions) == 8
         assert len({*captions}) > 1
 
-    def test_a_table_that_is_too_small(self, tmp_path):
+    def test_a_table_that_is_too_small_is_refused(self, tmp_path):
         table = tmp_path / "held_out.csv"
         table.write_text("path,text,num_frames,height,width,aspect_ratio,resolution,fps\n")
         settings = tiny_training.vae_settings(tmp_path).replace(
@@ -157,8 +157,8 @@ class TestOpening:
             self.open(settings)
 
 
-@pytest.mark.parametrize("target", ["vae", "text"])
-def test_in_a_run(tmp_path, target):
+@pytest.mark.parametrize("target", [pytest.param("vae", marks=pytest.mark.slow), "text"])
+def test_a_validated_run_logs_and_scores_and_learns_the_same(tmp_path, target):
     def run(name, **changes):
         settings = getattr(tiny_training, f"{target}_settings")(tmp_path / name).replace(changes)
         listener = Listener()
@@ -178,7 +178,7 @@ def test_in_a_run(tmp_path, target):
     assert (best["score_of"], best["score"]) == ("validation loss", events[-1]["loss"])
 
 
-def test_on_a_table_fresh_and_from_a_cache(tmp_path):
+def test_a_table_has_the_same_losses_with_and_without_a_cache(tmp_path):
     frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
     tables = {}
     for name, clips in (("training", 4), ("held_out", 6)):
@@ -205,7 +205,7 @@ def test_on_a_table_fresh_and_from_a_cache(tmp_path):
 
     losses, warnings = run(None)
     assert len(set(losses)) == 2
-    told = [warning for warning in warnings if "takes its place in validation" in warning]
-    assert len(told) == 1
-    assert "clip_2.mp4" in told[0]
+    replaced = [warning for warning in warnings if "takes its place in validation" in warning]
+    assert len(replaced) == 1
+    assert "clip_2.mp4" in replaced[0]
     assert run(str(tmp_path / "cache"))[0] == losses

@@ -1,4 +1,4 @@
-"""`train`: all three targets in small, one after the other, and the files that they hand on."""
+"""`train`: all three targets in small, one after the other, and the files between them."""
 
 import json
 import signal
@@ -54,14 +54,13 @@ def exported(folder):
 
 
 class TestVae:
-    def test_export_is_read(self, vae_folder):
+    def test_the_export_is_read_back(self, vae_folder):
         vae = vae_on_meta(tiny_training.vae_settings(vae_folder).vae)
         load_into_module(vae, vae_folder / "vae.safetensors", **FLOAT32)
         assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
         assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4
 
-    def test_resumed_is_uninterrupted(self, tmp_path, vae_folder):
-        # Between the two phases, where the weights are reworked.
+    def test_a_run_resumed_between_phases_exports_the_same_bytes(self, tmp_path, vae_folder):
         settings = tiny_training.vae_settings(tmp_path)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(settings, reporter=tiny_training.StopAfter(2))
@@ -71,7 +70,7 @@ class TestVae:
 
 
 class TestText:
-    def test_export_is_read(self, text_folder):
+    def test_the_export_is_read_back(self, text_folder):
         length = {"max_length": tiny_training.MAX_LENGTH}
         t5 = T5Encoder.from_folder(text_folder / "t5", **length, **FLOAT32)
         clip = ClipEncoder.from_folder(text_folder / "clip", **length, **FLOAT32)
@@ -83,25 +82,15 @@ class TestText:
             assert not torch.equal(*encoder.encode(prompts))
         assert "sea" in json.loads((text_folder / "vocabulary.json").read_text())["places"]
 
-    def test_resumed_is_uninterrupted(self, tmp_path, text_folder):
-        settings = tiny_training.text_settings(tmp_path)
-        with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
-            train(settings, reporter=tiny_training.StopAfter(2))
-        train(settings, resume=Resume())
-        assert exported(tmp_path) == exported(text_folder)
-
-    def test_the_callers_randomness_is_left_alone(self, tmp_path):
+    def test_torchs_random_state_is_kept_and_nothing_is_printed(self, tmp_path, capfd):
         before = torch.get_rng_state()
         train(tiny_training.text_settings(tmp_path))
         assert torch.equal(torch.get_rng_state(), before)
-
-    def test_nothing_is_printed(self, tmp_path, capfd):
-        train(tiny_training.text_settings(tmp_path))
         assert capfd.readouterr() == ("", "")
 
 
 class TestMMDiT:
-    def test_all_modes_and_the_export(self, tmp_path, vae_folder, text_folder):
+    def test_all_modes_train_and_the_export_is_read_back(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path / "run", vae_folder, text_folder)
         result = train(settings)
         assert result.exports == (tmp_path / "run" / "transformer.safetensors",)
@@ -109,7 +98,7 @@ class TestMMDiT:
         load_into_module(transformer, result.exports[0], **FLOAT32)
         assert any(weight.abs().sum() > 0 for weight in transformer.final_layer.linear.parameters())
 
-    def test_held_otherwise_the_losses_are_the_same(self, tmp_path, vae_folder, text_folder, monkeypatch):
+    def test_checkpointing_and_offload_change_no_bit(self, tmp_path, vae_folder, text_folder, monkeypatch):
         managers = []
 
         @contextmanager
@@ -134,9 +123,7 @@ class TestMMDiT:
         losses, weights, _ = trained("plain")
         assert len(set(losses)) == 4
         for name, memory in {
-            "checkpoints": {},
             "some": {"checkpoint_double_blocks": 0},
-            "all": {"activation_offload": "all"},
             "dynamic": {"activation_offload": "dynamic", "offload_above": 0.0},
         }.items():
             same, bits, plan = trained(name, checkpointing=True, **memory)
@@ -150,13 +137,13 @@ class TestMMDiT:
                 assert manager.copied_to_device == manager.copied_to_host == 4 * plan.activations.needed_bytes
                 assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
 
-    def test_resumes(self, tmp_path, vae_folder, text_folder):
+    def test_a_transformers_run_is_resumed(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(settings, reporter=tiny_training.StopAfter(2))
         assert train(settings, resume=Resume()).resumed_from == 2
 
-    def test_missing_parts_are_named_at_once(self, tmp_path, text_folder):
+    def test_missing_parts_are_refused_by_name(self, tmp_path, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path / "run", text_folder)
         with pytest.raises(CheckpointError, match=rf"weights={text_folder} has no vae\.safetensors$"):
             train(settings)
@@ -165,7 +152,7 @@ class TestMMDiT:
         assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize("key", ["context_in_dim", "vec_in_dim"])
-    def test_widths_that_do_not_fit(self, tmp_path, vae_folder, text_folder, key):
+    def test_widths_that_contradict_the_encoders_are_refused(self, tmp_path, vae_folder, text_folder, key):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder).replace({f"model.{key}": 24})
         with pytest.raises(RequestError, match=rf"model\.{key}=24 must be the width of .*: use 16"):
             train(settings)
@@ -187,37 +174,29 @@ class TestOutput:
             train(tiny_training.vae_settings(tmp_path))
         assert "--resume" not in caught.value.hint
 
-    def test_overwrite_begins_anew(self, tmp_path, vae_folder):
-        settings = tiny_training.vae_settings(tmp_path)
-        with pytest.raises(KeyboardInterrupt):
-            train(settings.replace({"loop.seed": 1}), reporter=tiny_training.StopAfter(3))
-        assert train(settings, overwrite=True).resumed_from is None
-        assert exported(tmp_path) == exported(vae_folder)
-        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
-
-    def test_a_folder_in_place_of_a_file(self, tmp_path):
+    def test_a_folder_in_place_of_a_file_is_refused(self, tmp_path):
         tmp_path.joinpath("log.jsonl").mkdir()
         tmp_path.joinpath("epoch0-global_step4").mkdir()
         with pytest.raises(OutputError, match=r"log\.jsonl is a folder, where a run keeps a file"):
             train(tiny_training.vae_settings(tmp_path), overwrite=True)
         assert len(list(tmp_path.iterdir())) == 2
 
-    def test_nothing_to_resume(self, tmp_path):
+    def test_resuming_without_a_checkpoint_is_refused(self, tmp_path):
         with pytest.raises(CheckpointError, match=r"has no checkpoint to resume from"):
             train(tiny_training.vae_settings(tmp_path), resume=Resume())
 
-    def test_resume_and_overwrite(self, vae_folder):
+    def test_resume_with_overwrite_is_refused(self, vae_folder):
         with pytest.raises(RequestError, match="give one of them"):
             train(tiny_training.vae_settings(vae_folder), resume=Resume(), overwrite=True)
 
-    def test_settings_are_kept(self, vae_folder):
+    def test_settings_are_written(self, vae_folder):
         kept = json.loads((vae_folder / "settings.json").read_text())
         settings = tiny_training.vae_settings(vae_folder)
         assert type(settings).model_validate(kept) == settings
 
 
 class TestEnd:
-    """How a run ends that does not go well."""
+    """Runs that fail or are interrupted."""
 
     def settings(self, folder, **changes):
         return tiny_training.text_settings(folder).replace({"checkpoints.every": 2, **changes})
@@ -234,21 +213,11 @@ class TestEnd:
         assert listener.notes[-1] == f"the weights of step 4 are exported to {tmp_path} all the same"
         assert exported(tmp_path) == exported(text_folder)
 
-    def test_two_failures_in_a_row_end_it(self, tmp_path, monkeypatch):
-        def full(*args):
-            raise OutputError("the disk is full")
-
-        monkeypatch.setattr(checkpoints, "write_share", full)
-        with pytest.raises(OutputError, match="the disk is full"):
-            train(self.settings(tmp_path, **{"checkpoints.every": 1}))
-        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
-        assert not (tmp_path / "t5").exists()
-
     @pytest.mark.parametrize(
         ("finite", "way"),
         [([False], "start again with --overwrite"), ([True, False], "--resume from the last checkpoint")],
     )
-    def test_what_is_not_finite_says_how_to_go_on(self, tmp_path, monkeypatch, finite, way):
+    def test_weights_that_are_not_finite_end_the_run_with_a_hint(self, tmp_path, monkeypatch, finite, way):
         answers = iter(finite)
         monkeypatch.setattr(Trainer, "are_weights_finite", lambda self: next(answers))
         with pytest.raises(TrainingError, match=f"not finite after step {2 * len(finite)}") as caught:
@@ -256,7 +225,7 @@ class TestEnd:
         assert caught.value.hint == f"{way}, and use a lower rate: --set optimizer.learning_rate=X"
         assert len(list(tmp_path.glob("epoch*"))) == len(finite) - 1
 
-    def test_nothing_is_said_to_be_saved_that_is_not(self, tmp_path, monkeypatch):
+    def test_a_failed_save_is_never_reported_as_saved(self, tmp_path, monkeypatch):
         def full(*args):
             raise OutputError("the disk is full")
 
@@ -265,56 +234,55 @@ class TestEnd:
             train(self.settings(tmp_path), reporter=tiny_training.StopAfter(2))
 
     @pytest.mark.parametrize("during_validation", [False, True])
-    def test_ctrl_c_waits_for_no_more_than_what_is_going_on(self, tmp_path, monkeypatch, during_validation):
-        validation, samples = beside_training(monkeypatch, due=2, validation_interrupts=during_validation)
+    def test_ctrl_c_skips_what_has_not_started(self, tmp_path, monkeypatch, during_validation):
+        validation, samples = with_events(monkeypatch, due=2, validation_interrupts=during_validation)
         reporter = SilentReporter() if during_validation else tiny_training.StopAfter(2)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(self.settings(tmp_path), reporter=reporter)
-        assert validation.begun == ([2] if during_validation else [])
-        assert samples.begun == []
+        assert validation.started == ([2] if during_validation else [])
+        assert samples.started == []
         assert [path.name for path in tmp_path.glob("epoch*")] == ["epoch0-global_step2"]
 
-    @pytest.mark.parametrize("during_validation", [False, True])
-    @pytest.mark.parametrize("due", [2, 4])
-    def test_what_ctrl_c_left_is_made_up_for(self, tmp_path, monkeypatch, due, during_validation):
-        validation, samples = beside_training(monkeypatch, due=due, validation_interrupts=during_validation)
+    @pytest.mark.parametrize(("due", "during_validation"), [(2, True), (4, False)])
+    def test_a_resumed_run_does_what_ctrl_c_skipped(self, tmp_path, monkeypatch, due, during_validation):
+        validation, samples = with_events(monkeypatch, due=due, validation_interrupts=during_validation)
         reporter = SilentReporter() if during_validation else tiny_training.StopAfter(due)
         with pytest.raises(KeyboardInterrupt, match=f"step {due} of 4 is saved"):
             train(self.settings(tmp_path), reporter=reporter)
         validation.interrupts = False
         train(self.settings(tmp_path), resume=Resume())
-        assert (validation.begun, samples.begun) == ([due], [due])
+        assert (validation.started, samples.started) == ([due], [due])
         # The second time nothing is left.
         train(self.settings(tmp_path), resume=Resume())
-        assert validation.begun == [due]
+        assert validation.started == [due]
         states = running_states(tmp_path, due)
         assert (states["score_of"], states["score"]) == ("validation loss", 1.0)
 
-    def test_a_checkpoint_keeps_its_score_when_it_is_gone_on_from(self, tmp_path):
+    def test_a_checkpoint_keeps_its_score_when_it_is_resumed_from(self, tmp_path):
         train(self.settings(tmp_path))
         before = running_states(tmp_path, 4)
         assert before["score_of"] == "mean training loss"
         assert train(self.settings(tmp_path), resume=Resume()).checkpoint == tmp_path / "epoch0-global_step4"
         assert running_states(tmp_path, 4) == before
 
-    def test_gone_on_from_in_another_folder_the_last_step_is_saved_there_too(self, tmp_path):
+    def test_a_run_resumed_in_another_folder_saves_its_last_step_there(self, tmp_path):
         result = train(self.settings(tmp_path / "one"))
         other = train(self.settings(tmp_path / "other"), resume=Resume(folder=result.checkpoint))
         assert other.checkpoint == tmp_path / "other" / "epoch0-global_step4"
         assert other.checkpoint.is_dir()
 
     def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(self, tmp_path, monkeypatch):
-        validation, _ = beside_training(monkeypatch, due=3)
+        validation, _ = with_events(monkeypatch, due=3)
         train(self.settings(tmp_path))
-        assert validation.begun == [3]
+        assert validation.started == [3]
         assert [running_states(tmp_path, step)["score_of"] for step in (2, 4)] == ["mean training loss"] * 2
 
 
-class BesideTraining:
+class Event:
     """Validation or sample videos, due at one step."""
 
     def __init__(self, due, *, interrupts=False):
-        self.begun = []
+        self.started = []
         self.interrupts = interrupts
         self._due = due
 
@@ -322,14 +290,14 @@ class BesideTraining:
         return step == self._due
 
     def run(self, step, trainer):
-        self.begun.append(step)
+        self.started.append(step)
         if self.interrupts:
             signal.raise_signal(signal.SIGINT)
         return {"loss": 1.0}
 
 
-def beside_training(monkeypatch, *, due, validation_interrupts=False):
-    validation, samples = BesideTraining(due, interrupts=validation_interrupts), BesideTraining(due)
+def with_events(monkeypatch, *, due, validation_interrupts=False):
+    validation, samples = Event(due, interrupts=validation_interrupts), Event(due)
     monkeypatch.setattr(run, "open_validation", lambda *args, **kwargs: validation)
     monkeypatch.setattr(run, "open_samples", lambda *args, **kwargs: samples)
     return validation, samples
@@ -340,7 +308,7 @@ def running_states(folder, step):
 
 
 class TestPlan:
-    def test_counts_what_is_trained(self, tmp_path, vae_folder, text_folder):
+    def test_parameters_are_those_that_are_trained(self, tmp_path, vae_folder, text_folder):
         for settings, counted in (
             (tiny_training.vae_settings(vae_folder), True),
             (tiny_training.text_settings(text_folder), True),
@@ -351,11 +319,11 @@ class TestPlan:
                 saved = open_checkpoint(plan.output, select=Selection.EMA).entries
                 assert plan.parameters == sum(entry.numel for entry in saved.values())
             assert plan.parameters > 1000
-            assert plan.missing_weights == []
+            assert plan.missing_weights == ()
 
-    def test_tells_missing_parts_without_failing(self, tmp_path, vae_folder):
+    def test_missing_parts_are_listed(self, tmp_path, vae_folder):
         plan = plan_training(tiny_training.mmdit_settings(tmp_path / "run", vae_folder))
-        assert plan.missing_weights == ["t5", "clip"]
+        assert plan.missing_weights == ("t5", "clip")
         assert plan.weights["vae.safetensors"] == vae_folder / "vae.safetensors"
         assert any("missing" in line and "clip" in line for line in plan.lines())
         assert plan.to_json()["missing_weights"] == ["t5", "clip"]
@@ -363,12 +331,12 @@ class TestPlan:
 
 
 class TestInit:
-    """The weights that a run begins with."""
+    """The first weights of a run."""
 
     def built(self, settings):
         return build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=SilentReporter()).module
 
-    def test_of_an_autoencoder(self, tmp_path, vae_folder):
+    def test_weights_of_an_autoencoder(self, tmp_path, vae_folder):
         settings = tiny_training.vae_settings(tmp_path).replace({"init": str(vae_folder / "vae.safetensors")})
         found, stored = self.built(settings).state_dict(), load_file(vae_folder / "vae.safetensors")
         assert found.keys() == stored.keys()
@@ -376,7 +344,7 @@ class TestInit:
             assert value.dtype == torch.float32
             assert torch.equal(value, stored[name].float())
 
-    def test_of_a_transformer_that_never_saw_references(self, tmp_path, vae_folder, text_folder):
+    def test_weights_of_a_transformer_without_references(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
         weights = {name: value.half() for name, value in self.built(settings).state_dict().items()}
         path = tmp_path / "pictures.safetensors"
@@ -386,7 +354,7 @@ class TestInit:
             expected = torch.zeros_like(value) if name.startswith("cond_in.") else weights[name].float()
             assert torch.equal(value, expected)
 
-    def test_the_file_may_change_meanwhile(self, tmp_path, vae_folder, text_folder):
+    def test_the_file_may_change_after_it_was_read(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
         path = tmp_path / "first.safetensors"
         save_file(self.built(settings).state_dict(), path)
@@ -397,7 +365,7 @@ class TestInit:
             file.write(bytes(len(content)))
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
-    def test_missing_or_of_another_model(self, tmp_path, vae_folder, text_folder):
+    def test_missing_files_and_other_models_are_refused(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.vae_settings(tmp_path / "run")
         with pytest.raises(CheckpointError, match=r"init=gone\.safetensors does not exist"):
             train(settings.replace({"init": "gone.safetensors"}))
