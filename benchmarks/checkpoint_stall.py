@@ -27,7 +27,7 @@ from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings, PrecisionSettings
 
 SCHEMA = "osora.bench.checkpoint-stall/1"
@@ -84,7 +84,7 @@ def make_trainer(mib: int, device: torch.device) -> Trainer[Numbered]:
         optimizer=OptimizerSettings(),
         precision=Precision(PrecisionSettings(compute="fp32"), distribution.device),
         distribution=distribution,
-        clock=WallClock(),
+        clock=Clock(),
         reporter=SilentReporter(),
     )
     trainer.do_step()

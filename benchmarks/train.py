@@ -43,7 +43,7 @@ from opensora_cli.engine.train.objectives.task import BatchSource
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -128,7 +128,7 @@ def make_trainer(settings: TrainSettings, batches: BatchSource[ClipBatch], devic
         optimizer=settings.optimizer,
         precision=Precision(settings.precision, device),
         distribution=distribution,
-        clock=WallClock(),
+        clock=Clock(),
         reporter=reporter,
     )
 

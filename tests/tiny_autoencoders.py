@@ -15,7 +15,7 @@ from opensora_cli.engine.train.objectives.vae import VAETask
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.data import SceneSettings
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
@@ -142,6 +142,6 @@ def vae_trainer(
         optimizer=optimizer,
         precision=Precision(PrecisionSettings(compute="fp32"), device),
         distribution=distribution or Distribution(device),
-        clock=WallClock(),
+        clock=Clock(),
         reporter=SilentReporter(),
     )

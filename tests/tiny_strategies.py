@@ -16,7 +16,7 @@ from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import open_distribution
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
@@ -64,7 +64,7 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
         optimizer=settings.optimizer,
         precision=Precision(settings.precision, distribution.device),
         distribution=distribution,
-        clock=WallClock(),
+        clock=Clock(),
         reporter=reporter,
     )
 

@@ -13,7 +13,7 @@ from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -158,7 +158,7 @@ def toy_trainer(
         optimizer=optimizer,
         precision=Precision(PrecisionSettings(compute=precision), distribution.device),
         distribution=distribution,
-        clock=WallClock(),
+        clock=Clock(),
         observers=observers,
         reporter=reporter or SilentReporter(),
     )

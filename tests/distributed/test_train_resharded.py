@@ -19,7 +19,7 @@ from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import compile_blocks
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.settings.lora import LoraSettings
 from opensora_cli.settings.train_loop import CheckpointSettings, LoopSettings, OptimizerSettings
 
@@ -90,7 +90,7 @@ def _trainer(
         optimizer=_OPTIMIZER,
         precision=precision_of("fp32"),
         distribution=distribution,
-        clock=WallClock(),
+        clock=Clock(),
         reporter=SilentReporter(),
         trained_only=lora is not None,
     )

@@ -22,13 +22,13 @@ from opensora_cli.engine.train.activations import (
 )
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
-from opensora_cli.engine.train.objectives.task import SampleRng, Task
+from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.watching.clocks import WallClock
+from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import attention_backend
@@ -143,12 +143,12 @@ def _trainer(settings: TrainSettings, task: Task[Any]) -> Trainer[Any]:
     device = torch.device("cpu")
     return Trainer(
         task,
-        _SameBatches(settings),
+        _largest_batches(settings),
         loop=settings.loop.replace({"micro_batches": 1}),
         optimizer=settings.optimizer,
         precision=Precision(settings.precision, device),
         distribution=Distribution(device),
-        clock=WallClock(),
+        clock=Clock(),
         reporter=SilentReporter(),
         trained_only=settings.lora.is_on,
     )
@@ -160,35 +160,21 @@ def _fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
         return _task(settings)
 
 
-class _SameBatches:
-    """The largest micro-batch, repeated; first single frames, if the run has such a phase."""
+def _largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
+    """Return the largest micro-batch, repeated; after two of single frames, if the run has such a phase."""
+    pictures = 2 if settings.target is TrainTarget.VAE and settings.train_vae.picture_steps else 0
 
-    epoch = 0
-
-    def __init__(self, settings: TrainSettings) -> None:
-        self._settings = settings
-        self._first = 2 if settings.target is TrainTarget.VAE and settings.train_vae.picture_steps else 0
-
-    def next(self) -> Any:
-        settings = self._settings
+    def make(rng: SampleRng, number: int) -> Any:
         if settings.target is TrainTarget.TEXT:
             from opensora_cli.engine.train.objectives.text import sample_captions
 
-            return sample_captions(SampleRng.of_data(0, 0), 0, batch_size=settings.text.batch_size)
+            return sample_captions(rng, number, batch_size=settings.text.batch_size)
         shape = largest_batch_shape(settings)
-        if self._first:
-            self._first -= 1
+        if number < pictures:
             shape = replace(shape, batch_size=settings.train_vae.picture_batch_size, num_frames=1)
         return shape.zeros()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    return SampledBatches(make, seed=0)
 
 
 def _memory(

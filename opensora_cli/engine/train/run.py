@@ -35,8 +35,8 @@ from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_as
 from opensora_cli.engine.train.samples import SampleVideos, open_samples
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.trainer import Trainer, Validation
-from opensora_cli.engine.train.validation import open_validation
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.validation import HeldOutLoss, open_validation
 from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -124,7 +124,7 @@ class _Run:
         self._saved_step: int | None = None
         self._watching = open_watching(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._samples: SampleVideos | None = None
-        self._validation: Validation | None = None
+        self._validation: HeldOutLoss | None = None
         self._validation_loss: float | None = None
         """Of the weights as they are now."""
         self._done: list[str] = []

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -75,16 +75,6 @@ class Learner:
 _MAX_SKIPPED_IN_A_ROW = 5
 _LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
 _NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
-
-
-class Validation(Protocol):
-    """Measures the loss on clips that are not trained on."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether it is due after so many steps; the same on all ranks."""
-
-    def run(self, step: int, trainer: "Trainer[Any]") -> Mapping[str, float]:
-        """Return figures with `loss` among them, the same on all ranks; all of them call this."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a step reports, its observers, and the clocks that time its parts."""
+"""What a step reports, its observers, and the clock that times its parts."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,36 +45,44 @@ class Observer(Protocol):
         """Finish what is written; also after an error or an interruption."""
 
 
-class Clock(Protocol):
-    """Times the parts of steps."""
-
-    def part(self, name: str, /) -> AbstractContextManager[None]:
-        """Count the time of the block as that of a part; blocks do not nest."""
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last call, and start again."""
+Mark = Callable[[str], AbstractContextManager[object]]
+"""Marks a block in profiles, by its name."""
 
 
-class WallClock:
-    """Times parts as the host sees them, without waiting for a device.
+class Clock:
+    """Times the parts of steps as the host sees them.
 
     Args:
+        marks: entered around each part, to show it in profiles.
+        wait: called at the end of each part, before its time is taken, to synchronize with the device.
         now: seconds, for tests to replace.
     """
 
-    def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        *,
+        marks: Sequence[Mark] = (),
+        wait: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._marks = marks
+        self._wait = wait
         self._now = now
         self._started = now()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: str, /) -> Iterator[None]:
-        """Count the time of the block as that of a part."""
-        started = self._now()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
+        """Count the time of the block as that of a part; blocks do not nest."""
+        with ExitStack() as stack:
+            for mark in self._marks:
+                stack.enter_context(mark(name))
+            started = self._now()
+            try:
+                yield
+                self._wait()
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each part, and `total`, since the last call, and start again."""
@@ -82,36 +90,3 @@ class WallClock:
         seconds = {**self._seconds, "total": now - self._started}
         self._started, self._seconds = now, {}
         return seconds
-
-
-Mark = Callable[[str], AbstractContextManager[object]]
-"""Marks a block as that of a part."""
-
-
-class MarkingClock:
-    """A clock that also marks each part in profiles.
-
-    Args:
-        clock: times the parts.
-        marks: of each part.
-        wait: called at the end of each part, before its time is taken, to synchronize with the device.
-    """
-
-    def __init__(self, clock: Clock, *, marks: Sequence[Mark], wait: Callable[[], None] = lambda: None) -> None:
-        self._clock = clock
-        self._marks = marks
-        self._wait = wait
-
-    @contextmanager
-    def part(self, name: str, /) -> Iterator[None]:
-        """Count the time of the block as that of a part."""
-        with ExitStack() as stack:
-            for mark in self._marks:
-                stack.enter_context(mark(name))
-            with self._clock.part(name):
-                yield
-                self._wait()
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last call, and start again."""
-        return self._clock.take()

@@ -14,7 +14,7 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.samples import remove_later
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.watching.clocks import Clock, Mark, MarkingClock, Observer, WallClock
+from opensora_cli.engine.train.watching.clocks import Clock, Mark, Observer
 from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops
 from opensora_cli.engine.train.watching.lines import LineSink, StepLines
 from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
@@ -122,8 +122,8 @@ def _clock(settings: TrainSettings, device: torch.device) -> Clock:
     if watching.nvtx:
         marks.append(torch.cuda.nvtx.range)
     if watching.exact_timers:
-        return MarkingClock(WallClock(), marks=marks, wait=partial(torch.cuda.synchronize, device))
-    return MarkingClock(WallClock(), marks=marks) if marks else WallClock()
+        return Clock(marks=marks, wait=partial(torch.cuda.synchronize, device))
+    return Clock(marks=marks)
 
 
 def _mfu(settings: TrainSettings, distribution: Distribution) -> ModelFlopsUtilisation | None:
