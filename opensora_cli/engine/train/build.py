@@ -37,12 +37,6 @@ def build_task(
 
     Weights that no file gives are random from `loop.seed`, the same on all ranks.
 
-    Args:
-        settings: the run.
-        distribution: of the ranks.
-        clips: the encoded clips; see `open_clips_cache`.
-        reporter: warned of what is left out.
-
     Raises:
         RequestError: sizes contradict each other.
         CheckpointError: frozen parts are missing (all are named) or broken, or so is the file of the first weights.

@@ -58,11 +58,11 @@ def restore_moments(
     """Give the optimizers the moments of a checkpoint. Rates, decays and the like stay as this run has them.
 
     Args:
-        module: whose weights they update.
+        module: its weights are updated.
         optimizers: all of them, in any state.
         counts: of `update_counts`.
-        find: returns the moment of a parameter: `find(parameter, name)`. It has the shape of this rank's part of the
-            weight, sharded or plain; on any device, of any dtype.
+        find: `find(parameter, name)` returns a moment with the shape of this rank's part of the weight, sharded or
+            plain; on any device, of any dtype.
 
     Raises:
         CheckpointError: parameters or shapes are not those of the module.

@@ -108,12 +108,7 @@ class _Slot:
 
 
 class _Stage:
-    """Copies pieces of weights to the host and back, one ahead of the computation.
-
-    Args:
-        device: of the weights.
-        piece: numbers at a time.
-    """
+    """Copies pieces of weights to the host and back, one ahead of the computation."""
 
     def __init__(self, device: torch.device, piece: int) -> None:
         self._side = SideStream(device)

@@ -41,11 +41,7 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
 
 
 def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
-    """Return the transformer with all of its first weights.
-
-    Args:
-        settings: the run.
-        device: where the weights go.
+    """Return the transformer with all of its first weights, on `device`.
 
     Raises:
         RequestError, HardwareError: as `empty_transformer`.
@@ -64,12 +60,12 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
 
 @torch.no_grad()
 def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
-    """Give a transformer that ranks have divided on the meta device its first weights: this rank its part of each.
+    """Give a transformer that was sharded on the meta device this rank's part of the first weights.
 
     Beside the parts, one whole weight is held at a time. The weights are those of one process, bit for bit.
 
     Args:
-        transformer: what `Distribution.shard` has left of `empty_transformer`.
+        transformer: `empty_transformer` after `Distribution.shard`.
         settings: the run.
         distribution: the ranks.
 

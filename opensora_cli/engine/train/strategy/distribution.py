@@ -44,22 +44,15 @@ class Distribution:
         return self.rank == 0
 
     def shard(self, module: nn.Module) -> Callable[..., Tensor]:
-        """Leave this rank its part of a module, in place and on its device, and return what is to be called instead.
-
-        Args:
-            module: the same on all ranks, on any device.
-        """
+        """Leave this rank its part of a module, in place and on its device, and return what is called instead of it."""
         return module.to(self.device)
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """Wrap forward and backward of one micro-batch.
 
-        After the block of the last one, gradients are the sum of those of this rank's micro-batches, averaged over
-        the data-parallel ranks.
-
-        Args:
-            last: whether it is the last of an update.
+        After the block of the last one of an update, gradients are the sum over this rank's micro-batches, averaged
+        over the data-parallel ranks.
         """
         yield
 
@@ -72,13 +65,9 @@ class Distribution:
     def clip_grad_norm(self, module: nn.Module, max_norm: float) -> Tensor:
         """Scale down gradients whose norm is over `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
 
-        Args:
-            module: one that was given to `shard`.
-            max_norm: over 0.
-
         Returns:
-            The norm of the whole gradient before, the same on all ranks, in fp32. It is not finite if a gradient is
-            not, whichever rank holds it; then gradients are of no further use.
+            The norm of the whole gradient before that, the same on all ranks, in fp32. It is not finite if a gradient
+            is not finite on any rank; the gradients are then invalid.
         """
         gradients = {
             name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None

@@ -122,13 +122,7 @@ class ModelFlopsUtilisation:
         self._is_frozen = is_frozen
 
     def __call__(self, samples: int, tokens: int, seconds: float) -> float:
-        """Return the share, usually 0 to 1.
-
-        Args:
-            samples: clips of all devices.
-            tokens: latent tokens of all of them.
-            seconds: that they took.
-        """
+        """Return the share, usually 0 to 1, from clips and latent tokens of all devices and their seconds."""
         done = training_flops(
             self._config,
             samples=samples,

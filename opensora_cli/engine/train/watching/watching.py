@@ -58,12 +58,6 @@ class Watching:
 def open_watching(settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter) -> Watching:
     """Return what watches a run: the main rank alone writes and reports.
 
-    Args:
-        settings: the run.
-        distribution: of the ranks.
-        output: the run's folder.
-        reporter: shown the figures.
-
     Raises:
         HardwareError: TensorBoard is not installed, or a setting needs a GPU, and there is none.
     """
