@@ -1,10 +1,14 @@
 """Build the reference pages from the code: commands, settings and JSON documents. `mkdocs.yml` runs this as a hook."""
 
+import ast
 import enum
 import importlib
+import inspect
+import itertools
 import json
 import pkgutil
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,39 +144,54 @@ def documents_page() -> str:
         "What `--json` prints and what is written beside results. The number after `/` is the version: it changes "
         "when a key is removed or changes its meaning.",
     ]
-    for document in _documents():
+    documents = _documents()
+    notes = {document.__name__: _notes(document) for document in documents}
+    for document in sorted((each for each in documents if each.SCHEMA), key=lambda each: str(each.SCHEMA)):
         schema = document.model_json_schema(mode="serialization")
         named = schema.pop("$defs", {})
         parts.append(f"## `{document.SCHEMA}`")
         parts.append(_first_paragraph(document.__doc__))
-        parts.append(_table(("key", "type", "meaning"), _keys(schema, named)))
+        parts.append(_keys_table(schema, named, notes[document.__name__]))
         for name, part in named.items():
             if "properties" in part:
-                parts.append(f"`{name}`: {_first_paragraph(part.get('description'))}")
-                parts.append(_table(("key", "type", "meaning"), _keys(part, named)))
+                parts.append(f"**`{name}`** {_first_paragraph(part.get('description'))}")
+                parts.append(_keys_table(part, named, notes.get(name, {})))
         parts.append('??? note "JSON schema"\n\n    ```json\n' + _indented({**schema, "$defs": named}) + "\n    ```")
     return "\n\n".join(parts) + "\n"
 
 
 def _documents() -> list[type[Document]]:
-    """Return every document that has a schema of its own, ordered by its name."""
+    """Return every document and every part of one."""
     for module in pkgutil.walk_packages(opensora_cli.__path__, "opensora_cli."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    waiting, found = list(Document.__subclasses__()), {}
+    waiting, found = list(Document.__subclasses__()), []
     while waiting:
         each = waiting.pop()
         waiting.extend(each.__subclasses__())
-        if each.SCHEMA is not None and each.__module__.startswith("opensora_cli."):
-            found[each.SCHEMA] = each
-    return [found[name] for name in sorted(found)]
+        if each.__module__.startswith("opensora_cli."):
+            found.append(each)
+    return found
 
 
-def _keys(schema: Schema, named: Schema) -> list[tuple[str, ...]]:
-    return [
-        (f"`{name}`", _kind(field, named), field.get("description", ""))
+def _notes(document: type[Document]) -> dict[str, str]:
+    """Return what stands as text under the fields of a class."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(document))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, note in itertools.pairwise(definition.body):
+        match field, note:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _keys_table(schema: Schema, named: Schema, notes: Mapping[str, str]) -> str:
+    rows = [
+        (f"`{name}`", _kind(field, named), notes.get(name) or field.get("description", ""))
         for name, field in schema.get("properties", {}).items()
     ]
+    return _table(("key", "type", "meaning"), rows)
 
 
 def _kind(field: Schema, named: Schema) -> str:
