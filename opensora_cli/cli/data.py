@@ -1,4 +1,4 @@
-"""`osora data`: to make tables of pictures and videos, cut them up, look at them and encode them."""
+"""`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-app = typer.Typer(help="Make tables of pictures and videos, cut them up, look at them and encode them.")
+app = typer.Typer(help="Make tables of pictures and videos, split them, preview them and encode them.")
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder of pictures and videos.", show_default=False)]
 Table = Annotated[str, typer.Argument(metavar="TABLE", help="CSV or parquet table.", show_default=False)]
@@ -36,7 +36,7 @@ def scan(
         int | None, typer.Option("--workers", metavar="N", help="Files that are read at a time. Default: cores.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Read everything anew, and replace a table of another origin.")
+        bool, typer.Option("--overwrite", help="Read every file again, and replace a table of another origin.")
     ] = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -79,7 +79,7 @@ def shard(
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Cut a table into parts of as many rows, beside it.
+    """Split a table into parts of equally many rows, beside it.
 
     Examples:
 
@@ -100,7 +100,7 @@ def shard(
 
 def preview(
     table: Table,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Picture to draw: .png, .jpg or .webp.")],
+    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Picture to write: .png, .jpg or .webp.")],
     config: Annotated[
         Path | None,
         typer.Option(
@@ -115,7 +115,7 @@ def preview(
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Draw a contact sheet of a table: frames, captions, sizes and buckets.
+    """Make a contact sheet of a table: frames, captions, sizes and buckets.
 
     Examples:
 

@@ -13,7 +13,7 @@ from opensora_cli.data.buckets import Buckets, Samples
 
 _SUBSTITUTES = 3
 
-# Streams of one seed that must not resemble each other, nor those of noise and clips (0 and 1).
+# Independent random streams of one seed; 0 and 1 are those of noise and clips.
 _BUCKETS = 2
 _ORDER = 3
 _STARTS = 4
@@ -96,7 +96,7 @@ PlanEpoch = Callable[[int], EpochPlan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSampler:
-    """Plans the epochs of a table. In each, samples draw anew whether a bucket's probability lets them in."""
+    """Plans the epochs of a table. In each, whether a bucket's probability admits a sample is decided again."""
 
     buckets: Buckets
     samples: Samples
@@ -128,7 +128,7 @@ class SceneSampler:
         return EpochPlan(pictures.astype(np.int32), sizes, rng=_rng(self.seed, epoch, _ORDER))
 
 
-def draw_start(*, seed: int, number: int, place: int, latest: int) -> int:
+def random_start(*, seed: int, number: int, place: int, latest: int) -> int:
     """Return the first frame, 0 to `latest`, of the clip at `place` in micro-batch `number` of a run."""
     return int(np.random.default_rng((seed, number, _STARTS, place)).integers(latest + 1))
 

@@ -71,7 +71,7 @@ class Buckets:
     """Sorts samples into buckets.
 
     A sample goes to the largest resolution of which it has 80 % of the pixels, there to the longest clip that it covers
-    at the reduced frame rate, and then to the nearest shape. If it covers no length, or is turned away by the length's
+    at the reduced frame rate, and then to the nearest shape. If it covers no length, or is rejected by the length's
     probability, the next smaller resolution is tried. Single frames go to buckets of one frame, and videos never do.
 
     Args:
@@ -88,8 +88,8 @@ class Buckets:
             for length in _descending(resolution.lengths):
                 self._first[resolution.name, length] = len(self._all)
                 self._all += _buckets(resolution, length)
-        chances = {resolution.name: resolution.lengths for resolution in self._resolutions}
-        self._probabilities = np.array([chances[bucket.resolution][bucket.num_frames][0] for bucket in self._all])
+        lengths = {resolution.name: resolution.lengths for resolution in self._resolutions}
+        self._probabilities = np.array([lengths[bucket.resolution][bucket.num_frames][0] for bucket in self._all])
 
     def __len__(self) -> int:
         """Return how many buckets there are."""
@@ -119,7 +119,7 @@ class Buckets:
         return np.where(taken_NR.any(axis=1), chosen_N, NO_BUCKET).astype(np.int32)
 
     def reachable(self, samples: Samples) -> NDArray[np.int32]:
-        """Return for each sample and resolution, (N, R), the bucket that it may land in with some luck, or `NO_BUCKET`.
+        """Return for each sample and resolution, (N, R), the bucket that it can land in, or `NO_BUCKET`.
 
         A bucket of probability 1 lets no sample go on to smaller resolutions, one of probability 0 takes none.
         """

@@ -1,6 +1,6 @@
 """How the procedural world looks: places, skies, moving things and weather, painted with numpy.
 
-All lengths are shares of the picture's width, so that the same scene can be filmed at any size. Details are kept large
+All lengths are shares of the picture's width, so that the same scene can be rendered at any size. Details are kept large
 enough for an autoencoder that compresses space fourfold or eightfold: nothing that matters is smaller than two pixels
 at 64 x 64. Colours are RGB in 0 to 1, pictures (T, H, W, 3) float32.
 """
@@ -70,9 +70,9 @@ def paint_place(canvas: Canvas, place: str, time: str, weather: str, rng: Genera
     Args:
         canvas: size and moments.
         place: `sea`, `city`, `forest` or `desert`.
-        time: `day`, `sunset` or `night`, which settles the light.
+        time: `day`, `sunset` or `night`, which determines the light.
         weather: `clear`, `rain` or `snow`, of which only clouds and white ground are painted here.
-        rng: settles the details.
+        rng: determines the details.
     """
     clouded = weather != "clear"
     horizon = float(rng.uniform(0.48, 0.54))
@@ -100,7 +100,7 @@ def paint_thing(
         heading: 1 to the right, -1 to the left.
         fast: half of the picture's width in 17 frames at 12 fps, else a quarter.
         night: whether to paint it a little darker; it keeps its colour.
-        rng: settles height, starting point and phase.
+        rng: determines height, starting point and phase.
     """
     altitude, spread = _ALTITUDE[shape]
     y = altitude + float(rng.uniform(-spread, spread))

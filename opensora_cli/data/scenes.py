@@ -1,8 +1,8 @@
 """A procedural world of captioned clips, rendered on the fly from a seed.
 
-A scene is a place under some weather at some time of day, with or without one moving thing. `sample_scene` draws one,
-`render_scene` films it, and `caption_scene` says it in words: several phrasings and word orders for each. What a
-caption leaves unsaid is either absent (no thing, clear weather) or left to chance (time, colour, direction, speed), so
+A scene is a place under some weather at some time of day, with or without one moving thing. `sample_scene` samples one,
+`render_scene` renders it, and `caption_scene` describes it: several phrasings and word orders for each. What a
+caption leaves out is either absent (no thing, clear weather) or random (time, colour, direction, speed), so
 that the world answers short prompts too. Combinations chosen by a hash are held out: training never sees them.
 """
 
@@ -35,7 +35,7 @@ class Place(StrEnum):
 
 
 class Weather(StrEnum):
-    """What falls from the sky."""
+    """Weather."""
 
     CLEAR = "clear"
     RAIN = "rain"
@@ -94,7 +94,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that a clip shows; `seed` settles the details that no caption mentions."""
+    """Everything that a clip shows; `seed` determines the details that no caption mentions."""
 
     place: Place
     weather: Weather
@@ -145,7 +145,7 @@ FILLERS = ("a", "an", "the", "with", "in", "on", "at", "of", "and", "to", "there
 
 
 def vocabulary() -> dict[str, list[str]]:
-    """Return what the world knows, by kind, in the usual words: what a person is told who used another word."""
+    """Return what the world knows, by kind, in the usual words, for hints to users."""
     return {
         "places": [words[0] for words in PLACE_WORDS.values()],
         "weather": ["clear", "raining", "snowing"],
@@ -170,7 +170,7 @@ def known_words() -> list[str]:
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Say whether this combination is kept away from training: about one in eight of those with a thing."""
+    """Return whether this combination is held out of training: about one in eight of those with a thing."""
     if scene.thing is None:
         return False
     thing = scene.thing
@@ -179,11 +179,11 @@ def is_held_out(scene: Scene) -> bool:
 
 
 def sample_scene(rng: Generator, *, held_out: bool = False, thing_share: float = 0.85) -> Scene:
-    """Draw a scene, uniformly over places, weathers, times and things.
+    """Sample a scene, uniformly over places, weathers, times and things.
 
     Args:
-        rng: where chance comes from.
-        held_out: draw only combinations that training never sees (True) or only those that it may see (False).
+        rng: the random state.
+        held_out: sample only combinations that training never sees (True) or only those that it may see (False).
         thing_share: probability, 0 to 1, of a moving thing; held-out scenes always have one.
     """
     while True:
@@ -207,13 +207,13 @@ def sample_scene(rng: Generator, *, held_out: bool = False, thing_share: float =
 
 
 def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: float = 12.0) -> NDArray[np.uint8]:
-    """Film a scene.
+    """Render a scene.
 
     Args:
         scene: what to show.
         size: width and height in pixels, 32 or more.
         num_frames: how many frames, 1 or more.
-        fps: frames per second, which settles how far things come from one frame to the next.
+        fps: frames per second, which determines how far things move between frames.
 
     Returns:
         uint8 array (num_frames, size, size, 3), RGB.
@@ -238,14 +238,14 @@ def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: flo
 
 
 def caption_scene(scene: Scene, rng: Generator, *, complete: bool = False) -> str:
-    """Say a scene in words.
+    """Describe a scene in words.
 
     Args:
         scene: what to describe.
-        rng: chooses phrasing, word order and what is left unsaid.
-        complete: mention place, weather, time and the thing's colour and direction, leaving nothing to chance.
+        rng: chooses phrasing, word order and what is left out.
+        complete: mention place, weather, time and the thing's colour and direction.
     """
-    mention = _Mentions.draw(scene, rng, complete=complete)
+    mention = _Mentions.sample(scene, rng, complete=complete)
     return _tags(scene, mention, rng) if rng.random() < 0.45 else _sentence(scene, mention, rng)
 
 
@@ -259,16 +259,16 @@ class _Mentions:
     speed: bool
 
     @classmethod
-    def draw(cls, scene: Scene, rng: Generator, *, complete: bool) -> "_Mentions":
-        chance = rng.random(6)
-        # Rain and snow are always said, so that a caption without weather means a clear sky.
+    def sample(cls, scene: Scene, rng: Generator, *, complete: bool) -> "_Mentions":
+        numbers = rng.random(6)
+        # Rain and snow are always mentioned, so that a caption without weather means a clear sky.
         return cls(
-            place=complete or scene.thing is None or chance[0] < 0.97,
-            weather=complete or scene.weather is not Weather.CLEAR or bool(chance[1] < 0.5),
-            time=complete or bool(chance[2] < 0.85),
-            colour=complete or bool(chance[3] < 0.92),
-            direction=complete or bool(chance[4] < 0.9),
-            speed=bool(chance[5] < 0.5),
+            place=complete or scene.thing is None or numbers[0] < 0.97,
+            weather=complete or scene.weather is not Weather.CLEAR or bool(numbers[1] < 0.5),
+            time=complete or bool(numbers[2] < 0.85),
+            colour=complete or bool(numbers[3] < 0.92),
+            direction=complete or bool(numbers[4] < 0.9),
+            speed=bool(numbers[5] < 0.5),
         )
 
 
@@ -361,7 +361,7 @@ def _pick(rng: Generator, options: tuple[_T, ...]) -> _T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SceneClip:
-    """One clip, by where it is drawn from."""
+    """One clip of the procedural world, by its seed and number."""
 
     seed: int
     number: int
@@ -381,13 +381,13 @@ class SceneClip:
     @property
     def caption(self) -> str:
         """The scene in words."""
-        return self._draw()[1]
+        return self._scene()[1]
 
     def render(self, *, size: int, num_frames: int, fps: float) -> NDArray[np.uint8]:
         """Return the frames (num_frames, size, size, 3); see `render_scene`."""
-        return render_scene(self._draw()[0], size=size, num_frames=num_frames, fps=fps)
+        return render_scene(self._scene()[0], size=size, num_frames=num_frames, fps=fps)
 
-    def _draw(self) -> tuple[Scene, str]:
+    def _scene(self) -> tuple[Scene, str]:
         rng = np.random.default_rng((self.seed, self.number, _SCENES))
         scene = sample_scene(rng, held_out=self.held_out)
         return scene, caption_scene(scene, rng)

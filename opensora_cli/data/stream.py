@@ -32,7 +32,7 @@ class BatchStream(Generic[T]):
         ranks: how many there are.
         workers: processes that read; 0: this process does.
         prefetch: micro-batches that each worker keeps ready.
-        warn: told when a state of other data is taken up.
+        warn: called when a state of other data is loaded.
 
     Raises:
         FileProblem: an epoch has too few micro-batches for one update.
@@ -119,7 +119,7 @@ class BatchStream(Generic[T]):
             epoch, position, number = (int(state_dict[name]) for name in ("epoch", "position", "number"))
             fingerprint = str(state_dict["data"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError("the checkpoint does not say where in the data the run was") from error
+            raise CheckpointError("the checkpoint does not record where in the data the run was") from error
         self.close()
         if fingerprint != self._fingerprint:
             self._warn(f"the data have changed since the checkpoint: training goes on with epoch {epoch + 1} of them")
@@ -141,7 +141,7 @@ class BatchStream(Generic[T]):
         if found < self._micro_batches:
             raise FileProblem(
                 f"an epoch has {found} micro-batches, and one update takes {self._micro_batches}",
-                hint="osora train --check-data tells why: give more data, other data.buckets or fewer "
+                hint="osora train --check-data reports why: give more data, other data.buckets or fewer "
                 "loop.micro_batches",
             )
 
@@ -163,7 +163,7 @@ class BatchStream(Generic[T]):
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             worker_init_fn=_ignore_interrupts,
-            # Not torch's global one, which a seed for the workers would be drawn from.
+            # Not torch's global one, which would also seed the workers.
             generator=torch.Generator(),
         )
 
@@ -199,7 +199,7 @@ class PicturesFirst(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Of the micro-batch that was handed out last; counted anew from 0 when the pictures are over."""
+        """Of the micro-batch that was handed out last; counted from 0 again after the pictures."""
         return (self._pictures if self._is_early(self._handed_out - 1) else self._clips).epoch
 
     def next(self) -> T:
@@ -230,7 +230,7 @@ class PicturesFirst(Generic[T]):
         try:
             updates, pictures, clips = int(state_dict["updates"]), state_dict["pictures"], state_dict["clips"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError("the checkpoint does not say where in the data the run was") from error
+            raise CheckpointError("the checkpoint does not record where in the data the run was") from error
         self._pictures.load_state_dict(pictures)
         self._clips.load_state_dict(clips)
         self._handed_out = updates * self._batches_of_update

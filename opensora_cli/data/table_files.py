@@ -30,7 +30,7 @@ def check_table_name(path: Path) -> str:
     """
     kind = path.suffix.lower()
     if kind not in (CSV, PARQUET):
-        raise RequestError(f"{path} must end in {CSV} or {PARQUET}, which says what kind of table it is")
+        raise RequestError(f"{path} must end in {CSV} or {PARQUET}, which determines the format")
     if kind == PARQUET:
         _pyarrow()
     return kind

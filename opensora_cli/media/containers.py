@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import dropwhile, islice
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import av
 import numpy as np
@@ -17,12 +17,11 @@ from av.sidedata.sidedata import Type as SideDataType
 from av.video.reformatter import Interpolation
 
 from opensora_cli.core.exceptions import MediaError
-from opensora_cli.media.frames import VideoSource
 
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
 }
-"""Options for opening a file: FFmpeg would also open playlists, which name other files, and plain text as a drawing."""
+"""Options for opening a file: FFmpeg would also open playlists, which name other files, and render plain text."""
 
 # Phone pictures look like MP4 from outside, and FFmpeg would return one tile of them.
 _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1", b"avif"}
@@ -48,6 +47,29 @@ _MOST_REORDERED = 64
 _Part = TypeVar("_Part")
 
 
+class StoredFrame(Protocol):
+    """A decoded frame in the form that its decoder likes."""
+
+    @property
+    def time(self) -> float:
+        """Seconds at which it appears."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds for which it is shown, if nothing follows."""
+
+    def to_rgb(self) -> torch.Tensor:
+        """Return it as uint8 (H, W, 3), upright."""
+
+
+@dataclass(frozen=True)
+class VideoSource:
+    """An open video: its frames, decoded as they are asked for, and its mean rate (complete once they are read)."""
+
+    frames: Iterator[StoredFrame]
+    fps: float
+
+
 @contextmanager
 def open_video(path: Path) -> Iterator[VideoSource]:
     """Open a video file.
@@ -58,7 +80,7 @@ def open_video(path: Path) -> Iterator[VideoSource]:
     with _opened(path) as (container, track):
         track.thread_type = "AUTO"
         rate = _mean_rate(track)
-        yield VideoSource(frames=_numbered(_told(container.decode(track), path), rate), fps=rate)
+        yield VideoSource(frames=_numbered(_whole_tracks(container.decode(track), path), rate), fps=rate)
 
 
 @contextmanager
@@ -78,12 +100,13 @@ def open_video_at(path: Path, *, start: int) -> Iterator[VideoSource]:
             if frames is not None:
                 yield VideoSource(frames=frames, fps=rate)
                 return
-    # Opened anew: some files can be read once only.
+    # Opened a second time: some files can be read once only.
     with _opened(path) as (container, track):
         track.codec_context.thread_count = 1
         rate = _mean_rate(track)
         yield VideoSource(
-            frames=islice(_numbered(_told(container.decode(track), path), rate, threads=1), start, None), fps=rate
+            frames=islice(_numbered(_whole_tracks(container.decode(track), path), rate, threads=1), start, None),
+            fps=rate,
         )
 
 
@@ -108,7 +131,7 @@ def probe_video(path: Path) -> VideoFacts:
         track.codec_context.thread_count = 1
         first: av.VideoFrame | None = None
         num_frames = 0
-        for packet in _told(container.demux(track), path):
+        for packet in _whole_tracks(container.demux(track), path):
             if first is None:
                 first = next(iter(packet.decode()), None)
             num_frames += bool(packet.size) and not packet.is_discard
@@ -139,8 +162,8 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, av.VideoStream]]:
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
 
 
-def _told(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
-    """Yield packets or frames; PyAV stumbles over a track that appears only in the middle of a damaged file."""
+def _whole_tracks(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
+    """Yield packets or frames; PyAV raises an IndexError for a track that begins in the middle of a damaged file."""
     try:
         yield from parts
     except IndexError as error:
@@ -169,7 +192,7 @@ def _frames_after_seeking(
         container.seek(int(wanted / track.time_base), stream=track)
     except av.FFmpegError:
         return None
-    decoded = _told(container.decode(track), path)
+    decoded = _whole_tracks(container.decode(track), path)
     first = next(decoded, None)
     if first is None or first.pts is None or first.time > wanted:
         return None
@@ -188,7 +211,7 @@ def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *
     mean, usual = track.average_rate, track.base_rate
     if track.frames and mean and usual and abs(usual / mean - 1) * frame < _MOST_DRIFT:
         return float(track.start_time * track.time_base + (frame - Fraction(1, 2)) / mean)
-    packets = islice(_told(container.demux(track), path), frame + _MOST_REORDERED)
+    packets = islice(_whole_tracks(container.demux(track), path), frame + _MOST_REORDERED)
     times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
     if frame >= len(times):
         return None

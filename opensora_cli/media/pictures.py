@@ -1,30 +1,59 @@
-"""Pictures, still and animated (GIF, WebP, APNG), through Pillow."""
+"""Pictures, still and animated (GIF, WebP, APNG): read and encoded through imageio.
 
+Pillow, which does imageio's work, is called directly where imageio offers no way: to try no other decoders than
+`_FORMATS`, for one palette of all frames of a GIF, and for metadata.
+"""
+
+import io
+import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
+import imageio.v3 as iio
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from numpy.typing import NDArray
+from PIL import ExifTags, GifImagePlugin, Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.exceptions import MediaError
-from opensora_cli.media.frames import VideoSource
+from opensora_cli.media.containers import VideoSource
 
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-"""What Pillow raises for broken files, by format."""
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+"""What is raised for broken files, by format."""
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PPM")
-"""Pillow also knows formats that it tells by almost nothing, that start other programs, or that are videos."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PPM")
+"""Pillow also knows formats that it recognises by very little, that start other programs, or that are videos."""
 
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 """Others (MPO of some phones, TIFF) hold several pictures that are not a video."""
 
 _DEFAULT_DURATION_MS = 100
 """What browsers take for a GIF that gives none."""
+
+_GIF_COLOURS = 256
+_GIF_PALETTE_PIXELS = 1 << 14
+_GIF_SHORTEST_MS = 20
+"""Browsers show anything shorter at ten frames a second."""
+
+_WEBP_QUALITY = 90
+
+_UPRIGHT: Mapping[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
+    2: lambda picture: picture[:, ::-1],
+    3: lambda picture: picture[::-1, ::-1],
+    4: lambda picture: picture[::-1],
+    5: lambda picture: picture.swapaxes(0, 1),
+    6: lambda picture: picture.swapaxes(0, 1)[:, ::-1],
+    7: lambda picture: picture.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda picture: picture.swapaxes(0, 1)[::-1],
+}
+"""EXIF's orientation -> what turns a stored picture (H, W, 3) upright; imageio mistakes the axes of grey pictures."""
 
 
 def num_pictures(path: Path) -> int:
@@ -34,11 +63,11 @@ def num_pictures(path: Path) -> int:
         MediaError: a picture that is broken.
     """
     try:
-        with Image.open(path, formats=FORMATS) as picture:
+        with Image.open(path, formats=_FORMATS) as picture:
             return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED_FORMATS else 1
     except UnidentifiedImageError:
         return 0
-    except BROKEN as error:
+    except _BROKEN as error:
         raise _broken(path, error) from error
 
 
@@ -48,11 +77,8 @@ def read_first(path: Path) -> torch.Tensor:
     Raises:
         MediaError: broken.
     """
-    try:
-        with Image.open(path, formats=FORMATS) as picture:
-            return _rgb(picture, path)
-    except BROKEN as error:
-        raise _broken(path, error) from error
+    with _opened(path) as picture:
+        return _rgb(picture, path, 0)
 
 
 @contextmanager
@@ -62,12 +88,22 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
     Raises:
         MediaError: broken; also while its frames are read.
     """
+    with _opened(path) as picture:
+        durations_ms = _durations_ms(picture)
+        mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
+        yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        with Image.open(path, formats=FORMATS) as picture:
-            durations_ms = _durations_ms(picture)
-            mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
-            yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
-    except BROKEN as error:
+        # As a file, because imageio takes a path such as `http:x` or `a.zip/b.png` for something else.
+        with path.open("rb") as file:
+            Image.open(file, formats=_FORMATS)
+            file.seek(0)
+            with iio.imopen(file, "r", plugin="pillow") as picture:
+                yield picture
+    except _BROKEN as error:
         raise _broken(path, error) from error
 
 
@@ -81,37 +117,134 @@ class _PictureFrame:
         return self.picture_HWC
 
 
-def _durations_ms(picture: Image.Image) -> list[int]:
+def _durations_ms(picture: Any) -> list[int]:
     """Return for how many milliseconds each frame is shown."""
     durations = []
-    for index in range(getattr(picture, "n_frames", 1)):
-        picture.seek(index)
-        picture.load()  # WebP knows the duration only then
-        durations.append(round(picture.info.get("duration") or _DEFAULT_DURATION_MS))
+    for index in range(picture.properties(index=...).n_images):
+        picture.read(index=index)  # WebP knows the duration only then
+        durations.append(round(picture.metadata(index=index).get("duration") or _DEFAULT_DURATION_MS))
     return durations
 
 
-def _frames(picture: Image.Image, path: Path, durations_ms: list[int]) -> Iterator[_PictureFrame]:
+def _frames(picture: Any, path: Path, durations_ms: list[int]) -> Iterator[_PictureFrame]:
     time_ms = 0
     for index, duration_ms in enumerate(durations_ms):
-        picture.seek(index)
-        yield _PictureFrame(_rgb(picture, path), time_ms / 1000, duration_ms / 1000)
+        yield _PictureFrame(_rgb(picture, path, index), time_ms / 1000, duration_ms / 1000)
         time_ms += duration_ms
 
 
-def _rgb(picture: Image.Image, path: Path) -> torch.Tensor:
-    """Return the current frame as uint8 (H, W, 3), upright."""
-    upright = ImageOps.exif_transpose(picture)
-    if upright.mode.startswith("I"):
-        # Sixteen bits of grey: Pillow's own conversion would clip them at 255.
-        levels = np.clip(np.asarray(upright, dtype=np.int64), 0, 65535)
-        grey = ((levels * 255 + 32767) // 65535).astype(np.uint8)
-        return torch.from_numpy(np.repeat(grey[..., None], 3, axis=2))
-    if upright.mode == "F":
+def _rgb(picture: Any, path: Path, index: int) -> torch.Tensor:
+    """Return a frame as uint8 (H, W, 3), upright."""
+    noted = picture.metadata(index=index, exclude_applied=False)
+    if noted["mode"] == "F":
         raise MediaError(f"{path} holds floating point levels of unknown range", hint="convert it to an 8 bit PNG")
-    return torch.from_numpy(np.array(upright.convert("RGB")))
+    if noted["mode"].startswith("I"):
+        # Sixteen bits of grey: the conversion to RGB would clip them at 255.
+        levels = np.clip(picture.read(index=index).astype(np.int64), 0, 65535)
+        grey = ((levels * 255 + 32767) // 65535).astype(np.uint8)
+        rgb = np.repeat(grey[..., None], 3, axis=2)
+    else:
+        rgb = picture.read(index=index, mode="RGB")
+    turn = _UPRIGHT.get(noted.get("Orientation", 1))
+    return torch.from_numpy(rgb if turn is None else np.ascontiguousarray(turn(rgb)))
 
 
 def _broken(path: Path, error: Exception) -> MediaError:
     cause = str(error).splitlines()[0] if str(error) else type(error).__name__
     return MediaError(f"{path} is a broken picture: {cause}")
+
+
+def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a frame, lossless, with `metadata` as text chunks."""
+    info = PngInfo()
+    for key, value in metadata.items():
+        info.add_text(key, value)
+    with path.open("wb") as file:
+        iio.imwrite(file, frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info)
+
+
+def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, str]) -> bytes:
+    """Return an endless GIF of uint8 RGB frames, in one palette for all, with `metadata` as JSON in its comment.
+
+    Pillow's own writer, which imageio calls, merges frames that look alike. A video has exactly the frames it was
+    given, so here each is compressed on its own and the container is put together around them.
+
+    GIF counts hundredths of a second: single frames last a hundredth more or less so that the whole keeps its length.
+    """
+    durations = _frame_lengths_ms(fps, step=10, shortest=_GIF_SHORTEST_MS)
+    palette = _shared_palette(frames_THWC)
+    indexed = (
+        Image.fromarray(frame.numpy()).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
+        for frame in frames_THWC
+    )
+    stream = io.BytesIO()
+    comment = {"comment": _ascii_json(metadata)} if metadata else {}
+    next(indexed).save(stream, format="GIF", loop=0, optimize=False, duration=next(durations), **comment)
+    start, trailer = stream.getvalue()[:-1], stream.getvalue()[-1:]
+    blocks = [
+        block
+        for frame, duration in zip(indexed, durations, strict=False)
+        for block in GifImagePlugin.getdata(frame, duration=duration)
+    ]
+    return b"".join([start, *blocks, trailer])
+
+
+def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[str, str]) -> bytes:
+    """Return an endless WebP animation of uint8 RGB frames (H, W, 3), each taken once the one before is compressed.
+
+    `metadata` is JSON in EXIF's ImageDescription. As in `gif_bytes`, no two frames are merged.
+
+    The container: https://developers.google.com/speed/webp/docs/riff_container
+    """
+    shown = []
+    for frame, duration in zip(frames, _frame_lengths_ms(fps, step=1, shortest=1), strict=False):
+        height, width, _ = frame.shape
+        size = _uint24(width - 1) + _uint24(height - 1)
+        no_blending = 0x02
+        place = _uint24(0) + _uint24(0) + size + _uint24(duration) + bytes([no_blending])
+        shown.append(_chunk(b"ANMF", place + _webp_still(frame)))
+    animation_flag, exif_flag = 0x02, 0x08
+    chunks = [
+        _chunk(b"VP8X", bytes([animation_flag | (exif_flag if metadata else 0), 0, 0, 0]) + size),
+        _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # background colour; 0: loop for ever
+        *shown,
+    ]
+    if metadata:
+        exif = Image.Exif()
+        exif[ExifTags.Base.ImageDescription] = _ascii_json(metadata)
+        chunks.append(_chunk(b"EXIF", exif.tobytes().removeprefix(b"Exif\0\0")))
+    return _chunk(b"RIFF", b"WEBP" + b"".join(chunks))
+
+
+def _webp_still(frame_HWC: torch.Tensor) -> bytes:
+    """Return the chunks of one compressed frame, without their RIFF header."""
+    still = iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".webp", quality=_WEBP_QUALITY)
+    return bytes(still)[12:]
+
+
+def _frame_lengths_ms(fps: float, *, step: int, shortest: int) -> Iterator[int]:
+    """Yield without end how long each frame lasts, in multiples of `step` ms whose sums follow the true times."""
+    ends = (round(1000 * index / fps / step) * step for index in count())
+    return (max(shortest, end - start) for start, end in pairwise(ends))
+
+
+def _shared_palette(frames_THWC: torch.Tensor) -> Image.Image:
+    """Return a picture whose palette suits all frames: colours that differ from frame to frame flicker."""
+    pixels = frames_THWC.reshape(-1, 3)
+    # An odd step, so that it does not always meet the same columns.
+    step = max(1, len(pixels) // _GIF_PALETTE_PIXELS) | 1
+    sample = np.ascontiguousarray(pixels[::step].numpy()[None])
+    return Image.fromarray(sample).quantize(_GIF_COLOURS, method=Image.Quantize.MEDIANCUT, kmeans=1)
+
+
+def _ascii_json(metadata: Mapping[str, str]) -> str:
+    # GIF comments and EXIF descriptions are ASCII by their standards; JSON's escapes carry every language through.
+    return json.dumps(dict(metadata), ensure_ascii=True)
+
+
+def _chunk(name: bytes, content: bytes) -> bytes:
+    return name + struct.pack("<I", len(content)) + content + bytes(len(content) % 2)
+
+
+def _uint24(value: int) -> bytes:
+    return value.to_bytes(3, "little")

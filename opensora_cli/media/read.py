@@ -1,4 +1,4 @@
-"""Reading pictures and videos. What a file is, its content says, never its name."""
+"""Reading pictures and videos, recognised by their content, never by their name."""
 
 import os
 from collections import deque
@@ -11,7 +11,7 @@ import torch
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media import containers, pictures
-from opensora_cli.media.frames import StoredFrame
+from opensora_cli.media.containers import StoredFrame
 
 
 @dataclass(frozen=True)

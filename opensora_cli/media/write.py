@@ -11,13 +11,11 @@ from pathlib import Path
 import av
 import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic
-from opensora_cli.media.animate import gif_bytes, webp_bytes
 from opensora_cli.media.containers import EXACT_COLOURS
+from opensora_cli.media.pictures import gif_bytes, save_png, webp_bytes
 
 
 class MediaFormat(StrEnum):
@@ -70,9 +68,9 @@ def write_media(
             is raised as it is.
         path: where to; what is there is replaced.
         fps: frames a second.
-        format: mp4, gif, webp or png, whatever the ending of `path` says.
-        metadata: stored in the file as far as its format can, and returned by `read_metadata`. In an MP4, `prompt` is
-            also its title, and the rest its comment, unless given.
+        format: mp4, gif, webp or png, whatever the ending of `path`.
+        metadata: stored in the file, in an MP4 and in a PNG under these keys, elsewhere as JSON. In an MP4, `prompt` is
+            also the title, and the rest the comment, unless given.
 
     Returns:
         the file or folder made (`media_path`).
@@ -91,7 +89,7 @@ def write_media(
 
 
 class _PiecesError(Exception):
-    """Carries an error of whatever makes the pieces past those who would take it for one of their own."""
+    """Carries an error of what makes the pieces past handlers that would take it for one of writing."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -99,7 +97,7 @@ class _PiecesError(Exception):
 
 
 def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the frames (H, W, 3) of pieces, as copies: who keeps a frame does not keep its piece."""
+    """Yield the frames (H, W, 3) of pieces, as copies, so that keeping a frame does not keep its piece."""
     making = iter(pieces)
     size: torch.Size | None = None
     while True:
@@ -193,7 +191,7 @@ def _write_png(frames: Iterator[torch.Tensor], path: Path, tags: Mapping[str, st
     target = media_path(path, format=MediaFormat.PNG, num_frames=len(start))
     if len(start) == 1:
         with atomic_path(target) as temporary:
-            _save_png(start[0], temporary, tags)
+            save_png(start[0], temporary, tags)
     else:
         _write_png_sequence(chain(start, frames), target, tags)
     return target
@@ -209,18 +207,11 @@ def _write_png_sequence(frames: Iterable[torch.Tensor], folder: Path, tags: Mapp
             )
     with atomic_folder(folder) as temporary:
         for number, frame in enumerate(frames, start=1):
-            _save_png(frame, temporary / f"frame_{number:04d}.png", tags)
+            save_png(frame, temporary / f"frame_{number:04d}.png", tags)
 
 
 def _is_sequence_frame(path: Path) -> bool:
     return path.suffix == ".png" and path.stem.removeprefix("frame_").isdecimal()
-
-
-def _save_png(frame_HWC: torch.Tensor, path: Path, tags: Mapping[str, str]) -> None:
-    info = PngInfo()
-    for key, value in tags.items():
-        info.add_text(key, value)
-    Image.fromarray(frame_HWC.numpy()).save(path, format="PNG", pnginfo=info)
 
 
 def _storable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Linear layers: how ranks divide them, and one with a low-rank update beside it."""
+"""Linear layers: how they are split between ranks, and one with a low-rank update beside it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class Split(StrEnum):
-    """How a linear layer is divided among ranks (Shoeybi et al. 2019, Megatron-LM)."""
+    """How a linear layer is split between ranks (Shoeybi et al. 2019, Megatron-LM)."""
 
     COLUMN = "column"
     """Each rank has some of the output features (rows of the weight, and the bias)."""
@@ -24,9 +24,9 @@ class ShardedLinear:
     Args:
         path: module path inside the block.
         split: by output or by input features.
-        pieces: sizes of the parts that the divided features consist of, in order. Each part is divided by itself: a
+        pieces: sizes of the parts that the split features consist of, in order. Each part is split by itself: a
             rank holds its share of the first, then its share of the second.
-        units: for each piece, how many neighbouring features stay together: the width of a head, or 1. Ranks need not
+        units: for each piece, how many adjacent features are never split: the width of a head, or 1. Ranks need not
             have equally many units, but each at least one.
     """
 
@@ -56,7 +56,7 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The sum, (out_features, in_features), made anew at each use."""
+        """The sum, (out_features, in_features), computed at each use."""
         weight: Tensor = self.base.weight  # type: ignore[assignment]
         return torch.addmm(weight, self.lora_b, self.lora_a)
 

@@ -162,19 +162,19 @@ def _bucket_problems(table: Mapping[Any, object]) -> Iterator[str]:
             yield f"{place}={lengths} must be numbers of frames, each with its bucket, as in {{33: [1.0, 2]}}"
         else:
             for length, bucket in lengths.items():
-                yield from _number_problems(_Length, length, told=f"{place}: frames")
+                yield from _number_problems(_Length, length, label=f"{place}: frames")
                 if not isinstance(bucket, list | tuple) or len(bucket) != 2:
                     yield f"{place}.{length}={bucket} must be [probability, batch size], as in [1.0, 2]"
                     continue
-                yield from _number_problems(Probability, bucket[0], told=f"{place}.{length}: probability")
-                yield from _number_problems(BatchSize, bucket[1], told=f"{place}.{length}: batch size")
+                yield from _number_problems(Probability, bucket[0], label=f"{place}.{length}: probability")
+                yield from _number_problems(BatchSize, bucket[1], label=f"{place}.{length}: batch size")
 
 
-def _number_problems(kind: Any, value: object, *, told: str) -> Iterator[str]:
+def _number_problems(kind: Any, value: object, *, label: str) -> Iterator[str]:
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        yield from (f"{told} {line.removeprefix('=')}" for line in explain(error))
+        yield from (f"{label} {line.removeprefix('=')}" for line in explain(error))
 
 
 TABLE_ENDINGS = (".csv", ".parquet")
@@ -191,7 +191,7 @@ class ScanSettings(Section):
     workers: PositiveInt | None = Field(
         default=None, le=1024, description="files that are read at a time; none: one for each core"
     )
-    overwrite: bool = Field(default=False, description="read everything anew, and replace a table of another origin")
+    overwrite: bool = Field(default=False, description="read every file again, and replace a table of another origin")
 
     @field_validator("table")
     @classmethod
@@ -200,7 +200,7 @@ class ScanSettings(Section):
 
 
 class ShardSettings(Section):
-    """A table to cut into parts."""
+    """A table to split into parts."""
 
     table: str = Field(min_length=1, description="CSV or parquet file")
     parts: int = Field(ge=2, le=100_000, description="how many files, of as many rows each")
@@ -213,11 +213,11 @@ class ShardSettings(Section):
 
 
 class PreviewSettings(Section):
-    """A table to draw a contact sheet of."""
+    """A table to make a contact sheet of."""
 
     table: str = Field(min_length=1, description="CSV or parquet file")
-    sheet: str = Field(min_length=1, description="picture to draw")
-    count: int = Field(default=24, ge=1, le=1000, description="samples to show, drawn by chance")
+    sheet: str = Field(min_length=1, description="picture to write")
+    count: int = Field(default=24, ge=1, le=1000, description="samples to show, chosen at random")
     seed: NonNegativeInt = Field(default=0, description="of the choice of samples")
     overwrite: bool = Field(default=False, description="replace an existing picture")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from media_tags import read_metadata
 
 from opensora_cli.media.read import read_video
-from opensora_cli.media.tags import read_metadata
 
 MOST_BYTES = 40_000_000
 PROMPT = "raining, sea with a zeppelin"

@@ -38,8 +38,8 @@ class BucketReport(Document):
     def line(self) -> str:
         """Return it for people."""
         batches = f"{self.micro_batches:>9,} micro-batches of {self.batch_size}"
-        chance = "" if self.probability == 1 else f", probability {self.probability:g}"
-        return f"{self.name:20} {self.samples:>9,} samples {batches}{chance}"
+        probability = "" if self.probability == 1 else f", probability {self.probability:g}"
+        return f"{self.name:20} {self.samples:>9,} samples {batches}{probability}"
 
 
 class DataReport(Document):
@@ -100,7 +100,7 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         HardwareError: the table is parquet, and pyarrow is not installed.
     """
     if settings.target is TrainTarget.TEXT:
-        raise RequestError("target=text has no clips to check: its captions are drawn as they are needed")
+        raise RequestError("target=text has no clips to check: its captions are sampled when they are needed")
     data = settings.data
     dataset = open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=True)
     of_update = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)

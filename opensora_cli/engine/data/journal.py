@@ -33,7 +33,7 @@ class Finding:
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Finding":
-        """Return what a line of the journal says."""
+        """Return the finding of a line of the journal."""
         facts = MediaFacts(**{name: values[name] for name in _FACTS})
         return cls(path=values["path"], size=values["size"], mtime_ns=values["mtime_ns"], facts=facts)
 
@@ -41,8 +41,7 @@ class Finding:
 class ScanJournal:
     """The findings of a scan in a file beside its table, one line each, written as they come.
 
-    Files that cannot be read are not among them: whatever was in the way may be gone the next time, without a trace in
-    their size and time.
+    Files that cannot be read are not among them: the cause may be gone the next time, with the same size and time.
 
     Args:
         table: the table that the scan makes.
@@ -55,7 +54,7 @@ class ScanJournal:
         self._table_sha256: str | None = None
 
     def read(self) -> None:
-        """Take up what earlier scans wrote, but for a line that a crash cut off."""
+        """Read what earlier scans wrote, but for a line that a crash cut off."""
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
@@ -72,7 +71,7 @@ class ScanJournal:
                 continue
 
     def is_of_table(self) -> bool:
-        """Say whether the table is as the last scan wrote it."""
+        """Return whether the table is as the last scan wrote it."""
         return self._table_sha256 is not None and self._table_sha256 == _sha256(self._table)
 
     def find(self, path: str, *, size: int, mtime_ns: int) -> Finding | None:
@@ -95,7 +94,7 @@ class ScanJournal:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def finish(self, findings: list[Finding]) -> None:
-        """Write the journal anew: these findings, and what the table is by now.
+        """Rewrite the journal: these findings, and a hash of the table.
 
         Raises:
             OutputError: it cannot be written.

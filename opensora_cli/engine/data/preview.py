@@ -55,7 +55,7 @@ class PreviewResult(Document):
 def preview(
     settings: PreviewSettings, data: DataSettings, *, multiple: int, reporter: Reporter | None = None
 ) -> PreviewResult:
-    """Draw some samples of a table: frames, caption, size and bucket.
+    """Make a contact sheet of some samples of a table: frames, caption, size and bucket.
 
     Args:
         settings: which table, and where to.

@@ -65,8 +65,8 @@ class ScanResult(Document):
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
     """Write the table of a folder.
 
-    What is found is noted in a journal beside the table as it comes: after an interruption, or when files were added or
-    changed, the next scan reads those alone, and tries again what it could not read. Captions are read every time.
+    Findings are appended to a journal beside the table: after an interruption, or when files were added or
+    changed, the next scan reads those alone, and retries what it could not read. Captions are read every time.
     Files whose names begin with a dot are left out.
 
     Args:
@@ -165,7 +165,7 @@ def _known(file: Path, journal: ScanJournal) -> Finding | None:
 
 def _look_into(file: Path) -> Finding | BrokenFile:
     try:
-        # Before it is read: what changes meanwhile is read again by the next scan.
+        # Before it is read: a file that changes during the scan is read again by the next one.
         status = file.stat()
         return Finding(path=str(file), size=status.st_size, mtime_ns=status.st_mtime_ns, facts=probe(file))
     except OsoraError as error:

@@ -115,7 +115,7 @@ def fill_cache(
     with reporter.stage("encode", total=len(share), unit="clips") as progress:
         try:
             for request in share:
-                # Before it is read: what changes meanwhile is encoded again the next time.
+                # Before it is read: a file that changes during the run is encoded again by the next one.
                 file = file_state(request.path)
                 try:
                     clip = _fresh(settings, encoders(), request)

@@ -1,10 +1,10 @@
 """Encoded clips on disk, so that training neither decodes nor encodes them, nor holds the frozen models in memory.
 
-A cache is a folder: `cache.safetensors` says what made it and has the empty prompt's embeddings; every
+A cache is a folder: `cache.safetensors` records what made it and has the empty prompt's embeddings; every
 `clips-*.safetensors` has up to some hundred megabytes of tensors, each named after its clip's frames, size, rate and
 caption, and what it is of the clip. Files appear whole and are never changed. So a cache that was interrupted goes on
 where it stopped, another condition mode adds its references, and several processes may fill it side by side. A clip
-whose file was replaced is added once more, and the newest file that has it counts.
+whose file was replaced is added again, and the newest file that has it counts.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class ClipCache:
     """A cache that is read. It may be handed to other processes.
 
     Args:
-        folder: of the cache; `is_cache_of` says whether it is the one that is meant.
+        folder: of the cache; see `is_cache_of`.
 
     Raises:
         CheckpointError: a file of it is broken.
@@ -190,7 +190,7 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
 
 
 def is_cache_of(folder: Path, identity: Identity) -> bool:
-    """Say whether there is a cache, made with `identity`; False if there is none.
+    """Return whether there is a cache, made with `identity`; False if there is none.
 
     Raises:
         FileProblem: there is one, and something else made it.

@@ -43,7 +43,7 @@ def fitting_modes(
     return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
 
 
-def draw_mode(
+def sample_mode(
     weights: Mapping[str, float],
     *,
     num_latent_frames: int,
@@ -51,9 +51,9 @@ def draw_mode(
     rng: np.random.Generator,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> ConditionMode:
-    """Return a condition mode for a clip, drawn by weight out of `fitting_modes`; `t2v` where none fits.
+    """Return a condition mode for a clip, sampled by weight from `fitting_modes`; `t2v` where none fits.
 
-    One number is drawn whatever comes out.
+    It takes one random number in every case.
     """
     fitting = fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths)
     shares = np.cumsum(list(fitting.values()))
@@ -113,7 +113,7 @@ def prepare_visual_condition_causal(
     rng: np.random.Generator,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[Tensor, Tensor]:
-    """Encode clips, and their given frames in a mode drawn for each.
+    """Encode clips, and their given frames in a mode sampled for each.
 
     The name and the order of the first three parameters are those that the Open-Sora community knows.
 
@@ -121,7 +121,7 @@ def prepare_visual_condition_causal(
         x: pixels_BCTHW in [-1, 1].
         condition_config: weight of each condition mode by its name. Modes that would give a whole clip are left out.
         model_ae: the autoencoder.
-        rng: draws the modes.
+        rng: samples the modes.
         lengths: latent frames given by the video modes.
 
     Returns:
@@ -134,7 +134,7 @@ def prepare_visual_condition_causal(
     latents, conditions = [], []
     for pixels_CTHW in x:
         latents_CTHW = model_ae.encode(pixels_CTHW[None])[0]
-        mode = draw_mode(
+        mode = sample_mode(
             condition_config,
             num_latent_frames=latents_CTHW.shape[1],
             causal=grid.is_causal,

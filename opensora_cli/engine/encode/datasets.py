@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, overload
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.data.batches import BucketSampler, ClipRequest, PlanEpoch, SceneSampler, draw_start
+from opensora_cli.data.batches import BucketSampler, ClipRequest, PlanEpoch, SceneSampler, random_start
 from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, map_target_fps
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.data.table import ClipTable, read_table
@@ -17,7 +17,7 @@ from opensora_cli.settings.data import BucketTable, DataSettings, SceneSettings
 
 
 class ClipRequests(Protocol):
-    """Says what is wanted of the samples of a dataset."""
+    """From samples of a dataset to the cuts that training asks for."""
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
         """Return what micro-batch `number` wants of a sample, at `place` in it."""
@@ -31,7 +31,7 @@ class TableRequests:
     buckets: Buckets
     fps_max: float
     seed: int | None
-    """What starts are drawn from; None: clips start with the first frame."""
+    """Of random starts; None: clips start with the first frame."""
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
         """Return the cut of a sample for a bucket, beginning anywhere that leaves it whole."""
@@ -44,7 +44,7 @@ class TableRequests:
             path=str(table.file(sample)),
             caption=table.texts[sample],
             motion_score=table.motion_score(sample),
-            start=draw_start(seed=self.seed or 0, number=number, place=place, latest=latest) if random else 0,
+            start=random_start(seed=self.seed or 0, number=number, place=place, latest=latest) if random else 0,
             interval=1 if is_picture else interval,
             num_frames=wanted.num_frames,
             height=wanted.height,

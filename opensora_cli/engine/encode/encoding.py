@@ -185,8 +185,8 @@ def training_caption(
         caption: as it is in the table.
         fps: frames per second of the clip as it is shown; 0 for a picture, which gets none.
         motion_score: 1 (still) to 7 (very lively), rounded to a whole number, halves upwards; None: unknown.
-        add_fps: whether the frame rate is said.
-        add_motion_score: whether the motion score is said.
+        add_fps: whether the frame rate is mentioned.
+        add_motion_score: whether the motion score is mentioned.
     """
     suffixes = []
     if add_fps and fps > 0:

@@ -26,7 +26,7 @@ _NOTE_BYTES = 512
 _MOST_WARNINGS = 20
 
 LoadClip = Callable[[ClipRequest], Any]
-"""Takes the place of decoding, as a cache does. An `OsoraError` says that this sample cannot be had."""
+"""Takes the place of decoding, as a cache does. It raises an `OsoraError` for a sample that is not available."""
 
 
 def read_clip(request: ClipRequest, *, fit: Fit | str = Fit.CROP) -> Tensor:
@@ -55,7 +55,7 @@ def _fitted(frame_HWC: Tensor, *, height: int, width: int, fit: Fit | str, pictu
 
 
 class ReadingNotes:
-    """What each worker is reading, in memory that they share: a decoder that crashes can name its file no more.
+    """What each worker is reading, in shared memory: a decoder that crashes cannot name its file.
 
     Args:
         workers: how many there are; 0: none.
@@ -69,7 +69,7 @@ class ReadingNotes:
         """Note what this process reads, if it is a worker."""
         worker = get_worker_info()
         if worker is not None:
-            # The end of a long path tells more than its beginning.
+            # The end of a long path is more specific than its beginning.
             content = path.encode("utf-8", "surrogateescape")[-_NOTE_BYTES:]
             memmove(addressof(self._notes) + worker.id * _NOTE_BYTES, content.ljust(_NOTE_BYTES, b"\0"), _NOTE_BYTES)
 
@@ -268,22 +268,22 @@ class ReplacementWarnings:
     def __init__(self, reporter: Reporter, *, where: str = "") -> None:
         self._reporter = reporter
         self._where = where
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def warn(self, batch: ClipBatch) -> None:
         """Warn of those that the micro-batch was to have."""
         for replacement in batch.replaced:
-            if replacement.path in self._told or len(self._told) > _MOST_WARNINGS:
+            if replacement.path in self._warned or len(self._warned) > _MOST_WARNINGS:
                 continue
-            self._told.add(replacement.path)
+            self._warned.add(replacement.path)
             text = f"{replacement.reason}: {replacement.by} takes its place{self._where}"
-            if len(self._told) > _MOST_WARNINGS:
+            if len(self._warned) > _MOST_WARNINGS:
                 text = f"more samples cannot be read{self._where}: osora data scan makes a table without them"
             self._reporter.warn(text)
 
 
 class ClipBatches:
-    """A stream of clips that says which samples could not be read.
+    """A stream of clips that warns about samples that could not be read.
 
     Args:
         batches: the stream.

@@ -1,4 +1,4 @@
-"""Long sequences, some tokens at a time, so that what is computed on the way to a result stays small.
+"""Long sequences, some tokens at a time, so that intermediate tensors stay small.
 
 All but attention treats every token by itself: norms, projections and MLPs of a chunk are those of the whole, but for
 rounding.
@@ -42,7 +42,7 @@ def over_tokens(compute: Callable[..., Tensor], *wholes_BN: Tensor, size: int | 
 def joined(pieces: Iterable[tuple[Tensor, ...]], *, length: int, dim: int) -> tuple[Tensor, ...]:
     """Join several sequences that come in pieces.
 
-    Where no gradient is recorded, each piece is put in its place before the next is computed.
+    Where no gradient is recorded, each piece is written in place before the next is computed.
 
     Args:
         pieces: of every sequence its next span, span after span.

@@ -256,7 +256,7 @@ class SingleStreamBlock(nn.Module):
         q, k = self._queries_and_keys(x_BND, rotary)
         v_BNW, mlp_BNF = torch.tensor_split(self.v_mlp(x_BND), [q.shape[1] * self.head_dim], dim=-1)
         attended_BNHD = self.attention(q, k, split_heads(v_BNW, self.head_dim)).transpose(1, 2)
-        # What is of no more use goes before the widest part comes.
+        # Freed before the widest tensor is allocated.
         del x_BND, q, k, v_BNW
         mlp_BNF = functional.gelu(mlp_BNF, approximate="tanh")
         out: Tensor = self.linear2(torch.cat((attended_BNHD.flatten(2), mlp_BNF), dim=-1))
@@ -268,7 +268,7 @@ class SingleStreamBlock(nn.Module):
 
     def _in_chunks(self, tokens_BND: Tensor, mod: ChunkModulation, rotary: Rotary, size: int) -> Tensor:
         """Do the same over `size` tokens at a time: queries, keys and values before attention, the MLP after it."""
-        # Once: weights that are stored in 8 bits are multiplied out at every look.
+        # Once: weights that are stored in 8 bits are dequantized on each access.
         weight, bias = self.v_mlp.weight, self.v_mlp.bias
 
         def qkv_pieces() -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -5,7 +5,7 @@ Two choices vary between files. q, k and v are *fused* (`qkv`; `linear1` holds q
 Flux, or *half-split*, dims (j, D/2+j) as in Open-Sora v2. Our model is split and half-split. Turning interleaved into
 half-split puts the even rows of each head of q and k first, then the odd ones; the function stays the same.
 
-A plan says, by names and shapes alone, which rows of a file become which tensor. Loading runs it over tensors,
+A plan defines, by names and shapes alone, which rows of a file become which tensor. Loading runs it over tensors,
 conversion over tensors that have not been read.
 """
 
@@ -34,7 +34,7 @@ class QKV(StrEnum):
 
 
 class Rotary(StrEnum):
-    """Which dims of a head the rotary embedding turns together: (2j, 2j+1), or (j, D/2+j)."""
+    """Which dims of a head the rotary embedding rotates as pairs: (2j, 2j+1), or (j, D/2+j)."""
 
     INTERLEAVED = "interleaved"
     HALF = "half"
@@ -105,11 +105,11 @@ def is_fused(keys: Iterable[str]) -> bool:
 def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
     """Return how rotary pairs lie in a file.
 
-    A file that was converted says it in its metadata. Others go by the released models: fused ones are interleaved,
+    A converted file has it in its metadata. Others go by the released models: fused ones are interleaved,
     split ones half-split.
 
     Raises:
-        CheckpointError: the metadata say something unknown.
+        CheckpointError: the metadata name an unknown layout.
     """
     stated = metadata.get(ROTARY_METADATA)
     if stated is None:
@@ -218,7 +218,7 @@ def _split(key: str, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Iterator[
             for index, name in enumerate(names):
                 yield name, Piece(key, index * hidden, (index + 1) * hidden if index < 2 else rows)
             return
-    # A fused tensor that does not fit stays: the strict loader knows its key only as an unexpected one, and says so.
+    # A fused tensor that does not fit stays: the strict loader reports its key as an unexpected one.
     yield key, Piece(key)
 
 

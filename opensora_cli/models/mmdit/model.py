@@ -48,7 +48,7 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
-        """Draw fresh weights for training from scratch, as DiT does (Peebles & Xie 2023).
+        """Initialise weights for training from scratch, as DiT does (Peebles & Xie 2023).
 
         Every block starts as the identity and the velocity at zero (zero modulation and output), and the condition is
         ignored at first (zero `cond_in`), so that a model trained without it starts where it stood.
@@ -57,11 +57,11 @@ class MMDiT(nn.Module):
             generator: source of randomness on the weights' device; None is torch's global one.
         """
         for name, parameter in self.named_parameters():
-            self.draw_weight(name, parameter, generator=generator)
+            self.initialise_weight(name, parameter, generator=generator)
 
     @torch.no_grad()
-    def draw_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
-        """Draw the fresh values of one parameter, which may itself be on the meta device.
+    def initialise_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
+        """Initialise one parameter, which may itself be on the meta device.
 
         One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.
 

@@ -81,7 +81,7 @@ class T5Encoder(_FolderEncoder):
                 are brought to the device, block by block or as a whole, the encoder cannot be used there.
 
         Raises:
-            CheckpointError: files are missing (all are named) or broken, or do not fit together.
+            CheckpointError: files are missing (all are named) or broken, or contradict each other.
             HardwareError: the vocabulary needs a library that is not installed.
         """
         folder = Path(path)
@@ -133,7 +133,7 @@ class ClipEncoder(_FolderEncoder):
             dtype: of its weights and of `encode`.
 
         Raises:
-            CheckpointError: files are missing (all are named) or broken, or do not fit together.
+            CheckpointError: files are missing (all are named) or broken, or contradict each other.
             RequestError: `max_length` is over the model's positions.
         """
         folder = Path(path)

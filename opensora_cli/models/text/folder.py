@@ -60,7 +60,7 @@ def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> Non
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and logging inside the block, and restore them after it.
 
-    What its load reports say about missing weights is checked by us and raised as an error instead.
+    Missing weights in its load reports are raised as an error by us instead.
     """
     from transformers.utils import logging as noise
 

@@ -1,4 +1,4 @@
-"""Inside transformers' T5: its norm in one kernel, and how ranks divide its blocks."""
+"""Parts of transformers' T5: its norm in one kernel, and how its blocks are split between ranks."""
 
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ class FusedRMSNorm(nn.Module):
     """RMS norm (Zhang & Sennrich 2019) with a scale for each feature, accumulated in fp32.
 
     transformers' `T5LayerNorm` computes the same in five steps, each of which writes a tensor of fp32; in half
-    precision it rounds once more before the scale. Both have one parameter, `weight`.
+    precision it also rounds before the scale. Both have one parameter, `weight`.
 
     Args:
         weight: the scales, (D,); shared, not copied.
@@ -71,7 +71,7 @@ def t5_linears(config: Any) -> tuple[ShardedLinear, ...]:
 
 
 def keep_heads(block: nn.Module, heads: slice) -> None:
-    """Tell a block that its projections have only some of the heads, and cut its position biases to theirs.
+    """Adapt a block to projections that have only some of the heads, and cut its position biases to theirs.
 
     Args:
         block: of the encoder; its linear layers have been cut by themselves.

@@ -37,7 +37,7 @@ class AutoencoderConfig(Protocol):
 
 
 class Reconstruction(NamedTuple):
-    """What became of pixels on their way through the latents, and the posterior that these were drawn from."""
+    """Reconstructed pixels, and the posterior of the latents that they were decoded from."""
 
     pixels_BCTHW: Tensor
     mean_BCTHW: Tensor
@@ -79,7 +79,7 @@ class Autoencoder(nn.Module, ABC):
 
         Args:
             pixels_BCTHW: see `encode`.
-            generator: draws the sample from the posterior, on its own device; None takes the posterior's mean.
+            generator: of the sample from the posterior, on its own device; None takes the posterior's mean.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Autoencoder(nn.Module, ABC):
 
         Args:
             pixels_BCTHW: (B, in_channels, T, H, W) in [-1, 1], of sizes that `grid` knows.
-            generator: draws the sample from the posterior, on the pixels' device; None takes the posterior's mode.
+            generator: of the sample from the posterior, on the pixels' device; None takes the posterior's mode.
                 Changes nothing where there is no posterior.
             tiling: the axes along which to encode tile by tile, which changes the result.
 

@@ -201,7 +201,7 @@ class ClipConv3d(nn.Conv3d):
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a clip (B,C,T,H,W)."""
         if input.device.type == "cpu" and 1 < input.shape[2] < self.kernel_size[0]:
-            # There oneDNN takes a part of a bf16 kernel's gradient from memory that nobody wrote, unless time is padded
+            # There oneDNN takes a part of a bf16 kernel's gradient from uninitialised memory, unless time is padded
             # by hand.
             side = int(self.padding[0])
             padded = functional.pad(input, (0, 0, 0, 0, side, side))

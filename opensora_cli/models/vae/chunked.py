@@ -2,8 +2,7 @@
 
 A causal convolution needs the last frames of the chunk before, and the frame-causal attention the keys and values of
 all frames before. A group norm needs the mean and variance of the whole clip: so the clip passes layer by layer,
-measured on its way out of one and normalised on its way into the next, and waits between them in chunks that are never
-joined. Nothing is approximated; results differ by rounding alone.
+measured after one and normalised before the next, and is stored between them in chunks that are never joined. Nothing is approximated; results differ by rounding alone.
 """
 
 from collections import deque
@@ -23,7 +22,7 @@ class StoredClip:
 
     Args:
         chunks: are taken as they are computed.
-        store: where they wait.
+        store: the device where they are kept.
     """
 
     def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
@@ -87,7 +86,7 @@ class StoredClip:
 def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
     if chunk_BCTHW.device == device:
         return chunk_BCTHW
-    # Only the stream that writes the store ever reads it, so nobody waits for a copy; the allocator of page-locked
+    # Only the stream that writes the store ever reads it, so no copy needs a wait; the allocator of page-locked
     # memory hands it out again no sooner than the copies are done.
     pinned = chunk_BCTHW.is_cuda and device.type == "cpu"
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)

@@ -242,13 +242,13 @@ class DCAE(Autoencoder):
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
-        """Encode a clip or a picture to scaled latents; `generator` draws nothing. See `Autoencoder.encode`."""
+        """Encode a clip or a picture to scaled latents; `generator` is ignored. See `Autoencoder.encode`."""
         self.check_pixels(pixels_BCTHW)
         latents_BCTHW = run_tiled(self.encoder, pixels_BCTHW, grid=self.config.tile_grids()[0], tiling=tiling)
         return latents_BCTHW / self._scale
 
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode and decode; `generator` draws nothing. See `Autoencoder.forward`."""
+        """Encode and decode; `generator` is ignored. See `Autoencoder.forward`."""
         latents_BCTHW = self.encode(pixels_BCTHW)
         return Reconstruction(self.decode(latents_BCTHW), latents_BCTHW, None)
 
@@ -267,7 +267,7 @@ class DCAE(Autoencoder):
 
 
 def _layers(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the layers of all stages: one by one, since who calls a whole stage keeps its input in memory meanwhile."""
+    """Yield the layers of all stages: one by one, because a call of a whole stage would keep its input in memory."""
     return chain.from_iterable(cast(OpList, stage).op_list for stage in stages)
 
 

@@ -228,7 +228,7 @@ class Upsample(nn.Module):
 
 
 def average_channels(hidden_BCTHW: Tensor, out_channels: int) -> Tensor:
-    """Return the means of `out_channels` groups of neighbouring channels."""
+    """Return the means of `out_channels` groups of adjacent channels."""
     return reduce(hidden_BCTHW, "b (c group) t h w -> b c t h w", "mean", c=out_channels)
 
 

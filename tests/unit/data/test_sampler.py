@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from opensora_cli.data.batches import BucketSampler, EpochPlan, MicroBatch, SceneSampler, draw_start
+from opensora_cli.data.batches import BucketSampler, EpochPlan, MicroBatch, SceneSampler, random_start
 from opensora_cli.data.buckets import Buckets, Resolution, Samples
 
 
@@ -106,7 +106,7 @@ def test_scenes_are_shared_out_between_clips_and_pictures() -> None:
 
 
 def test_starts_cover_all_places_and_depend_on_seed_number_and_place() -> None:
-    starts = [draw_start(seed=1, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
+    starts = [random_start(seed=1, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
     assert set(starts) == {0, 1, 2, 3}
-    assert starts == [draw_start(seed=1, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
-    assert starts != [draw_start(seed=2, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
+    assert starts == [random_start(seed=1, number=n, place=p, latest=3) for n in range(20) for p in range(4)]
+    assert starts != [random_start(seed=2, number=n, place=p, latest=3) for n in range(20) for p in range(4)]

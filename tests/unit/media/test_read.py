@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media.read import is_picture, read_picture, read_video
@@ -74,12 +74,16 @@ class TestPictures:
         assert torch.equal(read_picture(tmp_path / "a.mp4"), red_left_green_top())
         assert levels(read_video(tmp_path / "b.png").frames_THWC) == [0, 1, 2]
 
-    def test_the_camera_s_orientation_is_applied(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("mode", ["RGB", "L", "P"])
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    def test_the_camera_s_orientation_is_applied(self, tmp_path: Path, orientation: int, mode: str) -> None:
+        picture = Image.fromarray(red_left_green_top().numpy()).convert(mode)
         exif = Image.Exif()
-        exif[0x0112] = 6  # turn a quarter clockwise to see it upright
-        Image.fromarray(red_left_green_top().numpy()).save(tmp_path / "a.png", exif=exif)
-        picture = read_picture(tmp_path / "a.png")
-        assert torch.equal(picture, red_left_green_top().rot90(-1, dims=(0, 1)))
+        exif[ExifTags.Base.Orientation] = orientation
+        picture.save(tmp_path / "a.png", exif=exif)
+        picture.getexif()[ExifTags.Base.Orientation] = orientation
+        upright = np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+        assert read_picture(tmp_path / "a.png").tolist() == upright.tolist()
 
     @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
     def test_every_colour_mode_becomes_rgb(self, tmp_path: Path, mode: str) -> None:
@@ -153,8 +157,7 @@ class TestVideos:
         assert levels(read_video(path).frames_THWC) == [0, 1, 2, 3, 4]
         assert levels(read_video(path, fps=10).frames_THWC)[:8] == [0, 1, 2, 2, 2, 2, 3, 4]
 
-    @pytest.mark.parametrize("quarter_turns", [0, 1, 2, 3])
-    @pytest.mark.parametrize("mirrored", [False, True])
+    @pytest.mark.parametrize(("quarter_turns", "mirrored"), [(0, True), (1, False), (1, True), (2, False), (3, False)])
     def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int, mirrored: bool) -> None:
         stored = red_left_green_top().expand(3, -1, -1, -1)
         path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns, hflip=mirrored)
@@ -209,10 +212,14 @@ class TestProblems:
             read_video(tmp_path / "a.png")
 
     @pytest.mark.parametrize(
-        "text",
-        ["A text, and nothing else.\n" * 50, "ffconcat version 1.0\nfile a.mp4\n", "#EXTM3U\n#EXTINF:1\na.mp4\n"],
+        ("text", "ending"),
+        [
+            ("A text, and nothing else.\n" * 50, "txt"),
+            ("A text, and nothing else.\n" * 50, "mp4"),
+            ("ffconcat version 1.0\nfile a.mp4\n", "mp4"),
+            ("#EXTM3U\n#EXTINF:1\na.mp4\n", "m3u8"),
+        ],
     )
-    @pytest.mark.parametrize("ending", ["mp4", "txt", "m3u8"])
     def test_text_is_no_video_whatever_its_name(self, tmp_path: Path, text: str, ending: str) -> None:
         write_video(tmp_path / "a.mp4", numbered(3))
         path = tmp_path / f"text.{ending}"
@@ -247,6 +254,19 @@ class TestProblems:
             with pytest.raises(MediaError) as caught:
                 read_picture(path)
             self.one_line(caught.value, path)
+
+    def test_a_picture_of_absurd_size_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "a.png"
+        Image.new("1", (64, 64)).save(path)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+        with pytest.raises(MediaError, match="decompression bomb") as caught:
+            read_picture(path)
+        self.one_line(caught.value, path)
+
+    def test_postscript_is_no_picture(self, tmp_path: Path) -> None:
+        Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
+        with pytest.raises(MediaError, match="is not a picture"):
+            read_picture(tmp_path / "a.eps")
 
     def test_a_video_cut_in_two(self, tmp_path: Path) -> None:
         noise = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

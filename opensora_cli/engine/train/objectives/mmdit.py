@@ -16,7 +16,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.clip_conditions import condition_clip, draw_mode
+from opensora_cli.engine.encode.clip_conditions import condition_clip, sample_mode
 from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, fresh_clip
 from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE, write_weights
@@ -162,7 +162,7 @@ class MMDiTTask:
     @torch.no_grad()
     def _sample(self, clip: EncodedClip, rng: SampleRng) -> _Sample:
         latents_CTHW = self._placed(clip.latents())
-        mode = draw_mode(
+        mode = sample_mode(
             self._weights,
             num_latent_frames=latents_CTHW.shape[1],
             causal=self._grid.is_causal,

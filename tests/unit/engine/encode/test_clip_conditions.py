@@ -8,10 +8,10 @@ from closeness import assert_close
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.clip_conditions import (
-    draw_mode,
     encoded_parts,
     fitting_modes,
     prepare_visual_condition_causal,
+    sample_mode,
 )
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 
@@ -48,7 +48,7 @@ def test_a_picture_is_t2v_though_that_mode_has_no_weight():
 def test_modes_come_by_weight():
     weights = {"t2v": 1.0, "i2v_head": 5.0, "i2v_loop": 0.0, "i2v_tail": 2.0}
     rng = np.random.default_rng(0)
-    drawn = [draw_mode(weights, num_latent_frames=9, causal=True, rng=rng).name for _ in range(4000)]
+    drawn = [sample_mode(weights, num_latent_frames=9, causal=True, rng=rng).name for _ in range(4000)]
     counts = {name: drawn.count(name) for name in set(drawn)}
     assert counts.keys() == {"t2v", "i2v_head", "i2v_tail"}
     # Within four standard deviations of 500, 2500 and 1000.
@@ -60,14 +60,14 @@ def test_modes_come_by_weight():
 @pytest.mark.parametrize("num_latent_frames", [1, 9])
 def test_every_draw_takes_one_number(num_latent_frames):
     rng, same = np.random.default_rng(0), np.random.default_rng(0)
-    draw_mode(ALL, num_latent_frames=num_latent_frames, causal=True, rng=rng)
+    sample_mode(ALL, num_latent_frames=num_latent_frames, causal=True, rng=rng)
     same.random()
     assert rng.random() == same.random()
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(RequestError, match="i2v_heat"):
-        draw_mode({"i2v_heat": 1.0}, num_latent_frames=3, causal=True, rng=np.random.default_rng(0))
+        sample_mode({"i2v_heat": 1.0}, num_latent_frames=3, causal=True, rng=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

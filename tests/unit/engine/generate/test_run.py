@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 from closeness import assert_close
+from media_tags import read_metadata
 from pydantic import ValidationError
 from tiny_world import demo_settings, moving_frames, released_settings
 
@@ -25,7 +26,6 @@ from opensora_cli.engine.generate.run import (
     resolve_generate_settings,
 )
 from opensora_cli.media.read import read_video
-from opensora_cli.media.tags import read_metadata
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, read_sidecar

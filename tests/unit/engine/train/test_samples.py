@@ -10,6 +10,7 @@ import pytest
 import tiny_frozen
 import tiny_training
 import torch
+from media_tags import read_metadata
 from toy_training import Listener
 
 from opensora_cli.core.exceptions import OutputError
@@ -23,7 +24,6 @@ from opensora_cli.engine.train.samples import open_samples
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.media.read import probe, read_video
-from opensora_cli.media.tags import read_metadata
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given

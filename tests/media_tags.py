@@ -7,10 +7,6 @@ from pathlib import Path
 import av
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from opensora_cli.core.exceptions import MediaError
-from opensora_cli.media.containers import ONLY_VIDEOS
-from opensora_cli.media.pictures import BROKEN, FORMATS
-
 _MUXER_KEYS = {"major_brand", "minor_version", "compatible_brands", "encoder"}
 
 
@@ -18,26 +14,16 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """Return the metadata of a video or picture: what `write_media` was given, for MP4 also `title` and `comment`.
 
     Of a folder of numbered pictures, that of the first.
-
-    Raises:
-        MediaError: missing, or neither picture nor video.
     """
     file = Path(path)
     if file.is_dir():
-        file = min(file.glob("frame_*.png"), default=file)
+        file = min(file.glob("frame_*.png"))
     try:
-        with Image.open(file, formats=FORMATS) as picture:
+        with Image.open(file) as picture:
             return _picture_metadata(picture)
     except UnidentifiedImageError:
-        pass  # then it may be a video
-    except BROKEN as error:
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise MediaError(f"cannot read {file}: {cause}") from error
-    try:
-        with av.open(str(file.absolute()), mode="r", options=ONLY_VIDEOS, metadata_errors="replace") as container:
+        with av.open(str(file), metadata_errors="replace") as container:
             return {key: value for key, value in container.metadata.items() if key not in _MUXER_KEYS}
-    except av.FFmpegError as error:
-        raise MediaError(f"{file} is neither a picture nor a video") from error
 
 
 def _picture_metadata(picture: Image.Image) -> dict[str, str]:
