@@ -1,6 +1,6 @@
 """How the procedural world looks: places, skies, moving things and weather, painted with numpy.
 
-All lengths are shares of the picture's width, so that the same scene can be rendered at any size. Details are kept large
+All lengths are shares of the picture's width, so that the same scene can be rendered at any size. Details are large
 enough for an autoencoder that compresses space fourfold or eightfold: nothing that matters is smaller than two pixels
 at 64 x 64. Colours are RGB in 0 to 1, pictures (T, H, W, 3) float32.
 """

@@ -2,7 +2,8 @@
 
 A causal convolution needs the last frames of the chunk before, and the frame-causal attention the keys and values of
 all frames before. A group norm needs the mean and variance of the whole clip: so the clip passes layer by layer,
-measured after one and normalised before the next, and is stored between them in chunks that are never joined. Nothing is approximated; results differ by rounding alone.
+measured after one and normalised before the next, and is stored between them in chunks that are never joined. Nothing
+is approximated; results differ by rounding alone.
 """
 
 from collections import deque
