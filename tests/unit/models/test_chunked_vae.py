@@ -1,5 +1,7 @@
 """Decoding some frames at a time: the same pixels, in memory that does not grow with the clip."""
 
+from functools import cache
+
 import pytest
 import torch
 from closeness import assert_close
@@ -53,9 +55,15 @@ def config_of(widths, time, space):
     )
 
 
-@pytest.mark.parametrize("tiling", [NO_TILING, Tiling(spatial=True)])
-@pytest.mark.parametrize("num_latent_frames", [1, 2, 5])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "num_latent_frames", "tiling"),
+    [
+        (torch.float64, 1e-12, 1, NO_TILING),
+        (torch.float64, 1e-12, 2, Tiling(spatial=True)),
+        (torch.float64, 1e-12, 5, NO_TILING),
+        (torch.float32, 1e-5, 5, NO_TILING),
+    ],
+)
 def test_every_chunk_length_gives_the_same_pixels(dtype, tolerance, num_latent_frames, tiling):
     vae, latents = small_vae(dtype=dtype), latents_of(2, 4, num_latent_frames, 3, 6, dtype=dtype)
     whole = vae.decode(latents, tiling=tiling)
@@ -159,6 +167,7 @@ def test_a_piece_comes_before_the_next_is_computed():
     assert len(calls) == 1
 
 
+@cache
 def peak_bytes(shape, **arguments):
     """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
     # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.

@@ -437,8 +437,9 @@ print(max(peak, anonymous()) - baseline)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from Linux's /proc")
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_anonymous_memory_of_loading(t5_words, copied, dtype):
     folder = copied(t5_words, without=["model.safetensors", "config.json"])
     sizes = {**T5_SIZES, "d_model": 1024, "d_ff": 8192}
