@@ -1,10 +1,11 @@
 """Between the autoencoder's latents (B,C,T,H,W) and the transformer's tokens (B,N,D)."""
 
 import torch
+from einops import rearrange
 
 
 def pack_latents(latents_BCTHW: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Cut latents into one token for each patch: `b c t (h ph) (w pw) -> b (t h w) (c ph pw)`.
+    """Cut latents into one token for each patch, (B,N,C·patch²).
 
     Args:
         latents_BCTHW: height and width divisible by `patch_size`.
@@ -13,14 +14,10 @@ def pack_latents(latents_BCTHW: torch.Tensor, patch_size: int) -> torch.Tensor:
     Raises:
         ValueError: a side is not divisible.
     """
-    batch, channels, frames, height, width = latents_BCTHW.shape
+    height, width = latents_BCTHW.shape[3:]
     if height % patch_size or width % patch_size:
         raise ValueError(f"latents of {height}x{width} do not divide into patches of {patch_size}x{patch_size}")
-    rows, columns = height // patch_size, width // patch_size
-    patches = latents_BCTHW.reshape(batch, channels, frames, rows, patch_size, columns, patch_size)
-    return patches.permute(0, 2, 3, 5, 1, 4, 6).reshape(
-        batch, frames * rows * columns, channels * patch_size * patch_size
-    )
+    return rearrange(latents_BCTHW, "b c t (h ph) (w pw) -> b (t h w) (c ph pw)", ph=patch_size, pw=patch_size)
 
 
 def unpack_latents(
@@ -46,15 +43,21 @@ def unpack_latents(
     Raises:
         ValueError: the tokens are not those of this many frames of this size.
     """
-    batch, num_tokens, token_width = packed_latents_BND.shape
+    num_tokens = packed_latents_BND.shape[1]
     rows, columns = height // patch_size, width // patch_size
     if num_tokens != num_latent_frames * rows * columns or height % patch_size or width % patch_size:
         raise ValueError(
             f"{num_tokens} tokens are not {num_latent_frames} frames of {height}x{width} in patches of {patch_size}"
         )
-    channels = token_width // (patch_size * patch_size)
-    patches = packed_latents_BND.reshape(batch, num_latent_frames, rows, columns, channels, patch_size, patch_size)
-    return patches.permute(0, 4, 1, 2, 5, 3, 6).reshape(batch, channels, num_latent_frames, height, width)
+    return rearrange(
+        packed_latents_BND,
+        "b (t h w) (c ph pw) -> b c t (h ph) (w pw)",
+        t=num_latent_frames,
+        h=rows,
+        w=columns,
+        ph=patch_size,
+        pw=patch_size,
+    )
 
 
 def pack_conditioning(

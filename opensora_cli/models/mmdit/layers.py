@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -116,8 +117,7 @@ class QueryKeyNorm(nn.Module):
 
 def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
     """(B, N, H·D) -> (B, H, N, D). H comes from the width, so that a shard with fewer heads runs unchanged."""
-    batch, tokens, width = x_BNW.shape
-    return x_BNW.reshape(batch, tokens, width // head_dim, head_dim).transpose(1, 2)
+    return rearrange(x_BNW, "b n (h d) -> b h n d", d=head_dim)
 
 
 def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:

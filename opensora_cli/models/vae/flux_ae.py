@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -142,9 +143,12 @@ class Attention(nn.Module):
     def forward(self, hidden_BCHW: Tensor) -> Tensor:
         """Return the same shape."""
         normed_BCHW = self.norm(hidden_BCHW)
-        q_B1NC, k_B1NC, v_B1NC = (_tokens(project(normed_BCHW)) for project in (self.q, self.k, self.v))
+        q_B1NC, k_B1NC, v_B1NC = (
+            rearrange(project(normed_BCHW), "b c h w -> b 1 (h w) c") for project in (self.q, self.k, self.v)
+        )
         out_B1NC = functional.scaled_dot_product_attention(q_B1NC, k_B1NC, v_B1NC)
-        out_BCHW: Tensor = self.proj_out(out_B1NC.squeeze(1).transpose(1, 2).view(hidden_BCHW.shape))
+        height = hidden_BCHW.shape[2]
+        out_BCHW: Tensor = self.proj_out(rearrange(out_B1NC, "b 1 (h w) c -> b c h w", h=height))
         return hidden_BCHW + out_BCHW
 
 
@@ -326,11 +330,6 @@ def _by_frame(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return out_NCHW.view(batch, -1, *out_NCHW.shape[1:]).transpose(1, 2)
 
     return run_frames
-
-
-def _tokens(hidden_BCHW: Tensor) -> Tensor:
-    """(B,C,H,W) -> (B,1,H*W,C)."""
-    return hidden_BCHW.flatten(2).transpose(1, 2).unsqueeze(1)
 
 
 def _resnets(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.ModuleList:
