@@ -15,7 +15,7 @@ FPS = 24.0
 def write_clip(
     path: Path, *, num_frames: int = 9, height: int = 64, width: int = 64, fps: float = FPS, caption: str | None = None
 ) -> Path:
-    """Write a video (or a PNG for one frame) whose frames tell their number by their brightness."""
+    """Write a video (or a PNG for one frame) whose frames encode their number as brightness."""
     levels = (np.arange(num_frames) * 8 + 20) % 230
     frames = np.broadcast_to(levels[:, None, None, None], (num_frames, height, width, 3)).astype(np.uint8)
     write_media([torch.from_numpy(frames.copy())], path, fps=fps, format="png" if num_frames == 1 else "mp4")

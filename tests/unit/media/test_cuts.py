@@ -174,7 +174,7 @@ def test_a_video_that_is_cut_off_is_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"\x00\x00\x00\x20ftypisom" + bytes(100)])
-def test_what_is_no_media_is_told(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_media_is_messages(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.mp4"
     path.write_bytes(content)
     with pytest.raises(MediaError, match=r"a\.mp4"):
@@ -192,10 +192,10 @@ def test_a_picture_that_a_camera_turned_is_upright(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_files_are_read_or_told_and_nothing_else_happens(video: Path) -> None:
+def test_damaged_files_are_read_or_messages_and_nothing_else_happens(video: Path) -> None:
     rng = np.random.default_rng(0)
     content = video.read_bytes()
-    told = []
+    messages = []
     for _ in range(150):
         damaged = bytearray(content[: rng.integers(1, len(content) + 1)] if rng.random() < 0.4 else content)
         for place in rng.integers(0, len(damaged), rng.integers(1, 40)):
@@ -205,6 +205,6 @@ def test_damaged_files_are_read_or_told_and_nothing_else_happens(video: Path) ->
             facts = probe(video)
             assert cut(video, max(facts.num_frames - 4, 0), min(facts.num_frames, 3)).dtype == torch.uint8
         except MediaError as error:
-            told.append(error.message)
-    assert len(told) > 20
-    assert all(video.name in message for message in told)
+            messages.append(error.message)
+    assert len(messages) > 20
+    assert all(video.name in message for message in messages)

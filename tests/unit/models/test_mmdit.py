@@ -308,8 +308,8 @@ class TestLayout:
     def test_fused_files_are_interleaved_unless_told_otherwise(self):
         config = small_config()
         fused = fuse(filled(config).state_dict())
-        default, told = (dict(converter(config, interleaved=choice)(fused)) for choice in (None, True))
-        assert all(torch.equal(default[key], told[key]) for key in told)
+        default, named = (dict(converter(config, interleaved=choice)(fused)) for choice in (None, True))
+        assert all(torch.equal(default[key], named[key]) for key in named)
         key = "single_blocks.0.q_proj.weight"
         assert not torch.equal(default[key], dict(converter(config, interleaved=False)(fused))[key])
 

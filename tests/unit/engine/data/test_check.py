@@ -1,4 +1,4 @@
-"""What `--check-data` says of a run's data."""
+"""What `--check-data` reports of a run's data."""
 
 import json
 from pathlib import Path

@@ -123,12 +123,12 @@ def test_what_could_not_be_read_is_tried_again_though_it_has_not_changed(
     known = {"path": str(folder / "b.mp4"), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "error": reason}
     with folder.with_suffix(".csv.scan.jsonl").open("a") as journal:
         journal.write(json.dumps(known) + "\n")
-    mended = run(folder)
-    assert (probed, mended.read, mended.broken) == (["b.mp4"], 1, ())
-    assert "1 read, 3 known from before" in mended.lines()[1]
+    again = run(folder)
+    assert (probed, again.read, again.broken) == (["b.mp4"], 1, ())
+    assert "1 read, 3 known from before" in again.lines()[1]
 
 
-def test_broken_files_are_listed_and_left_out_until_they_are_mended(folder: Path) -> None:
+def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path) -> None:
     (folder / "broken.mp4").write_bytes(b"nothing")
     (folder / "b.txt").write_bytes(b"\xff\xfe\xff")
     (folder / "a.json").write_text("{}")
@@ -144,9 +144,9 @@ def test_broken_files_are_listed_and_left_out_until_they_are_mended(folder: Path
     write_clip(folder / "broken.mp4", num_frames=4)
     (folder / "b.txt").unlink()
     (folder / "a.json").unlink()
-    mended = run(folder)
-    assert (mended.broken, mended.read, mended.videos, mended.pictures) == ((), 1, 4, 1)
-    mended.require_whole()
+    again = run(folder)
+    assert (again.broken, again.read, again.videos, again.pictures) == ((), 1, 4, 1)
+    again.require_whole()
 
 
 class Interrupting(SilentReporter):

@@ -55,6 +55,20 @@ def weights(tmp_path_factory):
     return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("weights"))
 
 
+@pytest.fixture(scope="module")
+def filled_once(weights, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filled") / "cache"
+    cache_clips(settings_of(weights, folder))
+    return folder
+
+
+@pytest.fixture
+def filled(filled_once, weights, tmp_path):
+    """Settings whose cache has all clips already."""
+    shutil.copytree(filled_once, tmp_path / "cache")
+    return settings_of(weights, tmp_path / "cache")
+
+
 def prepared(settings, **where):
     return prepare_cache(
         settings,
@@ -88,10 +102,9 @@ def test_more_clips_are_added_to_those_that_are_there(weights, tmp_path):
     assert (report.clips, report.encoded) == (6, 2)
 
 
-def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(weights, tmp_path):
-    settings = settings_of(weights, tmp_path / "cache")
-    cache = prepared(settings)
-    [request, *_] = cache_filling._requests(settings)
+def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled):
+    cache = prepared(filled)
+    [request, *_] = cache_filling._requests(filled)
     shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
     assert shapes == {
         "latents": (4, 4, 8, 8),
@@ -121,21 +134,20 @@ def losses(settings, *, micro_batches):
         reporter=tiny_world.RecordingReporter(),
         load=cache.clip if cache else None,
     )
-    drawn = [batches.next() for _ in range(micro_batches)]
+    given = [batches.next() for _ in range(micro_batches)]
     batches.close()
-    assert all((batch.cached is None) == (cache is None) for batch in drawn)
-    return [task.loss(batch, SampleRng.of(0, batch.number))[0].item() for batch in drawn]
+    assert all((batch.cached is None) == (cache is None) for batch in given)
+    return [task.loss(batch, SampleRng.of(0, batch.number))[0].item() for batch in given]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_training_on_the_cache_is_training_on_the_clips_bit_for_bit(weights, tmp_path, workers):
-    kinds = [settings_of(weights, cache, **{"data.workers": workers}) for cache in (None, tmp_path / "cache")]
+def test_training_on_the_cache_is_training_on_the_clips_bit_for_bit(filled):
+    kinds = [filled.replace({"data.workers": 1, **changes}) for changes in ({"train_mmdit.cache": None}, {})]
     fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)  # over the end of the epoch
     assert fresh == cached
     assert len(set(cached)) == 4
 
 
-def test_so_it_is_on_a_table_of_pictures_and_videos(weights, tmp_path):
+def test_on_a_table_of_pictures_and_videos_it_is_the_same_too(weights, tmp_path):
     table = tiny_clips.clip_table(tmp_path, clips=4, pictures=3, num_frames=13)
     changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}}}
     kinds = [settings_of(weights, cache, **changes) for cache in (None, tmp_path / "cache")]
@@ -150,7 +162,7 @@ def test_so_it_is_on_a_table_of_pictures_and_videos(weights, tmp_path):
     assert names[13] == names[1] | {"head1", "tail1", "head5", "tail5", "head9", "tail9"}
 
 
-def test_whatever_buckets_the_clips_are_drawn_into_they_are_there(weights, tmp_path):
+def test_all_buckets_that_a_clip_can_land_in_are_encoded(weights, tmp_path):
     table = tiny_clips.clip_table(tmp_path, clips=4, pictures=3, num_frames=13)
     buckets = {"64px": {1: (0.5, 1), 13: (0.5, 1)}, "32px": {1: (1.0, 1), 5: (1.0, 1)}}
     settings = settings_of(weights, None, **{"data.table": str(table), "data.buckets": buckets})
@@ -164,13 +176,16 @@ def test_whatever_buckets_the_clips_are_drawn_into_they_are_there(weights, tmp_p
     assert asked <= set(cache_filling._requests(settings))
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_run_goes_on_bit_for_bit(weights, tmp_path, cached):
-    settings = settings_of(
-        weights,
-        tmp_path / "cache" if cached else None,
-        **{"output": str(tmp_path / "whole"), "loop.steps": 4, "loop.log_every": 1, "checkpoints.every": 2},
-        **{"checkpoints.keep": 5, "data.workers": 1},
+def test_a_run_on_a_cache_resumes_bit_for_bit(filled, tmp_path):
+    settings = filled.replace(
+        {
+            "output": str(tmp_path / "whole"),
+            "loop.steps": 4,
+            "loop.log_every": 1,
+            "checkpoints.every": 2,
+            "checkpoints.keep": 5,
+            "data.workers": 1,
+        }
     )
     run.train(settings)
     [halfway] = (tmp_path / "whole").glob("*-global_step2")
@@ -221,7 +236,7 @@ def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
     assert (report.clips, report.encoded) == (6, 2)
 
 
-def test_what_cannot_be_read_is_told_and_tried_again(weights, tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_reported_and_retried(weights, tmp_path, monkeypatch):
     settings = settings_of(weights, tmp_path / "cache")
     bad = cache_filling._requests(settings)[2]
     read = cache_filling.read_clip
@@ -247,7 +262,7 @@ def test_what_cannot_be_read_is_told_and_tried_again(weights, tmp_path, monkeypa
     assert whole.encoded == 1
 
 
-def test_a_clip_whose_file_was_replaced_is_encoded_anew(weights, tmp_path):
+def test_a_clip_whose_file_was_replaced_is_encoded_again(weights, tmp_path):
     table = tiny_clips.clip_table(tmp_path, clips=2, pictures=1, num_frames=13)
     changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 1), 13: (1.0, 1)}}}
     settings = settings_of(weights, tmp_path / "cache", **changes)
@@ -285,15 +300,12 @@ def test_a_clip_whose_file_was_replaced_is_encoded_anew(weights, tmp_path):
         ({"train_mmdit.frozen_dtype": "bfloat16"}, "precision"),
     ],
 )
-def test_a_cache_of_other_settings_is_refused(weights, tmp_path, changes, named):
-    settings = settings_of(weights, tmp_path / "cache")
-    cache_clips(settings)
+def test_a_cache_of_other_settings_is_refused(filled, changes, named):
     with pytest.raises(FileProblem, match=rf"which differs in: {named}$"):
-        cache_clips(settings.replace(changes))
+        cache_clips(filled.replace(changes))
 
 
-def test_a_cache_of_other_weights_is_refused(weights, tmp_path):
-    cache_clips(settings_of(weights, tmp_path / "cache"))
+def test_a_cache_of_other_weights_is_refused(filled, weights, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     for name in ("t5", "clip"):
@@ -326,12 +338,9 @@ def test_another_mode_adds_its_references_alone(weights, tmp_path, monkeypatch):
     assert all(torch.equal(tensor, at_once.tensors[name]) for name, tensor in clip.tensors.items())
 
 
-def test_other_chances_do_not_matter(weights, tmp_path):
-    """Weights of modes, dropouts and the objective may change on the same cache."""
-    settings = settings_of(weights, tmp_path / "cache")
-    cache_clips(settings)
+def test_weights_of_modes_dropouts_and_the_objective_may_change_on_the_same_cache(filled):
     changes = {"train_mmdit.mode_weights.t2v": 1, "train_mmdit.t5_dropout": 0, "train_mmdit.masked_loss": True}
-    assert cache_clips(settings.replace(changes)).encoded == 0
+    assert cache_clips(filled.replace(changes)).encoded == 0
 
 
 def test_without_the_frozen_parts(tmp_path):
@@ -340,7 +349,7 @@ def test_without_the_frozen_parts(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_requests_that_make_no_sense(weights, tmp_path):
+def test_a_cache_needs_a_folder_and_a_transformer_that_is_trained(weights, tmp_path):
     with pytest.raises(RequestError, match=r"train_mmdit\.cache is not set"):
         cache_clips(settings_of(weights, None))
     settings = settings_of(weights, tmp_path / "cache").model_copy(update={"target": "text"})
@@ -348,15 +357,13 @@ def test_requests_that_make_no_sense(weights, tmp_path):
         cache_clips(settings)
 
 
-def test_training_reads_no_frozen_weights(weights, tmp_path, monkeypatch):
-    settings = settings_of(weights, tmp_path / "cache")
-    cache_clips(settings)
+def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):
     for module in (frozen_parts, cache_filling):
         monkeypatch.setattr(module, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
-    cache = prepared(settings)
+    cache = prepared(filled)
     assert isinstance(cache, ClipCache)
     assert (tmp_path / "cache" / HEADER_FILE).exists()
-    build_mmdit_task(settings, MMDiT(mmdit_config(settings.model)), device=CPU, clips=cache)
+    build_mmdit_task(filled, MMDiT(mmdit_config(filled.model)), device=CPU, clips=cache)
 
 
 def test_a_text_encoder_of_another_width_is_refused(weights):

@@ -48,8 +48,8 @@ def test_a_picture_is_t2v_though_that_mode_has_no_weight():
 def test_modes_come_by_weight():
     weights = {"t2v": 1.0, "i2v_head": 5.0, "i2v_loop": 0.0, "i2v_tail": 2.0}
     rng = np.random.default_rng(0)
-    drawn = [sample_mode(weights, num_latent_frames=9, causal=True, rng=rng).name for _ in range(4000)]
-    counts = {name: drawn.count(name) for name in set(drawn)}
+    sampled = [sample_mode(weights, num_latent_frames=9, causal=True, rng=rng).name for _ in range(4000)]
+    counts = {name: sampled.count(name) for name in set(sampled)}
     assert counts.keys() == {"t2v", "i2v_head", "i2v_tail"}
     # Within four standard deviations of 500, 2500 and 1000.
     assert counts["t2v"] == pytest.approx(500, abs=84)
