@@ -109,7 +109,7 @@ class Buckets:
 
         Args:
             samples: what is known of them.
-            draws_NR: for each sample and resolution, the largest first, a number in [0, 1): the sample is turned away
+            draws_NR: for each sample and resolution, the largest first, a number in [0, 1): the sample is rejected
                 by a bucket whose probability is not over it.
         """
         fitting_NR = self.fitting(samples)
@@ -121,7 +121,7 @@ class Buckets:
     def reachable(self, samples: Samples) -> NDArray[np.int32]:
         """Return for each sample and resolution, (N, R), the bucket that it can land in, or `NO_BUCKET`.
 
-        A bucket of probability 1 lets no sample go on to smaller resolutions, one of probability 0 takes none.
+        A bucket of probability 1 passes no sample on to smaller resolutions, one of probability 0 takes none.
         """
         fitting_NR = self.fitting(samples)
         probabilities_NR = np.where(fitting_NR == NO_BUCKET, 0.0, self._probabilities[fitting_NR])

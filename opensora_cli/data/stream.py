@@ -18,7 +18,7 @@ _KILLED = "DataLoader worker"
 
 
 class BatchStream(Generic[T]):
-    """Hands out this rank's micro-batches, epoch after epoch.
+    """This rank's micro-batches, epoch after epoch.
 
     Of every group of `micro_batches` that follow each other in an epoch, this rank has those at `rank`,
     `rank + ranks`, ... What is left at an epoch's end, too few for a group, is not used.
@@ -69,7 +69,7 @@ class BatchStream(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Of the micro-batch that was handed out last; from 0."""
+        """Of the last micro-batch that was returned; from 0."""
         return self._last_epoch
 
     def next(self) -> T:
@@ -99,8 +99,8 @@ class BatchStream(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the last whole update ended, whatever was read ahead.
 
-        Plain values, the same for any number of ranks that have had as many updates. An update that was begun counts
-        as not handed out.
+        Plain values, the same for any number of ranks that have had as many updates. An unfinished update counts
+        as not started.
         """
         return {
             "epoch": self._epoch,
@@ -128,7 +128,7 @@ class BatchStream(Generic[T]):
         self._last_epoch = epoch
 
     def close(self) -> None:
-        """End the workers. May come twice; `next` then goes on after the last whole update."""
+        """End the workers; idempotent. `next` then continues after the last whole update."""
         reading, self._reading = self._reading, None
         self._begun = 0
         shut_down = getattr(reading, "_shutdown_workers", None)
@@ -180,7 +180,7 @@ class BatchStream(Generic[T]):
 
 
 class PicturesFirst(Generic[T]):
-    """Hands out micro-batches of one stream for so many updates, and from then on those of another.
+    """Micro-batches of one stream for the first updates, then those of another.
 
     Args:
         pictures: for the first updates.
@@ -199,7 +199,7 @@ class PicturesFirst(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Of the micro-batch that was handed out last; counted from 0 again after the pictures."""
+        """Of the last micro-batch that was returned; counted from 0 again after the pictures."""
         return (self._pictures if self._is_early(self._handed_out - 1) else self._clips).epoch
 
     def next(self) -> T:
@@ -214,7 +214,7 @@ class PicturesFirst(Generic[T]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of both streams, and how many updates were fed; as `BatchStream.state_dict`."""
+        """Return the states of both streams, and how many updates were taken; as `BatchStream.state_dict`."""
         return {
             "updates": self._handed_out // self._batches_of_update,
             "pictures": self._pictures.state_dict(),
@@ -236,7 +236,7 @@ class PicturesFirst(Generic[T]):
         self._handed_out = updates * self._batches_of_update
 
     def close(self) -> None:
-        """End the workers of both; may come twice."""
+        """End the workers of both; idempotent."""
         self._pictures.close()
         self._clips.close()
         self._handed_out -= self._handed_out % self._batches_of_update
@@ -246,7 +246,7 @@ class PicturesFirst(Generic[T]):
 
 
 class _Upcoming:
-    """Makes something that can be iterated from a generator function."""
+    """Makes an iterable of a generator function."""
 
     def __init__(self, start: Callable[[], Iterator[MicroBatch]]) -> None:
         self._start = start
@@ -279,7 +279,7 @@ def _ignore_interrupts(worker: int) -> None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let processes that are forked inside the block be deaf to Ctrl-C from their first instant."""
+    """Block SIGINT in processes that are forked inside the block, from their start."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -292,10 +292,10 @@ def _interrupts_blocked() -> Iterator[None]:
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Let processes that are forked inside the block never collect what this one had before.
+    """Keep processes that are forked inside the block from collecting objects of this one.
 
-    Objects that own threads, as those of video decoders do, wait for ever when they are destroyed in a copy of their
-    process, where these threads are not.
+    Objects that own threads, as those of video decoders do, hang when they are destroyed in a copy of their process,
+    which has not these threads.
     """
     gc.freeze()
     try:

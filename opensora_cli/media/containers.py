@@ -48,7 +48,7 @@ _Part = TypeVar("_Part")
 
 
 class StoredFrame(Protocol):
-    """A decoded frame in the form that its decoder likes."""
+    """A decoded frame in the form of its decoder."""
 
     @property
     def time(self) -> float:
@@ -64,7 +64,7 @@ class StoredFrame(Protocol):
 
 @dataclass(frozen=True)
 class VideoSource:
-    """An open video: its frames, decoded as they are asked for, and its mean rate (complete once they are read)."""
+    """An open video: its frames, decoded on access, and its mean rate (complete once they are read)."""
 
     frames: Iterator[StoredFrame]
     fps: float

@@ -167,7 +167,7 @@ def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, s
     """Return an endless GIF of uint8 RGB frames, in one palette for all, with `metadata` as JSON in its comment.
 
     Pillow's own writer, which imageio calls, merges frames that look alike. A video has exactly the frames it was
-    given, so here each is compressed on its own and the container is put together around them.
+    given, so here each is compressed on its own and the container is written around them.
 
     GIF counts hundredths of a second: single frames last a hundredth more or less so that the whole keeps its length.
     """

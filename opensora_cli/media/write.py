@@ -199,10 +199,10 @@ def _write_png(frames: Iterator[torch.Tensor], path: Path, tags: Mapping[str, st
 
 def _write_png_sequence(frames: Iterable[torch.Tensor], folder: Path, tags: Mapping[str, str]) -> None:
     if folder.is_dir():
-        strangers = sorted(entry.name for entry in folder.iterdir() if not _is_sequence_frame(entry))
-        if strangers:
+        others = sorted(entry.name for entry in folder.iterdir() if not _is_sequence_frame(entry))
+        if others:
             raise OutputError(
-                f"cannot write {folder}: it holds other files than a sequence of frames, such as {strangers[0]}",
+                f"cannot write {folder}: it holds other files than a sequence of frames, such as {others[0]}",
                 hint="choose another name with --out",
             )
     with atomic_folder(folder) as temporary:

@@ -43,7 +43,7 @@ class LowRankLinear(nn.Module):
     numbers of memory, and is not rounded to the precision of W. Made for inference.
 
     Args:
-        base: an `nn.Linear`, or what is called and looks like one.
+        base: an `nn.Linear`, or a module with its interface.
         a_RI: (rank, in_features).
         b_OR: (out_features, rank); the scale of the update is in it.
     """

@@ -1,4 +1,4 @@
-"""`osora data cache`: every clip that training can ask for, encoded once and for all."""
+"""`osora data cache`: every clip that training can ask for, encoded once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Filling a cache: every clip that training can ask for is encoded once and for all."""
+"""Filling a cache: every clip that training can ask for is encoded once."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -151,7 +151,7 @@ def _fresh(settings: TrainSettings, encoders: Encoders, request: ClipRequest) ->
 
 
 def _parts(settings: TrainSettings, *, num_frames: int) -> dict[str, ReferencePart]:
-    """Return what the condition modes of the run may ask for of a clip."""
+    """Return the references of a clip that the condition modes of the run need."""
     grid, chosen = settings.vae.grid, settings.train_mmdit
     lengths = chosen.lengths
     modes = fitting_modes(

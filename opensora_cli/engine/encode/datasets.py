@@ -1,4 +1,4 @@
-"""From settings to a dataset: what it holds, what is wanted of each sample, and the order of an epoch."""
+"""From settings to a dataset: its samples, the cut that is read of each, and the order of an epoch."""
 
 import hashlib
 import json
@@ -78,7 +78,7 @@ class SceneRequests:
 
 
 class AllRequests(Sequence[ClipRequest]):
-    """Every request of a dataset, made when it is asked for.
+    """Every request of a dataset, computed on access.
 
     Args:
         requests: of the dataset, with fixed starts.
@@ -108,7 +108,7 @@ class AllRequests(Sequence[ClipRequest]):
 def possible_places(buckets: Buckets, table: ClipTable) -> Iterator[tuple[int, int]]:
     """Yield every sample with each bucket that it may land in, in the order of the table.
 
-    A bucket of probability 1 lets none go on to smaller resolutions; with a lower one, those are possible as well.
+    A bucket of probability 1 passes none on to smaller resolutions; with a lower one, those are possible as well.
     """
     reachable = buckets.reachable(table.samples)
     for sample, row in enumerate(reachable.tolist()):

@@ -32,7 +32,7 @@ ALWAYS_CACHED = (LATENTS, PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS)
 
 
 class EncodedClip(Protocol):
-    """One clip, encoded: what of it is asked for."""
+    """One clip, encoded."""
 
     def latents(self) -> Tensor:
         """Return the whole clip (C,T,H,W)."""
@@ -128,7 +128,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True)
 class FreshClip:
-    """A clip that is encoded as far as it is asked for."""
+    """A clip whose parts are encoded on access."""
 
     encoders: Encoders
     pixels_THWC: Tensor
@@ -162,7 +162,7 @@ def fresh_clip(
     motion_score: float | None,
     settings: MMDiTTrainSettings,
 ) -> FreshClip:
-    """Return a clip that is encoded as far as it is asked for, its caption with the suffixes that it is read with."""
+    """Return a clip whose parts are encoded on access, its caption with the suffixes of training."""
     described = training_caption(
         caption,
         fps=fps,
@@ -198,7 +198,7 @@ def training_caption(
 
 @dataclass(frozen=True, slots=True)
 class CachedClip:
-    """A clip that was encoded before, in all that may be asked for.
+    """A clip that was encoded before, with all its parts.
 
     Its methods raise a FileProblem for what the cache does not have of it.
     """
@@ -239,7 +239,7 @@ def encode_for_cache(
 
     Args:
         clip: fresh.
-        parts: the runs of frames that some condition mode may ask for, by `part_name`.
+        parts: the runs of frames that some condition mode needs, by `part_name`.
         known: names of what the cache has already.
     """
     makers: dict[str, Callable[[], Tensor]] = {

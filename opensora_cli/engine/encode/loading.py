@@ -304,7 +304,7 @@ class ClipBatches:
 
     @property
     def epoch(self) -> int:
-        """Of the micro-batch that was handed out last; from 0."""
+        """Of the last micro-batch that was returned; from 0."""
         return self._batches.epoch
 
     def next(self) -> ClipBatch:
@@ -312,7 +312,7 @@ class ClipBatches:
 
         Raises:
             FileProblem: a sample cannot be read, nor those that would take its place.
-            HardwareError: a worker was ended from outside, or crashed; what all workers were reading is named.
+            HardwareError: a worker was killed or crashed; the files that workers were reading are named.
         """
         try:
             batch = self._batches.next()
@@ -329,7 +329,7 @@ class ClipBatches:
         return self._batches.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from there.
 
         Raises:
             CheckpointError: this is no such state.
@@ -337,5 +337,5 @@ class ClipBatches:
         self._batches.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """End the workers; may come twice."""
+        """End the workers; idempotent."""
         self._batches.close()

@@ -1,4 +1,4 @@
-"""Attention backends: the file `NAME.py` defines the backend `NAME`, and is imported when it is first asked for.
+"""Attention backends: the file `NAME.py` defines the backend `NAME`, and is imported on first use.
 
 Adding a backend is adding a file.
 """

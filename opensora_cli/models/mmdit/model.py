@@ -130,7 +130,7 @@ class MMDiT(nn.Module):
             embedded_guidance_B: guidance scale; needed exactly where the model is guidance-distilled.
 
         Raises:
-            ValueError: an input is missing that the model needs, or given that it has no use for.
+            ValueError: an input is missing that the model needs, or given and not used by it.
         """
         if (conditioning_BNK is None) != (self.cond_in is None):
             raise ValueError(

@@ -88,7 +88,7 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
     if chunk_BCTHW.device == device:
         return chunk_BCTHW
     # Only the stream that writes the store ever reads it, so no copy needs a wait; the allocator of page-locked
-    # memory hands it out again no sooner than the copies are done.
+    # memory reuses it only after the copies are done.
     pinned = chunk_BCTHW.is_cuda and device.type == "cpu"
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
 

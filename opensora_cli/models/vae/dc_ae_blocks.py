@@ -103,8 +103,8 @@ class ConvPair(nn.Module):
 class LinearAttention(nn.Module):
     """Attention with ReLU in place of softmax over all positions of the clip, in linear time; two scales.
 
-    Beside queries, keys and values there are ones that a depthwise convolution gathered from a neighbourhood of 5 in
-    each direction, as heads of their own: https://arxiv.org/abs/2205.14756.
+    Beside queries, keys and values there are further heads, which a depthwise convolution gathers from 5 positions in
+    each direction: https://arxiv.org/abs/2205.14756.
     """
 
     def __init__(self, channels: int) -> None:

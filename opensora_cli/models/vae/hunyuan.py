@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         return out.to(canvas or device)
 
     def layers(self) -> Iterator[nn.Module]:
-        """Yield what stands between the first and the last convolution, one by one."""
+        """Yield the layers between the first and the last convolution."""
         first, last = self.mid_block.resnets
         yield from (first, *self.mid_block.attentions, last)
         for block in self.up_blocks:
