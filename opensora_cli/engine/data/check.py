@@ -1,7 +1,6 @@
 """`osora train --check-data`: what the data of a run come to, before any model is loaded."""
 
 from collections.abc import Iterator
-from typing import ClassVar, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +44,14 @@ class BucketReport(Document):
 class DataReport(Document):
     """What an epoch has, and which rows it cannot use."""
 
-    SCHEMA: ClassVar = "osora.data-check/1"
+    SCHEMA = "osora.data-check/1"
 
     source: str
     """The table, or what stands for it."""
     rows: int
-    bad_rows: tuple[BadRow, ...] = ()
-    without_caption: int = 0
-    without_bucket: int = 0
+    bad_rows: tuple[BadRow, ...]
+    without_caption: int
+    without_bucket: int
     """Good rows that are too small or too short for every bucket, whatever their probability."""
     buckets: tuple[BucketReport, ...]
     micro_batches: int
@@ -107,22 +106,21 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
     if isinstance(dataset.requests, TableRequests):
         return _table_report(data, dataset.requests, seed=settings.loop.seed, of_update=of_update, reporter=reporter)
     plan = dataset.plan_epoch(0)
-    return DataReport(
-        source="procedural scenes",
-        rows=data.scenes.count,
-        **_epoch(plan, tuple(_scene_buckets(data, plan)), of_update=of_update),
-    )
+    buckets = tuple(_scene_buckets(data, plan))
+    return _report("procedural scenes", rows=data.scenes.count, plan=plan, buckets=buckets, of_update=of_update)
 
 
-class _Epoch(TypedDict):
-    buckets: tuple[BucketReport, ...]
-    micro_batches: int
-    micro_batches_of_update: int
-    updates: int
-    problems: tuple[str, ...]
-
-
-def _epoch(plan: EpochPlan, buckets: tuple[BucketReport, ...], *, of_update: int) -> _Epoch:
+def _report(
+    source: str,
+    *,
+    rows: int,
+    plan: EpochPlan,
+    buckets: tuple[BucketReport, ...],
+    of_update: int,
+    bad_rows: tuple[BadRow, ...] = (),
+    without_caption: int = 0,
+    without_bucket: int = 0,
+) -> DataReport:
     problems = [
         f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
         f"{bucket.batch_size}"
@@ -131,13 +129,18 @@ def _epoch(plan: EpochPlan, buckets: tuple[BucketReport, ...], *, of_update: int
     ]
     if len(plan) < of_update:
         problems.append(f"an epoch is empty: it has {len(plan)} micro-batches, and an update takes {of_update}")
-    return {
-        "buckets": buckets,
-        "micro_batches": len(plan),
-        "micro_batches_of_update": of_update,
-        "updates": len(plan) // of_update,
-        "problems": tuple(problems),
-    }
+    return DataReport(
+        source=source,
+        rows=rows,
+        bad_rows=bad_rows,
+        without_caption=without_caption,
+        without_bucket=without_bucket,
+        buckets=buckets,
+        micro_batches=len(plan),
+        micro_batches_of_update=of_update,
+        updates=len(plan) // of_update,
+        problems=tuple(problems),
+    )
 
 
 def _table_report(
@@ -151,13 +154,15 @@ def _table_report(
     ]
     usable = table.samples.only(is_there)
     plan = BucketSampler(buckets=buckets, samples=usable, seed=seed)(0)
-    return DataReport(
-        source=str(data.table),
+    return _report(
+        str(data.table),
         rows=len(table) + len(table.bad_rows),
+        plan=plan,
+        buckets=tuple(_bucket_reports(data, buckets, plan)),
+        of_update=of_update,
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=table.texts.num_empty,
         without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
-        **_epoch(plan, tuple(_bucket_reports(data, buckets, plan)), of_update=of_update),
     )
 
 

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -33,7 +32,7 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 class PreviewResult(Document):
     """What is on the sheet."""
 
-    SCHEMA: ClassVar = "osora.data-preview/1"
+    SCHEMA = "osora.data-preview/1"
 
     sheet: Path
     shown: int

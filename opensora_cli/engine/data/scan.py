@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import ClassVar
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
@@ -32,7 +31,7 @@ class BrokenFile(Document):
 class ScanResult(Document):
     """What a scan found."""
 
-    SCHEMA: ClassVar = "osora.data-scan/1"
+    SCHEMA = "osora.data-scan/1"
 
     table: Path
     rows: int
@@ -245,7 +244,7 @@ class TablePart(Document):
 class ShardResult(Document):
     """The parts of a table, in order."""
 
-    SCHEMA: ClassVar = "osora.data-shard/1"
+    SCHEMA = "osora.data-shard/1"
 
     parts: tuple[TablePart, ...]
 
