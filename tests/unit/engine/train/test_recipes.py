@@ -21,7 +21,7 @@ from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STAGES = ("image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression")
-_FIRST = {"stage1_i2v", "stage2", "high_compression"}  # the others run in the slow tier
+FAST = {"stage1_i2v", "high_compression"}
 STEPS = 20
 SIZE, FRAMES, FPS = 64, 9, 24.0
 I2V = {"t2v": 1, "i2v_head": 5, "i2v_loop": 1, "i2v_tail": 1}
@@ -67,15 +67,15 @@ DC_AE = {
     "vae.dc_ae.scaling_factor": "4",
     "train_mmdit.files.vae": "dc_ae.safetensors",
 }
-ALONE = {"strategy": "zero3", "parallel.gpus": "1", "parallel.ring_degree": "none"}
-TOGETHER = {"strategy": "hybrid", "parallel.gpus": "4", "parallel.ring_degree": "4"}
+ONE_RANK = {"strategy": "zero3", "parallel.gpus": "1", "parallel.ring_degree": "none"}
+FOUR_RANKS = {"strategy": "hybrid", "parallel.gpus": "4", "parallel.ring_degree": "4"}
 PICTURES, CLIPS = "{64px: {1: [1.0, 4]}}", f"{{64px: {{1: [1.0, 4], {FRAMES}: [1.0, 2]}}}}"
 SHRUNK = {
     "image": {**TINY, **HUNYUAN, "data.buckets": PICTURES},
     "stage1": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
     "stage1_i2v": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
-    "stage2": {**TINY, **HUNYUAN, **ALONE, "data.buckets": CLIPS},
-    "stage2_i2v": {**TINY, **HUNYUAN, **ALONE, "data.buckets": CLIPS, "memory.activation_buffer": "16MiB"},
+    "stage2": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS},
+    "stage2_i2v": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS, "memory.activation_buffer": "16MiB"},
     "high_compression": {**TINY, **DC_AE, "data.buckets": "{64px: {1: [1.0, 4], 8: [1.0, 2]}}"},
 }
 
@@ -86,7 +86,7 @@ def settings_of(name: str, **overrides: str) -> TrainSettings:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_it_parses(name: str) -> None:
+def test_a_recipe_parses(name: str) -> None:
     settings = settings_of(name)
     assert (settings.target, settings.output) == ("mmdit", f"runs/{name}")
     assert (settings.optimizer.eps, settings.optimizer.weight_decay, settings.optimizer.max_grad_norm) == (1e-15, 0, 1)
@@ -98,7 +98,7 @@ def test_it_parses(name: str) -> None:
     assert weights == MODES.get(name, {"t2v": 1})
 
 
-def test_what_sets_stages_apart() -> None:
+def test_stages_differ_as_in_the_reference() -> None:
     settings = {name: settings_of(name) for name in STAGES}
     rates = {name: each.optimizer.learning_rate for name, each in settings.items()}
     assert rates == dict(zip(STAGES, (1e-5, 5e-5, 1e-5, 5e-5, 5e-5, 3e-5), strict=True))
@@ -141,7 +141,7 @@ def shrunk(name: str, folder: Path, **changes: str) -> TrainSettings:
 
 @torch.no_grad()
 def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
-    """Return the mean loss over an epoch, four draws of time, noise and mode each, and the lengths that clips had."""
+    """Return the mean loss over an epoch, four samples of time, noise and mode each, and the lengths that clips had."""
     reporter = SilentReporter()
     task = build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=reporter)
     batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
@@ -149,19 +149,19 @@ def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
     while (batch := batches.next()).epoch == 0:
         assert batch.pixels_BTHWC is not None
         lengths.add(batch.pixels_BTHWC.shape[1])
-        losses += [float(task.loss(batch, SampleRng.of(1, draw))[0]) for draw in range(4)]
+        losses += [float(task.loss(batch, SampleRng.of(1, number))[0]) for number in range(4)]
     return sum(losses) / len(losses), lengths
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in _FIRST else pytest.mark.slow) for name in STAGES],
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STAGES],
 )
 def test_shrunk_it_trains_and_its_loss_falls(name: str, folder: Path, tmp_path: Path) -> None:
     settings = shrunk(name, folder, output=str(tmp_path / "run"))
     train(settings)
     weights = tmp_path / "run" / "transformer.safetensors"
-    # The same clips, times and noises: what differs is what was learnt.
+    # The same clips, times and noises: only the weights differ.
     before, lengths = fixed_loss(settings)
     after, _ = fixed_loss(settings.replace({"init": str(weights)}))
     assert lengths == set(settings.data.lengths())
@@ -175,9 +175,9 @@ def test_stage2_on_four_processes(folder: Path, tmp_path: Path) -> None:
     exact = {"precision.compute": "fp32"}
     train(shrunk("stage2", folder, output=one, **exact))
     # As in the recipe, four devices share the tokens of each clip.
-    together = shrunk("stage2", folder, output=four, **exact, **TOGETHER)
-    assert together.parallel.data_ranks(together.strategy) == 1
-    train(together)
+    shared = shrunk("stage2", folder, output=four, **exact, **FOUR_RANKS)
+    assert shared.parallel.data_ranks(shared.strategy) == 1
+    train(shared)
     before, *after = (
         fixed_loss(shrunk("stage2", folder, init=init, **exact))[0]
         for init in ("none", *(f"{run}/transformer.safetensors" for run in (one, four)))

@@ -1,4 +1,4 @@
-"""Videos of a model in training: real ones, of the right size, and training does not notice."""
+"""Sample videos of a model in training: of the right size, and without an effect on training."""
 
 import json
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
     )
 
 
-def test_videos(watched: Path) -> None:
+def test_videos_have_their_size_and_tags(watched: Path) -> None:
     files = sorted((watched / "samples").rglob("*"))
     assert [str(path.relative_to(watched / "samples")) for path in files] == [
         *("step2", "step2/0.mp4", "step2/1.mp4"),
@@ -103,20 +103,20 @@ def test_videos(watched: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["vae", "text"])
-def test_of_the_transformer_alone(tmp_path: Path, target: str) -> None:
+def test_other_targets_have_none(tmp_path: Path, target: str) -> None:
     settings = getattr(tiny_training, f"{target}_settings")(tmp_path).replace(SAMPLES)
     distribution = Distribution(torch.device("cpu"))
     assert open_samples(settings, distribution=distribution, output=tmp_path, reporter=SilentReporter()) is None
 
 
-def test_training_does_not_notice(watched: Path, plain: Path) -> None:
+def test_losses_and_weights_are_those_of_a_run_without_samples(watched: Path, plain: Path) -> None:
     assert losses(watched) == losses(plain)
     assert len(set(losses(plain))) == 4
     assert weights(watched) == weights(plain)
     assert len(weights(plain)) == 2
 
 
-def test_resumed_videos_are_the_same(tmp_path: Path, frozen: Path, watched: Path) -> None:
+def test_a_resumed_run_makes_the_same_videos(tmp_path: Path, frozen: Path, watched: Path) -> None:
     settings = tiny_training.mmdit_settings(tmp_path, frozen).replace(SAMPLES)
     with pytest.raises(KeyboardInterrupt, match="step 3 of 4"):
         # The two videos of step 2 are progress, too.
@@ -155,15 +155,17 @@ def test_a_video_that_cannot_be_written_is_left_out(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"memory.checkpointing": True, "memory.activation_offload": "all"},
-        {"loop.ema_decay": None},
-        {"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}},
+        pytest.param({"memory.checkpointing": True, "memory.activation_offload": "all"}, marks=pytest.mark.slow),
+        pytest.param({"loop.ema_decay": None}, marks=pytest.mark.slow),
+        pytest.param({"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}}, marks=pytest.mark.slow),
         {"model.guidance_embed": True},
         {"train_mmdit.cache": "cache", "validation.every": 2, "validation.batches": 2},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_other_runs(tmp_path: Path, frozen: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_change_no_run(
+    tmp_path: Path, frozen: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     modes = changes.pop("train_mmdit.mode_weights", None)
     if modes:
@@ -179,7 +181,7 @@ def test_other_runs(tmp_path: Path, frozen: Path, changes: dict[str, object], mo
     ).read_bytes()
 
 
-def test_of_an_adapter(tmp_path: Path, frozen: Path, plain: Path) -> None:
+def test_samples_change_no_adapter(tmp_path: Path, frozen: Path, plain: Path) -> None:
     pytest.importorskip("peft")
     changes = {"init": str(plain / "transformer.safetensors"), "lora.rank": 2, "lora.dropout": 0.5, "loop.steps": 2}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes})
@@ -191,7 +193,7 @@ def test_of_an_adapter(tmp_path: Path, frozen: Path, plain: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_compiled_blocks(tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     changes = {"compile": True, "loop.steps": 2, "validation.batches": 1}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, "validation.every": 1})
@@ -199,7 +201,7 @@ def test_with_compiled_blocks(tmp_path: Path, frozen: Path, monkeypatch: pytest.
     assert losses(watched) == losses(run(tmp_path / "plain", frozen, **changes))
 
 
-def test_it_is_the_video_that_generate_makes(tmp_path: Path) -> None:
+def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path) -> None:
     prompt = "a red boat on the sea, at sunset"
     given = {
         "init": "demo",
@@ -212,7 +214,7 @@ def test_it_is_the_video_that_generate_makes(tmp_path: Path) -> None:
         "data.scenes.count": 1,
         "data.scenes.batch_size": 1,
         "data.workers": 0,
-        # As good as none.
+        # Practically zero.
         "optimizer.name": "adamw",
         "optimizer.learning_rate": 1e-12,
         "optimizer.weight_decay": 0,

@@ -1,4 +1,4 @@
-"""The packaged recipes of autoencoders: they parse, say what the reference does, and train when they are shrunk."""
+"""The packaged recipes of autoencoders: they parse, agree with the reference, and train when they are shrunk."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def settings_of(name, **overrides):
 
 
 @pytest.mark.parametrize("name", SHRUNK)
-def test_it_parses(name):
+def test_a_recipe_parses(name):
     settings = settings_of(name)
     assert settings.target == "vae"
     assert settings.optimizer.eps == 1e-8
@@ -84,7 +84,9 @@ def test_stages_of_the_reference():
     assert second.init == f"{first.output}/vae.safetensors"
 
 
-@pytest.mark.parametrize("name", SHRUNK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "dc_ae" in name else ()) for name in SHRUNK]
+)
 def test_shrunk_it_trains_and_its_loss_falls(name, tmp_path):
     train(settings_of(name, output=str(tmp_path), **SHRUNK[name]))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -98,7 +100,7 @@ def test_shrunk_it_trains_and_its_loss_falls(name, tmp_path):
     assert load_file(tmp_path / "vae.safetensors")
 
 
-def test_the_second_stage_begins_with_the_first_ones_weights(tmp_path):
+def test_the_second_stage_starts_from_the_first_ones_weights(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     one_step = {"loop.steps": "1"}
     train(settings_of("vae_dc_ae", output=str(first), **SHRUNK["vae_dc_ae"] | one_step))
