@@ -6,7 +6,6 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.archives import MAGIC
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection, ShardName
 from opensora_cli.checkpoint.formats.colossal import (
     _LISTED,
@@ -21,7 +20,7 @@ from opensora_cli.checkpoint.formats.colossal import (
 )
 from opensora_cli.checkpoint.formats.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.formats.torch import PICKLE_MAGIC, open_torch
+from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
 from opensora_cli.checkpoint.stream import Entry

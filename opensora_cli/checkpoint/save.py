@@ -25,6 +25,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     checkpoint_folder_name,
 )
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
+from opensora_cli.checkpoint.formats.torch import save_whole
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
@@ -233,22 +234,6 @@ def _written_and_read(values: list[Any]) -> list[Any]:
     return read
 
 
-def write_state(path: Path, state: object) -> None:
-    """Write what `torch.load(weights_only=True)` reads, straight to its name.
-
-    Raises:
-        OSError: that is not possible.
-    """
-    with path.open("wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            # Of a full disk torch itself only says that it is not where it should be in the file.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-
-
 def _tensors_of(weights: nn.Module | Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     if weights is None:
         return None
@@ -275,7 +260,8 @@ def _write_folder(folder: Path, kept: Mapping[str, Any], running: Mapping[str, o
             elif name in (EMA_FILE, MASTER_FILE):
                 write_safetensors(target, _entries(value), metadata={"format": "pt"})
             else:
-                write_state(target, value)
+                with target.open("wb") as file:
+                    save_whole(value, file)
         (temporary / RUNNING_STATES_FILE).write_text(json.dumps(running), encoding="utf-8")
 
 

@@ -62,7 +62,7 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
     for _ in range(_MAX_DEPTH):
         chosen = _parts(chosen, leaf).get(Selection.MODEL, chosen)
     leaves: dict[str, LeafT] = {}
-    for name, found in _walk(chosen, leaf, path):
+    for name, found in find_leaves(chosen, leaf, path):
         if name in leaves:
             raise CheckpointError(f"{path} has two tensors called {shown(name)}")
         leaves[name] = found
@@ -87,13 +87,16 @@ def _keys(tree: Any) -> set[object]:
     return set(tree) if isinstance(tree, dict) else set()
 
 
+# A file can give a dictionary attributes in place of its methods: these are taken from the class.
+
+
 def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
     """Return the sets of weights that `tree` holds apart; none if it is itself one."""
-    if not isinstance(tree, dict) or any(isinstance(value, leaf) for value in tree.values()):
+    if not isinstance(tree, dict) or any(isinstance(value, leaf) for value in dict.values(tree)):
         return {}
     parts = {}
     for selection, keys in _KEYS.items():
-        found = [tree[key] for key in keys if isinstance(tree.get(key), dict)]
+        found = [tree[key] for key in keys if isinstance(dict.get(tree, key), dict)]
         if found:
             parts[selection] = found[0]
     return parts
@@ -105,13 +108,17 @@ def _scalars(tree: Any) -> dict[str, str]:
         return {}
     return {
         key: str(value)
-        for key, value in tree.items()
+        for key, value in dict.items(tree)
         if isinstance(key, str) and isinstance(value, str | int | float | bool)
     }
 
 
-def _walk(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT]]:
-    """Yield all tensors in `tree` with their names; neither a cycle nor a web of references takes long."""
+def find_leaves(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT]]:
+    """Yield all tensors in `tree` with their names; neither a cycle nor a web of references takes long.
+
+    Raises:
+        CheckpointError: one has no name, or there are too many.
+    """
     left = _MAX_TOTAL_NAME_LENGTH
     levels: list[Iterator[tuple[str, Any]]] = [iter([("", tree)])]
     while levels:
@@ -131,6 +138,6 @@ def _walk(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT
 
 
 def _named(prefix: str, node: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    items: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else enumerate(node)
+    items: Iterable[tuple[Any, Any]] = dict.items(node) if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         yield f"{prefix}.{key}" if prefix else str(key), value

@@ -4,6 +4,7 @@
 a folder without it is not complete.
 """
 
+import io
 import pickle
 from collections.abc import Callable, Mapping
 from math import prod
@@ -13,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
-from opensora_cli.checkpoint.formats.torch import open_tensor, write_tensor
-from opensora_cli.checkpoint.saved_tensors import PLAIN_NAMES, as_shape, as_sizes
+from opensora_cli.checkpoint.formats.pickles import DTYPES, broken_file, check_pickle, refusal_of_name
+from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
-from opensora_cli.checkpoint.stream import Entry, Extent, StoredEntry
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry
 from opensora_cli.checkpoint.strict_json import shown
-from opensora_cli.checkpoint.unpickling import Constructor, Record, unpickle
 from opensora_cli.checkpoint.views import JoinedEntry, Tile, TiledEntry
 from opensora_cli.core.exceptions import CheckpointError
 
@@ -37,27 +37,64 @@ _MAX_OPERATIONS = 32_000_000
 """Of the pickle: enough for 5,000 tensors that are cut over 100 ranks."""
 
 
-def _nothing(*_: object) -> None:
-    """Make nothing of what is no part of a tensor."""
+_RECORDS = frozenset(
+    {
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
+                *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+    }
+)
+_SIZE = "torch.Size"
+_UNUSED = frozenset(
+    {
+        *("torch.device", "torch.serialization._get_layout", "collections.Counter", "_codecs.encode"),
+        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("bytearray", "complex", "set")),
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+    }
+)
+"""What `.metadata` may ask for without being part of a tensor: it gets None."""
 
 
-_NAMES: dict[str, object] = {
-    **PLAIN_NAMES,
-    **{
-        f"torch.distributed.checkpoint.metadata.{name}": Constructor(Record)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
-            *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
-    },
-    "torch.distributed.checkpoint.filesystem._StorageInfo": Constructor(Record),
-    **{
-        f"{module}.{name}": Constructor(_nothing)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
-}
-"""What `.metadata` may ask for."""
+class _Record:
+    """Stands for an object of which only the state matters, as its class would store it."""
+
+    state: Any = None
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives a pickle inert stand-ins, made for it alone, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        asked = f"{module}.{name}"
+        if asked in DTYPES:
+            return DTYPES[asked]
+        if asked in _RECORDS:
+            return type(name, (_Record,), {})
+        if asked == _SIZE:
+            return lambda sizes: tuple(sizes)
+        if asked == "collections.OrderedDict":
+            return lambda: {}
+        if asked in _UNUSED:
+            return lambda *_: None
+        raise _AskedError(asked)
+
+
+class _AskedError(Exception):
+    """A pickle asks for something that it does not get."""
 
 
 class _Tensor(NamedTuple):
@@ -125,7 +162,7 @@ def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[
     with (folder / _DATA_FILE).open("wb") as file:
         for name, entry in entries.items():
             start = file.tell()
-            write_tensor(file, entry, advance=advance)
+            save_whole(_read(entry, advance), file)
             index = dcp.MetadataIndex(name, torch.Size([0] * len(entry.shape)))
             places[index] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
     described = dcp.Metadata(
@@ -155,13 +192,20 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    found, _ = unpickle(content, path=path, names=_NAMES, max_operations=_MAX_OPERATIONS)
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
+    check_pickle(content, path=path, max_operations=_MAX_OPERATIONS)
+    try:
+        found = _Unpickler(io.BytesIO(content)).load()
+    except _AskedError as error:
+        raise refusal_of_name(path, str(error)) from None
+    except Exception as error:
+        # A broken pickle may do anything in any order, so there is no list of what goes wrong.
+        raise broken_file(path, error) from None
+    if not isinstance(found, _Record) or not isinstance(found.state, dict):
         raise CheckpointError(f"{path} describes something else than tensors")
     return found.state
 
 
-def _tree(described: dict[str, Record], nesting: dict[str, tuple[str | int, ...]] | None) -> dict[Any, Any]:
+def _tree(described: dict[str, _Record], nesting: dict[str, tuple[str | int, ...]] | None) -> dict[Any, Any]:
     """Return the tensors in the dictionaries that they came from."""
     tree: dict[Any, Any] = {}
     for name, record in described.items():
@@ -171,7 +215,9 @@ def _tree(described: dict[str, Record], nesting: dict[str, tuple[str | int, ...]
         dtype = state["properties"].state[0]
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
             raise ValueError("it holds a tensor of unknown dtype")
-        chunks = tuple((as_sizes(chunk.state["offsets"]), as_sizes(chunk.state["sizes"])) for chunk in state["chunks"])
+        chunks = tuple(
+            (_as_sizes(chunk.state["offsets"]), _as_sizes(chunk.state["sizes"])) for chunk in state["chunks"]
+        )
         keys = (nesting or {}).get(name, (name,))
         if not keys or not isinstance(keys, tuple) or not all(isinstance(key, str | int) for key in keys):
             raise ValueError("it holds a tensor without a name")
@@ -180,11 +226,11 @@ def _tree(described: dict[str, Record], nesting: dict[str, tuple[str | int, ...]
             node = node.setdefault(key, {})
         if not isinstance(node, dict) or keys[-1] in node:
             raise ValueError("it has two tensors of the same name")
-        node[keys[-1]] = _Tensor(name, dtype, as_shape(state["size"], dtype), chunks)
+        node[keys[-1]] = _Tensor(name, dtype, _as_shape(state["size"], dtype), chunks)
     return tree
 
 
-def _places(folder: Path, stored: dict[Record, Record], wanted: set[str]) -> _Places:
+def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _Places:
     """Return where the chunks of some tensors are, having looked whether the files are there."""
     places: _Places = {}
     for index, info in stored.items():
@@ -193,8 +239,8 @@ def _places(folder: Path, stored: dict[Record, Record], wanted: set[str]) -> _Pl
             place = info.state
             if place.get("transform_descriptors"):
                 raise ValueError("its files are transformed, such as compressed, which is not supported")
-            start, length = as_sizes((place["offset"], place["length"]))
-            places[name, as_sizes(offsets)] = Extent(folder / _file_name(place["relative_path"]), start, length)
+            start, length = _as_sizes((place["offset"], place["length"]))
+            places[name, _as_sizes(offsets)] = Extent(folder / _file_name(place["relative_path"]), start, length)
     files = {place.path for place in places.values()}
     missing = sorted(shown(file.name) for file in files if not refuse_outside(file, folder).is_file())
     if missing:
@@ -254,3 +300,32 @@ def _check_cover(tensor: _Tensor) -> None:
                 raise ValueError(f"two chunks of {shown(tensor.name)} overlap")
     if sum(prod(shape) for _, shape in tensor.chunks) != prod(tensor.shape):
         raise ValueError(f"chunks of {shown(tensor.name)} are missing")
+
+
+def _read(entry: Entry, advance: Callable[[int], None] | None) -> torch.Tensor:
+    """Read a tensor as a whole, and never more than a piece beside it."""
+    whole = torch.empty(entry.numel, dtype=entry.dtype)
+    start = 0
+    for piece in entry.pieces():
+        whole[start : (start := start + piece.numel())] = piece
+        if advance is not None:
+            advance(piece.nbytes)
+    return whole.view(entry.shape)
+
+
+def _as_shape(value: object, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return `value`, which must be a shape that torch can have; else ValueError."""
+    sizes = _as_sizes(value)
+    # With zeros counted as ones: torch computes strides from the other sizes even where there is no element.
+    if prod(max(1, size) for size in sizes) * dtype.itemsize >= 2**63:
+        raise ValueError("it holds a tensor of an impossible shape")
+    return sizes
+
+
+def _as_sizes(value: object) -> tuple[int, ...]:
+    """Return `value`, which must be a tuple of so many sizes or offsets as a tensor can have; else ValueError."""
+    if not isinstance(value, tuple) or len(value) > MAX_DIMENSIONS:
+        raise ValueError("it holds a tensor without a shape")
+    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        raise ValueError("it holds a tensor of an impossible shape")
+    return value

@@ -1,52 +1,141 @@
-"""Files of `torch.save`, read without ever running what they ask for, and without holding what they hold.
+"""Files of `torch.save`: opened by `torch.load(weights_only=True)` without their data, and written piece by piece.
 
-Both forms are read: zip archives, and what torch wrote before 1.6: one pickle after the other, and then the tensors.
+torch opens an archive on the meta device: that gives dtypes, shapes, and where in the file each storage lies. The bytes
+are read later, as those of any lazily read tensor. Files before torch 1.6 are no archives; torch reads them whole.
+
+`weights_only` runs no code, but it can be made to take a lot of memory, and its errors have many lines. So a file is
+checked first: its records lie in it as they are, and its pickle asks for nothing but what weights need.
 """
 
+import io
 import json
+import pickle
+import struct
+import zipfile
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from torch import uint8
+import torch
+from torch import Tensor
 
-from opensora_cli.checkpoint.archives import MAGIC, PICKLE, Archive, write_archive
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
-from opensora_cli.checkpoint.saved_tensors import NAMES, SavedTensor, Storage, describe, load_storage, save_tensors
-from opensora_cli.checkpoint.state_dicts import find_weights
-from opensora_cli.checkpoint.stream import Entry, Extent, StoredEntry
+from opensora_cli.checkpoint.formats.pickles import (
+    DTYPES,
+    FETCH_AGAIN,
+    PROTOCOL,
+    SAVE_STATE_DICT,
+    STORAGE_NAMES,
+    broken_file,
+    check_pickle,
+)
+from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry
 from opensora_cli.checkpoint.strict_json import as_unicode, parse_object, shown
-from opensora_cli.checkpoint.unpickling import unpickle
-from opensora_cli.checkpoint.views import StridedEntry, is_dense, span
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.checkpoint.views import StridedEntry
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+MAGIC = b"PK\x03\x04"
+"""How an archive begins."""
 PICKLE_MAGIC = b"\x80"
 """How a pickle begins, and so a file of torch before 1.6."""
 
-_OLD_NUMBERS = (0x1950A86A20F9469CFC6C, 1001)
-"""What those files say first."""
+_PICKLE, _METADATA, _BYTE_ORDER, _CODE = "data.pkl", "metadata.json", "byteorder", "constants.pkl"
+_ROOT = "archive"
+_OLD_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+_OLD_PICKLES = 5
 
-_OLD_COUNT_BYTES = 8
 _MAX_PICKLE_BYTES = 2**26
 _MAX_METADATA_BYTES = 2**23
+_MAX_DIRECTORY_BYTES = 2**22
+"""Room for the records of some 60,000 tensors, each of which takes ten times as much memory."""
 _MAX_OPERATIONS = 2_500_000
 """Of a pickle: a tensor in a state dict takes some 30, and each may take 80 bytes of memory."""
 
-_FETCH = "fetch it again"
-_METADATA, _BYTE_ORDER = "metadata.json", "byteorder"
+_ENCRYPTED = 1
+_LOCAL_HEADER_BYTES = 30
+_ALIGNMENT = 64
+_ZIP64_FIELD_BYTES = 20
+_PADDING_FIELD = struct.Struct("<2sH")
+
+# Bytes and bytearrays are missing on purpose: what makes them can double its argument, again and again.
+_NAMES = frozenset(
+    {
+        *DTYPES,
+        *(f"torch.{name}" for name in STORAGE_NAMES.values()),
+        *("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.Size", "torch.device"),
+        *("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
+        *("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"),
+        *("torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout"),
+        *("collections.OrderedDict", "collections.Counter"),
+        *("__builtin__.set", "__builtin__.complex", "builtins.set", "builtins.complex"),
+    }
+)
+"""What the pickle of a file of weights may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """What one `torch.save` wrote: any object, with tensors in it whose storages are found by key."""
+class _Opened:
+    """What one `torch.save` wrote: any object with tensors in it, on the meta device if they are still in the file."""
 
+    path: Path
     tree: Any
-    storage: Callable[[str], Extent]
-    storages: Mapping[str, Storage]
+    metadata: Mapping[str, str]
+    archive: Extent | None = None
+    """Where it is; None for a file before torch 1.6, whose tensors have been read."""
+    records: tuple[zipfile.ZipInfo, ...] = ()
+    """In the order in which they lie in it."""
+
+    def entry(self, name: str, tensor: Tensor) -> Entry:
+        """Return a tensor, having checked that the file has its data."""
+        tensor = Tensor.detach(tensor)  # a file can give it attributes in place of its methods
+        shape, stride, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+        if tensor.is_conj() or tensor.is_neg():
+            raise CheckpointError(f"{self.path} is refused: tensor {shown(name)} is yet to be conjugated or negated")
+        if str(tensor.dtype) not in DTYPES or tensor.layout is not torch.strided:
+            raise CheckpointError(f"{self.path} is refused: tensor {shown(name)} is not dense")
+        # With zeros counted as ones: torch computes strides from the other sizes even where there is no element.
+        numel = prod(max(1, count) for count in shape)
+        if len(shape) > MAX_DIMENSIONS or numel * size >= 2**63 or min(stride, default=0) < 0:
+            raise CheckpointError(f"{self.path} is broken: tensor {shown(name)} has an impossible shape")
+        span = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+        if tensor.numel() > span and tensor.nbytes > self.path.stat().st_size:
+            raise CheckpointError(
+                f"{self.path} is refused: tensor {shown(name)} repeats its data until it is larger than the file"
+            )
+        if not tensor.numel():
+            return StoredEntry(shape, tensor.dtype, [])
+        if self.archive is None:
+            return HeldEntry(tensor)
+        first = int(tensor.storage_offset())
+        start, stop = first * size, (first + span) * size
+        data = self._data(tensor.untyped_storage())
+        if data is None or stop > data.length:
+            raise CheckpointError(
+                f"{self.path} is broken: tensor {shown(name)} is longer than its data", hint=FETCH_AGAIN
+            )
+        if tensor.is_contiguous():
+            return StoredEntry(shape, tensor.dtype, [data.part(start, stop)])
+        return StridedEntry(shape, stride, StoredEntry((span,), tensor.dtype, [data.part(start, stop)]))
+
+    def _data(self, storage: torch.UntypedStorage) -> Extent | None:
+        """Return where the bytes of a storage are; None if the file does not have all of them."""
+        start = storage._checkpoint_offset
+        if start is None or self.archive is None:
+            return None
+        number = bisect_right(self.records, start, key=lambda record: record.header_offset) - 1
+        if number < 0 or storage.nbytes() > min(self.records[number].file_size, self.archive.length - start):
+            return None
+        return self.archive.part(start, start + storage.nbytes())
 
 
 def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
@@ -63,15 +152,15 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
         CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
         RequestError: it has no such weights.
     """
-    saved, metadata = _open(path)
-    weights = find_weights(saved.tree, SavedTensor, path=path, select=select)
+    opened = _open(path)
+    weights = find_weights(opened.tree, Tensor, path=path, select=select)
     return Checkpoint(
         format=Format.TRAINING if weights.is_training else Format.TORCH,
         path=path,
         selection=weights.selection,
         selections=weights.selections,
-        entries={name: _entry(name, tensor, saved, path) for name, tensor in weights.leaves.items()},
-        metadata={**weights.metadata, **metadata},
+        entries={name: opened.entry(name, tensor) for name, tensor in weights.leaves.items()},
+        metadata={**weights.metadata, **opened.metadata},
         files=(path,),
     )
 
@@ -82,10 +171,9 @@ def check_torch(path: Path) -> None:
     Raises:
         CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
     """
-    saved, _ = _open(path)
-    for key, storage in saved.storages.items():
-        if storage.numel and saved.storage(key).length < storage.numel * storage.dtype.itemsize:
-            raise CheckpointError(f"{path} is broken: it lacks a part of the data {shown(key)}", hint=_FETCH)
+    opened = _open(path)
+    for name, tensor in find_leaves(opened.tree, Tensor, path):
+        opened.entry(name, tensor)
 
 
 def open_tensor(path: Path, *, start: int, length: int) -> Entry:
@@ -94,10 +182,130 @@ def open_tensor(path: Path, *, start: int, length: int) -> Entry:
     Raises:
         CheckpointError: that part holds something else.
     """
-    saved = _read_archive(Archive(path, start=start, length=length), path)
-    if not isinstance(saved.tree, SavedTensor):
+    opened = _open_archive(Extent(path, start, length))
+    if not isinstance(opened.tree, Tensor):
         raise CheckpointError(f"{path} holds something else than a tensor at byte {start}")
-    return _entry(f"at byte {start}", saved.tree, saved, path)
+    return opened.entry(f"at byte {start}", opened.tree)
+
+
+def _open(path: Path) -> _Opened:
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(len(_OLD_START))
+        if start.startswith(PICKLE_MAGIC):
+            return _read_old(path, is_ours=start == _OLD_START)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not start.startswith(MAGIC):
+        raise CheckpointError(f"{path} is nothing that torch.save wrote")
+    return _open_archive(Extent(path, 0, size))
+
+
+def _open_archive(whole: Extent) -> _Opened:
+    path = whole.path
+    try:
+        with path.open("rb") as file:
+            window = _Window(file, whole)
+            records, content, metadata = _read_records(window, path)
+            check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=_NAMES)
+            tree = _load(window, path, device="meta")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return _Opened(path, tree, metadata, whole, records)
+
+
+def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo, ...], bytes, dict[str, str]]:
+    """Return the records of an archive, its pickle, and the metadata beside it, having checked how they lie in it."""
+    window.most = _MAX_DIRECTORY_BYTES
+    try:
+        with zipfile.ZipFile(window) as archive:
+            infos = {info.filename: info for info in archive.infolist()}
+            root = _check_records(infos, len(archive.infolist()), path)
+            window.most = None
+            content, order, noted = (
+                archive.read(root + name) if root + name in infos else b"" for name in (_PICKLE, _BYTE_ORDER, _METADATA)
+            )
+            metadata = parse_object(noted or b"{}")
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        # zipfile promises BadZipFile, but struct.error, ValueError, NotImplementedError and others come as well.
+        reason = shown(" ".join(str(error).split()))
+        raise CheckpointError(f"{path} is truncated or no zip archive: {reason}", hint=FETCH_AGAIN) from error
+    if order not in (b"", b"little"):
+        raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
+    ordered = tuple(sorted(infos.values(), key=lambda info: info.header_offset))
+    return ordered, content, {key: text for key, text in metadata.items() if isinstance(text, str)}
+
+
+def _check_records(infos: Mapping[str, zipfile.ZipInfo], count: int, path: Path) -> str:
+    """Return what the names of an archive's records begin with, having refused what torch.save never writes."""
+    if len(infos) != count:
+        raise CheckpointError(f"{path} is refused: it has two records of the same name")
+    if any(info.compress_type or info.flag_bits & _ENCRYPTED for info in infos.values()):
+        raise CheckpointError(f"{path} is compressed or encrypted, which torch.save never does")
+    roots = [name.removesuffix(_PICKLE) for name in infos if name.endswith(f"/{_PICKLE}")]
+    if len(roots) != 1:
+        raise CheckpointError(f"{path} is a zip archive, but not of torch.save: it has no {_PICKLE}")
+    if roots[0] + _CODE in infos:
+        raise CheckpointError(f"{path} is refused: a TorchScript archive holds code", hint=SAVE_STATE_DICT)
+    for name, most in ((_PICKLE, _MAX_PICKLE_BYTES), (_METADATA, _MAX_METADATA_BYTES), (_BYTE_ORDER, 2**10)):
+        info = infos.get(roots[0] + name)
+        if info is not None and info.file_size > most:
+            raise CheckpointError(f"{path} is refused: its {name} has {info.file_size} bytes")
+    return roots[0]
+
+
+def _read_old(path: Path, *, is_ours: bool) -> _Opened:
+    """Read a file of torch before 1.6: pickles one after the other, and then the tensors."""
+    if not is_ours:
+        raise CheckpointError(f"{path} is a pickle, but not of torch.save")
+    with path.open("rb") as file:
+        content = file.read(_MAX_PICKLE_BYTES)
+        check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=_NAMES, count=_OLD_PICKLES)
+        return _Opened(path, _load(file, path, device="cpu"), {})
+
+
+def _load(file: "BinaryIO | _Window", path: Path, *, device: str) -> Any:
+    file.seek(0)
+    try:
+        return torch.load(file, map_location=device, weights_only=True)  # type: ignore[arg-type]  # what it needs
+    except OSError:
+        raise
+    except Exception as error:
+        raise broken_file(path, error) from error
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, extent: Extent) -> None:
+        self._file = file
+        self._extent = extent
+        self._position = 0
+        self.most: int | None = None
+        """How much may be read at once."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._extent.length}[whence]
+        if origin + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer)
+        size = min(len(view), max(0, self._extent.length - self._position))
+        if self.most is not None and size > self.most:
+            raise ValueError(f"a directory of {size} bytes")
+        self._file.seek(self._extent.offset + self._position)
+        content = self._file.read(size)
+        view[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
 
 def write_torch(
@@ -107,7 +315,7 @@ def write_torch(
     metadata: Mapping[str, str] = MappingProxyType({}),
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a state dict as `torch.save` does, piece by piece, straight to `path`.
+    """Write a state dict in the form of `torch.save`, which needs all tensors at once: here it goes piece by piece.
 
     Args:
         path: the file.
@@ -120,141 +328,92 @@ def write_torch(
         CheckpointError: a tensor cannot be read.
         OSError: `path` cannot be written.
     """
-    tree = {name: describe(entry, str(number)) for number, (name, entry) in enumerate(entries.items())}
-    records = _records(tree, entries.values(), advance)
-    if metadata:
-        document = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
-        records = chain(records, [(_METADATA, [document.encode()])])
-    with path.open("wb") as file:
-        write_archive(file, records)
+    tree = {name: _describe(entry, str(number)) for number, (name, entry) in enumerate(entries.items())}
+    content = io.BytesIO()
+    _Pickler(content, protocol=PROTOCOL).dump(tree)
+    data = ((f"data/{number}", _bytes(entry, advance)) for number, entry in enumerate(entries.values()))
+    noted = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
+    _write_archive(
+        path,
+        chain(
+            [(_PICKLE, [content.getvalue()]), (_BYTE_ORDER, [b"little"])],
+            data,
+            [("version", [b"3\n"])],
+            [(_METADATA, [noted.encode()])] if metadata else [],
+        ),
+    )
 
 
-def write_tensor(file: BinaryIO, entry: Entry, *, advance: Callable[[int], None] | None = None) -> None:
-    """Write a single tensor at the position of a file, as `torch.save` does.
+def save_whole(state: object, file: BinaryIO) -> None:
+    """Write what is in memory with `torch.save`, at the position of a file.
 
     Raises:
-        RequestError, CheckpointError, OSError: as `write_torch`.
+        OSError: it cannot be written.
     """
-    write_archive(file, _records(describe(entry, "0"), [entry], advance))
-
-
-def _open(path: Path) -> tuple[_Saved, dict[str, str]]:
-    """Return what a file holds, and the metadata beside it."""
     try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(len(MAGIC))
-        if start.startswith(PICKLE_MAGIC):
-            return _read_old(path, size), {}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not start.startswith(MAGIC):
-        raise CheckpointError(f"{path} is nothing that torch.save wrote")
-    archive = Archive(path, start=0, length=size)
-    return _read_archive(archive, path), _read_metadata(archive, path)
+        torch.save(state, file)
+    except RuntimeError as error:
+        # Of a full disk torch itself reports only that it is not where it should be in the file.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
-def _read_archive(archive: Archive, path: Path) -> _Saved:
-    if archive.has(_BYTE_ORDER) and archive.content(_BYTE_ORDER, max_bytes=_MAX_METADATA_BYTES) != b"little":
-        raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
-    content = archive.content(PICKLE, max_bytes=_MAX_PICKLE_BYTES)
-    storages: dict[str, Storage] = {}
-
-    def load(found: object) -> Storage:
-        storage = load_storage(found)
-        storages[storage.key] = storage
-        return storage
-
-    tree, _ = unpickle(content, path=path, names=NAMES, max_operations=_MAX_OPERATIONS, persistent_load=load)
-    return _Saved(tree, lambda key: archive.record(f"data/{key}"), storages)
+class _Storage(NamedTuple):
+    key: str
+    dtype: torch.dtype
+    numel: int
 
 
-def _read_metadata(archive: Archive, path: Path) -> dict[str, str]:
-    if not archive.has(_METADATA):
-        return {}
-    try:
-        document = parse_object(archive.content(_METADATA, max_bytes=_MAX_METADATA_BYTES))
-    except ValueError as error:
-        raise CheckpointError(f"{path} has broken metadata: {error}") from None
-    return {key: value for key, value in document.items() if isinstance(value, str)}
+class _Described(NamedTuple):
+    """A tensor that fills a storage."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
-def _read_old(path: Path, size: int) -> _Saved:
-    storages: dict[str, Storage] = {}
+class _Pickler(pickle.Pickler):
+    """Pickles descriptions of tensors as torch pickles tensors."""
 
-    def remember(found: object) -> Storage:
-        storage = load_storage(found)
-        return storages.setdefault(storage.key, storage)
+    def persistent_id(self, obj: object) -> object:
+        if not isinstance(obj, _Storage):
+            return None
+        return ("storage", getattr(torch, STORAGE_NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
 
-    with path.open("rb") as file:
-        content = file.read(min(size, _MAX_PICKLE_BYTES))
-        position = 0
-        parts: list[Any] = []
-        for count in range(5):
-            part, position = unpickle(
-                content,
-                path=path,
-                names=NAMES,
-                max_operations=_MAX_OPERATIONS,
-                persistent_load=remember,
-                start=position,
-            )
-            parts.append(part)
-            if count < 2 and part != _OLD_NUMBERS[count]:
-                raise CheckpointError(f"{path} is a pickle, but not of torch.save")
-        *_, system, tree, keys = parts
-        if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
-        if not isinstance(keys, list) or not all(isinstance(key, str) and key in storages for key in keys):
-            raise CheckpointError(f"{path} is broken: it does not say in which order its data comes")
-        extents: dict[str, Extent] = {}
-        for key in keys:
-            file.seek(position)
-            count = int.from_bytes(file.read(_OLD_COUNT_BYTES), "little")
-            length = count * storages[key].dtype.itemsize
-            extents[key] = Extent(path, position + _OLD_COUNT_BYTES, length)
-            position = extents[key].offset + length
-            if count != storages[key].numel or position > size:
-                raise CheckpointError(f"{path} is truncated or broken: not all of its data is there", hint=_FETCH)
-    if extents.keys() != storages.keys():
-        raise CheckpointError(f"{path} is broken: it has tensors without data")
-    return _Saved(tree, extents.__getitem__, storages)
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, _Described):
+            return NotImplemented
+        hooks: OrderedDict[str, object] = OrderedDict()
+        view = (0, obj.shape, torch.empty(obj.shape, device="meta").stride(), False, hooks)
+        if obj.dtype in STORAGE_NAMES:
+            return torch._utils._rebuild_tensor_v2, (obj.storage, *view)
+        return torch._utils._rebuild_tensor_v3, (obj.storage, *view, obj.dtype)
 
 
-def _entry(name: str, tensor: SavedTensor, saved: _Saved, path: Path) -> Entry:
-    """Return the tensor called `name`, having checked that its file has it."""
-    storage, shape, stride, size = tensor.storage, tensor.shape, tensor.stride, tensor.dtype.itemsize
-    if not prod(shape):
-        return StoredEntry(shape, tensor.dtype, [])
-    extent = saved.storage(storage.key)
-    numel = span(shape, stride)
-    start, stop = tensor.offset * size, (tensor.offset + numel) * size
-    if stop > storage.numel * storage.dtype.itemsize or stop > extent.length:
-        raise CheckpointError(f"{path} is broken: tensor {shown(name)} is longer than its data")
-    if prod(shape) > numel and prod(shape) * size > extent.path.stat().st_size:
-        raise CheckpointError(
-            f"{path} is refused: tensor {shown(name)} repeats its data until it is larger than the file"
-        )
-    if is_dense(shape, stride):
-        return StoredEntry(shape, tensor.dtype, [extent.part(start, stop)])
-    return StridedEntry(shape, stride, StoredEntry((numel,), tensor.dtype, [extent.part(start, stop)]))
-
-
-def _records(
-    tree: object, entries: Iterable[Entry], advance: Callable[[int], None] | None
-) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-    """Yield the records of an archive, in the order of torch."""
-    yield PICKLE, [save_tensors(tree)]
-    yield _BYTE_ORDER, [b"little"]
-    for number, entry in enumerate(entries):
-        yield f"data/{number}", _bytes(entry, advance)
-    yield "version", [b"3\n"]
+def _describe(entry: Entry, key: str) -> _Described:
+    dtype = entry.dtype
+    if str(dtype) not in DTYPES:
+        raise RequestError(f"torch.save does not write {str(dtype).removeprefix('torch.')}", hint="convert it")
+    storage = _Storage(key, dtype, entry.numel) if dtype in STORAGE_NAMES else _Storage(key, torch.uint8, entry.nbytes)
+    return _Described(storage, dtype, entry.shape)
 
 
 def _bytes(entry: Entry, advance: Callable[[int], None] | None) -> Iterator[memoryview]:
     for piece in entry.pieces():
-        yield piece.contiguous().view(uint8).numpy().data
+        yield piece.contiguous().view(torch.uint8).numpy().data
         if advance is not None:
             advance(piece.nbytes)
+
+
+def _write_archive(path: Path, records: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+    """Write records, whose data begins at multiples of 64 bytes, as torch has it, so that it can be mapped."""
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, pieces in records:
+            info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+            start = file.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + _ZIP64_FIELD_BYTES
+            length = -(start + _PADDING_FIELD.size) % _ALIGNMENT
+            info.extra = _PADDING_FIELD.pack(b"FB", length) + b"Z" * length
+            with archive.open(info, "w", force_zip64=True) as record:
+                for piece in pieces:
+                    record.write(piece)

@@ -234,11 +234,11 @@ class TestErrors:
             CheckpointIO().save(blocked, trained(0)[0], async_io=False)
 
     def test_a_full_disk_leaves_nothing(self, tmp_path, monkeypatch):
-        def full(path, state):
-            path.write_bytes(b"half")
+        def full(state, file):
+            file.write(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(save, "write_state", full)
+        monkeypatch.setattr(save, "save_whole", full)
         model, optimizer = trained(0)
         with pytest.raises(OutputError, match="No space left"), CheckpointIO() as io:
             io.save(tmp_path, model, optimizer=optimizer)

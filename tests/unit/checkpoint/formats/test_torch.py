@@ -17,17 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from opensora_cli.checkpoint.archives import MAGIC
 from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.formats import torch as torch_format
-from opensora_cli.checkpoint.formats.torch import open_tensor, open_torch, write_tensor, write_torch
+from opensora_cli.checkpoint.formats.pickles import STORAGE_NAMES
+from opensora_cli.checkpoint.formats.torch import MAGIC, open_tensor, open_torch, write_torch
 from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 FORMS = [
-    pytest.param({"_use_new_zipfile_serialization": form, "pickle_protocol": protocol}, id=f"{name} {protocol}")
-    for name, form in (("zip", True), ("old", False))
-    for protocol in (2, 4, 5)
+    pytest.param({"_use_new_zipfile_serialization": form}, id=name) for name, form in (("zip", True), ("old", False))
 ]
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -112,15 +110,16 @@ class TestReading:
     @pytest.mark.parametrize("form", FORMS)
     def test_all_kinds_of_tensors_are_read_bit_for_bit(self, tmp_path, form):
         tensors = of_all_kinds()
+        if not form["_use_new_zipfile_serialization"]:
+            # torch itself cannot read what has no storage class of its own from such a file.
+            tensors = {name: tensor for name, tensor in tensors.items() if tensor.dtype in STORAGE_NAMES}
         torch.save(tensors, tmp_path / "a", **form)
         assert_same(read(tmp_path / "a"), tensors)
 
-    @pytest.mark.parametrize("form", FORMS)
-    def test_what_lies_in_one_run_is_only_pointed_at(self, tmp_path, form):
+    def test_what_lies_in_one_run_is_only_pointed_at(self, tmp_path):
         torch.save(
             {"a": torch.arange(6.0), "rows": torch.arange(20).view(5, 4)[1:3], "t": torch.ones(2, 3).t()},
             tmp_path / "a",
-            **form,
         )
         entries = open_torch(tmp_path / "a").entries
         (extent,) = entries["rows"].extents()
@@ -140,27 +139,21 @@ class TestReading:
             assert torch.equal(torch.cat(list(entry.pieces(24))), flat)
             assert torch.equal(entry.rows(1, 3), views[name][1:3])
 
-    def test_old_files_with_one_after_the_other_storage_are_not_read_as_a_whole(self, tmp_path):
-        tensors = {"a": torch.rand(7), "b": torch.rand(3, 5).half(), "c": torch.rand(2).to(torch.float8_e5m2)}
-        torch.save(tensors, tmp_path / "a", _use_new_zipfile_serialization=False)
-        assert all(entry.extents() for entry in open_torch(tmp_path / "a").entries.values())
-        assert_same(read(tmp_path / "a"), tensors)
-
-    @pytest.mark.parametrize("protocol", [2, 4])
-    def test_values_that_are_no_tensors_are_left_out(self, tmp_path, protocol):
+    def test_values_that_are_no_tensors_are_left_out(self, tmp_path):
         others = {
-            **{"size": torch.Size([1]), "dtype": torch.int8, "device": torch.device("cpu"), "set": {1}, "bytes": b"a"},
-            **{
-                "array": bytearray(b"a"),
-                "complex": 1j,
-                "counter": Counter("aab"),
-                "layout": torch.strided,
-                "none": None,
-            },
-            **{"list": [1, "a"], "tuple": {(1, "a"): 3, None: 2, 1.5: 3}, "long": 2**70},
+            **{"size": torch.Size([1]), "dtype": torch.int8, "device": torch.device("cpu"), "set": {1}, "none": None},
+            **{"complex": 1j, "counter": Counter("aab"), "layout": torch.strided, "list": [1, "a"], "long": 2**70},
+            **{"tuple": {(1, "a"): 3, None: 2, 1.5: 3}},
         }
-        torch.save({"x": torch.ones(2), "others": others}, tmp_path / "a", pickle_protocol=protocol)
+        torch.save({"x": torch.ones(2), "others": others}, tmp_path / "a")
         assert list(open_torch(tmp_path / "a").entries) == ["x"]
+
+    @pytest.mark.parametrize("protocol", [3, 4, 5])
+    def test_another_pickle_protocol_is_refused_with_what_to_do(self, tmp_path, protocol):
+        torch.save({"x": torch.ones(2)}, tmp_path / "a", pickle_protocol=protocol)
+        with pytest.raises(CheckpointError, match=f"is a pickle of protocol {protocol}") as caught:
+            open_torch(tmp_path / "a")
+        assert "save it again" in caught.value.hint
 
     def test_nested_names_are_joined(self, tmp_path):
         torch.save({"a": OrderedDict(b=torch.ones(1), c=[torch.ones(2), {3: torch.ones(4)}])}, tmp_path / "a")
@@ -274,13 +267,14 @@ class TestWriting:
             for name, tensor in of_all_kinds().items():
                 file.write(b"between")
                 start = file.tell()
-                write_tensor(file, HeldEntry(tensor))
+                torch.save(tensor, file)
                 places[name] = (start, file.tell() - start)
             file.write(b"behind")
-        content = (tmp_path / "a").read_bytes()
-        tensors = of_all_kinds()
-        assert_same({n: open_tensor(tmp_path / "a", start=s, length=c).read() for n, (s, c) in places.items()}, tensors)
-        assert_same({n: torch.load(io.BytesIO(content[s : s + c])) for n, (s, c) in places.items()}, tensors)
+        found = {
+            name: open_tensor(tmp_path / "a", start=start, length=length).read()
+            for name, (start, length) in places.items()
+        }
+        assert_same(found, of_all_kinds())
 
 
 class TestBrokenFiles:
@@ -299,7 +293,7 @@ class TestBrokenFiles:
 
     def test_records_that_are_missing_or_too_short(self, tmp_path):
         path = tmp_path / "a"
-        assert "lacks its record 'data/0'" in refused(lambda: open_torch(with_pickle(path, tensor_pickle())))
+        assert "is broken" in refused(lambda: open_torch(with_pickle(path, tensor_pickle())))
         short = with_pickle(path, tensor_pickle(), **{"data/0": bytes(15)})
         assert "'x' is longer than its data" in refused(lambda: open_torch(short))
         assert open_torch(with_pickle(path, tensor_pickle(), **{"data/0": bytes(16)})).entries["x"].shape == (2, 2)
@@ -309,20 +303,14 @@ class TestBrokenFiles:
         [
             ({"numel": 10**12, "shape": (10**6, 10**6), "stride": (10**6, 1)}, "longer than its data"),
             ({"shape": (10**6, 10**6), "stride": (0, 0)}, "repeats its data"),
-            ({"shape": (2**40, 2**40), "stride": (0, 0)}, "impossible shape"),
+            ({"shape": (2**40, 2**40), "stride": (0, 0)}, "is broken"),
             ({"shape": (0, 2**62), "stride": (1, 1)}, "impossible shape"),
-            ({"shape": (1,) * 65, "stride": (1,) * 65}, "without a shape"),
+            ({"shape": (1,) * 65, "stride": (1,) * 65}, "impossible shape"),
             ({"offset": 1}, "longer than its data"),
-            ({"offset": -1}, "impossible shape"),
-            ({"stride": (-2, 1)}, "impossible shape"),
-            ({"shape": (2, 2, 1)}, "impossible shape"),
-            ({"shape": (2, True)}, "impossible shape"),
-            ({"shape": [2, 2]}, "without a shape"),
-            ({"numel": -4}, "longer than its data"),
-            ({"numel": "4"}, "something else than the data"),
-            ({"key": 0}, "something else than the data"),
-            ({"key": "../0"}, "lacks its record"),
-            ({"kind": b"Size"}, "something else than the data"),
+            ({"offset": -1}, "is broken"),
+            ({"shape": (2, 2, 1)}, "is broken"),
+            ({"numel": "4"}, "is broken"),
+            ({"key": "../0"}, "is broken"),
             ({"kind": b"QInt8Storage"}, "asks for 'torch.QInt8Storage'"),
         ],
     )
@@ -335,14 +323,14 @@ class TestBrokenFiles:
         [
             (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "too deep"),
             (b"\x80\x02" + b"}q\x00" + b"(X\x01\x00\x00\x00ah\x00X\x01\x00\x00\x00bh\x00u" * 40 + b".", "too deep"),
-            (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "holds no tensors"),
-            (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "holds no tensors"),
+            (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "remembers object"),
+            (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "asks for 'builtins.bytearray'"),
             (b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.", "asks for 'torch.FloatTensor'"),
-            (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no function"),
-            (b"\x80\x02B\xff\xff\xff\x7fabc.", "broken pickle"),
-            (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "broken pickle"),
-            (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00makeK\x01sb.", "cannot be changed"),
-            (b"\x80\x02" + b"(" * 10**5 + b".", "makes no sense"),
+            (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "holds no tensors"),
+            (b"\x80\x02B\xff\xff\xff\x7fabc.", "is broken"),
+            (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "a pickle of protocol 5"),
+            (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00makeK\x01sb.", "is broken"),
+            (b"\x80\x02" + b"(" * 10**5 + b".", "takes more than it has"),
         ],
     )
     def test_pickles_that_would_take_all_memory(self, tmp_path, program, reason):
@@ -352,7 +340,7 @@ class TestBrokenFiles:
 
     def test_a_key_that_would_overflow_the_stack_is_refused(self, tmp_path):
         path = with_pickle(tmp_path / "a", b"\x80\x02}N" + b"\x85" * 300_000 + b"K\x01s.")
-        assert "a key that is no plain value" in refused(lambda: open_torch(path))
+        assert "nests tuples too deep" in refused(lambda: open_torch(path))
 
     def test_long_programs_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(torch_format, "_MAX_OPERATIONS", 1000)
@@ -361,7 +349,7 @@ class TestBrokenFiles:
 
     @pytest.mark.slow
     def test_the_longest_program_takes_no_more_than_the_memory_there_is(self, tmp_path):
-        path = with_pickle(tmp_path / "a", b"\x80\x04" + b"]\x94" * (torch_format._MAX_OPERATIONS // 2 - 10) + b".")
+        path = with_pickle(tmp_path / "a", b"\x80\x02" + b"]q\x00" * (torch_format._MAX_OPERATIONS // 2 - 10) + b".")
         tracemalloc.start()
         try:
             assert "holds no tensors" in refused(lambda: open_torch(path))
@@ -436,7 +424,7 @@ class TestPayloads:
     def test_none_is_run(self, tmp_path, canary, name):
         content = payloads(canary)[name]
         reason = refused(lambda: open_torch(with_pickle(tmp_path / "zip", content)))
-        assert "is refused: it asks for" in reason or "it uses the operation" in reason
+        assert "is refused: it asks for" in reason or "a pickle of protocol" in reason
         (tmp_path / "plain").write_bytes(b"\x80" + content if content[0] != 0x80 else content)
         refused(lambda: open_torch(tmp_path / "plain"))
         torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
