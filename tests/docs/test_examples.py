@@ -31,6 +31,7 @@ def test_every_example_is_short() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if len(path.read_text().splitlines()) > 40] == []
 
 
+@pytest.mark.slow
 def test_image_to_video_continues_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     main_of("image_to_video")()
     assert Path("samples/boat.png").is_file()
@@ -49,7 +50,6 @@ def test_estimate_memory_offloads_what_16_gib_do_not_hold(capsys: pytest.Capture
     assert "fits into 16 GiB" in printed
 
 
-@pytest.mark.slow  # image_to_video runs the same steps
 def test_generate_a_video_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
     main_of("generate_a_video")()
     assert Path("samples/example.mp4").is_file()

@@ -1,16 +1,19 @@
-"""Every command in README.md, CONTRIBUTING.md and docs/ works: planned here, run in its order in the slow tier."""
+"""Every command in README.md, CONTRIBUTING.md, docs/ and help texts: planned here, run in order in the slow tier."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
 
-from opensora_cli.cli.app import main
+from opensora_cli.cli.app import app, main
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -21,10 +24,20 @@ PLANNED = {"generate", "train"}
 PRINTING = {"--version", "--help", "-h", "--list-presets", "--check-data"}
 
 
+def _help_examples(command: Any) -> Iterator[Block]:
+    """Yield the examples in the help texts of a command and the commands below it."""
+    lines = [line.strip() for line in (command.help or "").splitlines()]
+    yield Block(
+        "--help", ("your files", "GPUs"), "\n".join(line for line in lines if line.startswith(("osora", "eval")))
+    )
+    for below in getattr(command, "commands", {}).values():
+        yield from _help_examples(below)
+
+
 def _commands() -> dict[tuple[str, ...], Block]:
     """Return each command once, with the first block that shows it."""
     found: dict[tuple[str, ...], Block] = {}
-    for block in BLOCKS:
+    for block in [*BLOCKS, *_help_examples(typer.main.get_command(app))]:
         for command in block.osora_commands():
             found.setdefault(command, block)
     return found
