@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opensora_cli.core.conditions import T2V, condition_mode
-from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.plan import ExecutionPlan

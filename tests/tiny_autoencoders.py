@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.components.configs import new_autoencoder
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng

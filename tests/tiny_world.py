@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
-from opensora_cli.engine.components.configs import mmdit_config, vae_config
+from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text import folder as folders
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
@@ -163,7 +163,7 @@ def make_world(folder: Path) -> World:
         files = settings.files
         root.mkdir()
         save_weights(root / files.transformer, MMDiT(mmdit_config(settings.model)), dtype=torch.bfloat16)
-        save_weights(root / files.vae, HunyuanVAE(vae_config(settings.vae)))
+        save_weights(root / files.vae, new_autoencoder(settings.vae))
         save_t5(root / files.t5)
         save_clip(root / files.clip)
     (world.demo / "vocabulary.json").write_text(json.dumps({"places": ["sea", "desert"], "weathers": ["raining"]}))

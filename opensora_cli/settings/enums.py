@@ -28,6 +28,11 @@ class VAEKind(StrEnum):
     FLUX_AE = "flux_ae"
     """For pictures, and video frame by frame: 1x8x8."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether the video models generate with it."""
+        return self is VAEKind.HUNYUAN
+
 
 class AspectRatio(StrEnum):
     """Width to height."""

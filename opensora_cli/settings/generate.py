@@ -257,12 +257,12 @@ class GenerateSettings(Section):
     @property
     def num_latent_frames(self) -> int:
         """Latent frames of the video."""
-        return (self.video.num_frames - 1) // self.vae.time_compression_ratio + 1
+        return (self.video.num_frames - 1) // self.vae.grid.time_compression_ratio + 1
 
     @property
     def size_multiple(self) -> int:
         """What height and width must be multiples of: the side of one token, in pixels."""
-        return self.vae.spatial_compression_ratio * self.model.patch_size
+        return self.vae.grid.spatial_compression_ratio * self.model.patch_size
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
@@ -289,12 +289,13 @@ def _prompt_problems(settings: GenerateSettings) -> list[str]:
 def _model_problems(settings: GenerateSettings) -> list[str]:
     model, vae = settings.model, settings.vae
     problems = []
-    if vae.kind is not VAEKind.HUNYUAN:
-        problems.append(f"vae.kind={vae.kind} is not made for generating: use {VAEKind.HUNYUAN}")
-    channels = vae.latent_channels * model.patch_size**2
+    if not vae.kind.generates:
+        fitting = [kind.value for kind in VAEKind if kind.generates]
+        problems.append(f"vae.kind={vae.kind} is not made for generating: use {_either(fitting)}")
+    channels = vae.grid.latent_channels * model.patch_size**2
     if model.in_channels != channels:
         problems.append(
-            f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.latent_channels} x "
+            f"model.in_channels={model.in_channels} must be vae.latent_channels={vae.grid.latent_channels} x "
             f"model.patch_size={model.patch_size} squared: use {channels}"
         )
     chosen = settings.runtime.model_choice
@@ -328,7 +329,7 @@ def _size_problems(settings: GenerateSettings) -> list[str]:
 
 def _length_problems(settings: GenerateSettings) -> list[str]:
     frames, most = settings.video.num_frames, settings.video.max_frames
-    ratio = settings.vae.time_compression_ratio
+    ratio = settings.vae.grid.time_compression_ratio
     if frames <= most and (frames - 1) % ratio == 0:
         return []
     longest = (most - 1) // ratio * ratio + 1
@@ -369,9 +370,9 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
         problems.append(
             f"condition.mode={mode.name} needs a model that takes references (model.cond_embed=true): use t2v"
         )
-    given = condition.lengths.given_latent_frames(mode, causal=True)
+    given = condition.lengths.given_latent_frames(mode, causal=settings.vae.grid.is_causal)
     if given >= settings.num_latent_frames:
-        shortest = given * settings.vae.time_compression_ratio + 1
+        shortest = given * settings.vae.grid.time_compression_ratio + 1
         problems.append(
             f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode.name} "
             f"gives {given} latent frames: use at least {shortest}"

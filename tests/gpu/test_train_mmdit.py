@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferenceLengths, condition_mode
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.components.configs import new_autoencoder
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.clip_conditions import encoded_parts
 from opensora_cli.engine.encode.encoding import CachedClip, Encoders, encode_for_cache, fresh_clip, part_name
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask

@@ -1,24 +1,123 @@
-"""Autoencoders of any kind, from settings and a file of weights."""
+"""Autoencoders: the one place that names them, from settings and a file of weights.
+
+Generation and its estimate know only `VideoAutoencoder`, the interface: another one is a line in `AUTOENCODERS`.
+"""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.configs import autoencoder_on_meta
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, hub_snapshot, packaged_demo
-from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder, VideoAutoencoder
+from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
+from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
+from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import DownloadPreset, VAEKind
 
-_DOWNLOADS = {
-    VAEKind.HUNYUAN: DownloadPreset.OPEN_SORA_V2,
-    VAEKind.DC_AE: DownloadPreset.OPEN_SORA_V2_DC_AE,
-    VAEKind.FLUX_AE: DownloadPreset.FLUX1_DEV,
+
+@dataclass(frozen=True, slots=True)
+class AutoencoderKind:
+    """One row of the registry."""
+
+    make: Callable[[VAESettings], Autoencoder]
+    """Returns it with random weights; RequestError where its sizes contradict each other."""
+    download: DownloadPreset
+    """What `osora ckpt download` calls its weights."""
+
+
+def _hunyuan_config(settings: VAESettings) -> HunyuanVAEConfig:
+    return HunyuanVAEConfig(
+        latent_channels=settings.latent_channels,
+        block_out_channels=settings.block_out_channels,
+        layers_per_block=settings.layers_per_block,
+        norm_num_groups=settings.norm_num_groups,
+        sample_size=settings.sample_size,
+        sample_tsize=settings.sample_tsize,
+        tile_overlap_factor=settings.tile_overlap_factor,
+        scale_factor=settings.scale_factor,
+        shift_factor=settings.shift_factor,
+        time_compression_ratio=settings.time_compression_ratio,
+        spatial_compression_ratio=settings.spatial_compression_ratio,
+    )
+
+
+def _fields(section: Section) -> dict[str, Any]:
+    # The sections have the names of the configurations.
+    return {name: getattr(section, name) for name in type(section).model_fields}
+
+
+AUTOENCODERS: Mapping[VAEKind, AutoencoderKind] = {
+    VAEKind.HUNYUAN: AutoencoderKind(
+        lambda settings: HunyuanVAE(_hunyuan_config(settings)), DownloadPreset.OPEN_SORA_V2
+    ),
+    VAEKind.DC_AE: AutoencoderKind(
+        lambda settings: DCAE(DCAEConfig(**_fields(settings.dc_ae))), DownloadPreset.OPEN_SORA_V2_DC_AE
+    ),
+    VAEKind.FLUX_AE: AutoencoderKind(
+        lambda settings: FluxAE(FluxAEConfig(**_fields(settings.flux_ae))), DownloadPreset.FLUX1_DEV
+    ),
 }
+
+
+def new_autoencoder(settings: VAESettings) -> Autoencoder:
+    """Return the chosen autoencoder with random weights, on torch's default device.
+
+    Raises:
+        RequestError: its sizes contradict each other.
+    """
+    return AUTOENCODERS[settings.kind].make(settings)
+
+
+def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
+    """Return the chosen autoencoder without weights; RequestError where its sizes contradict each other."""
+    with torch.device("meta"):
+        return new_autoencoder(settings)
+
+
+def new_video_autoencoder(settings: VAESettings) -> VideoAutoencoder:
+    """Return the autoencoder that videos are generated with, as `new_autoencoder` does.
+
+    Raises:
+        RequestError: the chosen one is not made for generating, or its sizes contradict each other.
+    """
+    autoencoder = new_autoencoder(settings)
+    if not isinstance(autoencoder, VideoAutoencoder):
+        raise RequestError(f"vae.kind={settings.kind} is not made for generating: use {VAEKind.HUNYUAN}")
+    return autoencoder
+
+
+def video_autoencoder_on_meta(settings: VAESettings) -> VideoAutoencoder:
+    """Return the autoencoder that videos are generated with, without weights; errors as of `new_video_autoencoder`."""
+    with torch.device("meta"):
+        return new_video_autoencoder(settings)
+
+
+def vae_tiling(settings: VAESettings) -> Tiling:
+    """Return which axes the autoencoder cuts into tiles."""
+    return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
+
+
+def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
+    """Return how often the decoder runs for latents of this (C, T, H, W)."""
+    (_, grid), tiling = video_autoencoder_on_meta(settings).config.tile_grids(), vae_tiling(settings)
+    _, frames, rows, columns = latent_shape
+    tiles = 1
+    if tiling.spatial and max(rows, columns) > grid.space.size:
+        tiles *= ceil(rows / grid.space.stride) * ceil(columns / grid.space.stride)
+    if tiling.temporal and frames > grid.time.size:
+        # The one frame that a tile has more is not a tile of its own.
+        tiles *= ceil((frames - 1) / grid.time.stride)
+    return tiles
 
 
 def load_autoencoder(
@@ -71,7 +170,7 @@ def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: s
     hint = None
     if hub_repo is not None:
         place = "" if named is None else f" --to {shlex.quote(named)}"
-        hint = f"osora ckpt download {_DOWNLOADS[kind]}{place}"
+        hint = f"osora ckpt download {AUTOENCODERS[kind].download}{place}"
     raise CheckpointError(
         f"weights of the autoencoder are missing: {file} (looked in {' and '.join(map(str, folders))})", hint=hint
     )

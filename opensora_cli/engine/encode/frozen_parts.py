@@ -10,8 +10,7 @@ from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter
-from opensora_cli.engine.components.autoencoders import load_autoencoder
-from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.encode.encoding import Encoders
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder

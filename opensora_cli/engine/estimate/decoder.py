@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.engine.estimate.fake_tensors import Repeated
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.models.vae.chunked import StoredClip, convolve, last_stage, run_stage, stages_of
 from opensora_cli.models.vae.hunyuan import Decoder, HunyuanVAE
 
@@ -114,6 +116,15 @@ class FakeDecoder(nn.Module):
         if key not in self._known:
             self._known[key] = _run_shortened(partial(stage.run, latents_BCTHW), clip)
         return self._known[key]
+
+
+def fake_decoder(
+    vae: VideoAutoencoder, counter: TensorBytes, *, chunk_frames: int | None, store: torch.device, canvas: torch.device
+) -> nn.Module:
+    """Return what allocates what the decoder of `vae` does: stage by stage where it is known, else tile by tile."""
+    if isinstance(vae, HunyuanVAE):
+        return FakeDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=canvas)
+    return Repeated(vae.decoder)
 
 
 def _stages(

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
-from opensora_cli.engine.components.configs import mmdit_config, vae_config, vae_tiling
+from opensora_cli.engine.components.autoencoders import new_video_autoencoder, vae_tiling
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.decoder import FakeDecoder
+from opensora_cli.engine.estimate.decoder import fake_decoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.text import text_memory
@@ -37,13 +38,13 @@ from opensora_cli.engine.estimate.transformer import (
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.sampling.guidance import Guidance
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -97,7 +98,7 @@ def estimate_generation(
         RequestError: sizes in `settings` contradict each other.
     """
     weights = {component: count * dtype.itemsize for component, count in parameters.items()}
-    vae, tiling = vae_config(settings.vae), vae_tiling(settings.vae)
+    vae, tiling = settings.vae, vae_tiling(settings.vae)
     # On a CPU the host is the device itself.
     chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
     shown = sizes.height, sizes.width
@@ -112,9 +113,12 @@ def estimate_generation(
         weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size
     )
     config = mmdit_config(settings.model)
-    denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens)
+    grid = settings.vae.grid
+    denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal)
     workspace = dequantized_bytes(config, dtype) if offload.fp8_storage else 0
-    parts = reference_parts(sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.time_compression_ratio)
+    parts = reference_parts(
+        sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.grid.time_compression_ratio
+    )
     kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
     whole = weights[Component.TRANSFORMER]
     transformer = kept + transformer_bytes(config, whole, dtype, offload, tensor=sizes.mesh.tensor, loras=sizes.loras)
@@ -134,6 +138,7 @@ def _denoising(
     dtype: torch.dtype,
     device_type: str,
     chunk_tokens: int | None,
+    causal: bool,
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
@@ -158,7 +163,7 @@ def _denoising(
             # As `sample_latents` of generation does it.
             noise_1CTHW = empty(1, channels, frames, rows, columns)
             mask_11THW, given_1CTHW = prepare_inference_condition(
-                noise_1CTHW, sizes.mode, [references], lengths=sizes.lengths
+                noise_1CTHW, sizes.mode, [references], causal, lengths=sizes.lengths
             )
             velocity = GuidedVelocity(
                 shared,
@@ -190,7 +195,7 @@ def _denoising(
 
 @lru_cache(maxsize=64)
 def _decoding(
-    config: HunyuanVAEConfig,
+    settings: VAESettings,
     tiling: Tiling,
     latent_shape: tuple[int, int, int, int],
     shown: tuple[int, int],
@@ -201,10 +206,10 @@ def _decoding(
     (height, width), (chunk_frames, store_on_host) = shown, chunks
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae = fake_module(lambda: new_video_autoencoder(settings), device=device, dtype=dtype)
         counter = TensorBytes(device_type=device.type)
         store = HOST if store_on_host else device
-        decoder = FakeDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
+        decoder = fake_decoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
         vae.decoder = cast(Any, decoder)
         with counter:
             latents_1CTHW = empty(1, *latent_shape)
@@ -220,7 +225,7 @@ def _decoding(
 
 @lru_cache(maxsize=16)
 def _encoding(
-    config: HunyuanVAEConfig,
+    settings: VAESettings,
     tiling: Tiling,
     sizes: GenerationSizes,
     num_frames: Sequence[int],
@@ -229,7 +234,7 @@ def _encoding(
 ) -> Need:
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: HunyuanVAE(config), device=device, dtype=dtype)
+        vae = fake_module(lambda: new_video_autoencoder(settings), device=device, dtype=dtype)
         vae.encoder = cast(Any, Repeated(vae.encoder))
         with TensorBytes(device_type=device.type) as counter:
             latents: list[Tensor] = []

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from opensora_cli.engine.components.configs import count_decoder_tiles, vae_tiling
+from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.denoise import DenoisedSample
@@ -24,7 +24,7 @@ from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 
 _SAVE = "save"
 _HOST = torch.device("cpu")
@@ -94,7 +94,7 @@ def process_and_save(
 
 
 def _decode_for_rank_0(
-    plan: ExecutionPlan, denoised: Sequence[DenoisedSample], vae: HunyuanVAE, record: RunRecord
+    plan: ExecutionPlan, denoised: Sequence[DenoisedSample], vae: VideoAutoencoder, record: RunRecord
 ) -> None:
     """Decode this rank's tiles of every sample, of which rank 0 makes the videos."""
     with record.stage(DECODE, total=len(denoised), unit="samples") as progress:
@@ -166,7 +166,7 @@ def _remove(path: Path) -> None:
 
 def decode_latents(
     plan: ExecutionPlan,
-    vae: HunyuanVAE,
+    vae: VideoAutoencoder,
     latents_CTHW: torch.Tensor,
     *,
     on_tile: Callable[[], None] = lambda: None,
@@ -192,7 +192,7 @@ def decode_latents(
             del frames_THWC
 
 
-def _pieces(plan: ExecutionPlan, vae: HunyuanVAE, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(plan: ExecutionPlan, vae: VideoAutoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
     return vae.decode_pieces(
         latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
         tiling=vae_tiling(plan.settings.vae),

@@ -131,14 +131,18 @@ def sample_latents(
         device=device,
         dtype=plan.hardware.dtype,
         latent_channels=channels,
-        spatial_compression=settings.vae.spatial_compression_ratio,
+        spatial_compression=settings.vae.grid.spatial_compression_ratio,
         patch_size=patch_size,
     )
     if ranks is not None:
         # The same numbers for the same seed are promised of one kind of device only.
         [noise_1CTHW] = agreed_tensors([noise_1CTHW], device=device)
     mask_11THW, given_1CTHW = prepare_inference_condition(
-        noise_1CTHW, plan.mode, None if reference_latents is None else [reference_latents], lengths=plan.lengths
+        noise_1CTHW,
+        plan.mode,
+        None if reference_latents is None else [reference_latents],
+        settings.vae.grid.is_causal,
+        lengths=plan.lengths,
     )
     distilled = settings.model.guidance_embed
     velocity = GuidedVelocity(

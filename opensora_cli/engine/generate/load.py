@@ -17,7 +17,8 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
-from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta, vae_on_meta
+from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_t5, shard_transformer
@@ -32,7 +33,7 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 Advance = Callable[[int], None]
@@ -179,21 +180,21 @@ def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
     return [cast(nn.ModuleList, transformer.get_submodule(path)) for path in paths]
 
 
-def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> HunyuanVAE:
+def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> VideoAutoencoder:
     """Return the autoencoder.
 
     Raises:
         CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
     """
-    vae = vae_on_meta(plan.settings.vae)
-    load_into_module(
-        vae,
+    vae = load_autoencoder(
+        plan.settings.vae,
         plan.weights.path(Component.VAE),
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
         advance=advance,
     )
-    return vae.requires_grad_(False).eval()
+    assert isinstance(vae, VideoAutoencoder)  # as the plan was made for it
+    return vae
 
 
 @contextmanager
@@ -244,9 +245,9 @@ class KeptVAE:
     def __init__(self, plan: ExecutionPlan, record: RunRecord) -> None:
         self._plan = plan
         self._record = record
-        self._vae: HunyuanVAE | None = None
+        self._vae: VideoAutoencoder | None = None
 
-    def on_device(self) -> HunyuanVAE:
+    def on_device(self) -> VideoAutoencoder:
         """Return it, on the device; it stays there until it is offloaded.
 
         Raises:

@@ -223,8 +223,8 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
     smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
     if settings.video.height is None and settings.video.resolution != smallest:
         yield f"--res {smallest}", {"video.resolution": smallest}
-    shorter = settings.video.num_frames // 2 // settings.vae.time_compression_ratio
-    frames = shorter * settings.vae.time_compression_ratio + 1
+    shorter = settings.video.num_frames // 2 // settings.vae.grid.time_compression_ratio
+    frames = shorter * settings.vae.grid.time_compression_ratio + 1
     if frames < settings.video.num_frames:
         yield f"--num-frames {frames}", {"video.num_frames": frames}
 
@@ -252,10 +252,10 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
     rows, columns = latent_size(
         height,
         width,
-        spatial_compression=settings.vae.spatial_compression_ratio,
+        spatial_compression=settings.vae.grid.spatial_compression_ratio,
         patch_size=settings.model.patch_size,
     )
-    latent_shape = (settings.vae.latent_channels, settings.num_latent_frames, rows, columns)
+    latent_shape = (settings.vae.grid.latent_channels, settings.num_latent_frames, rows, columns)
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
     lengths = settings.condition.lengths
     guidance = _guidance(settings)

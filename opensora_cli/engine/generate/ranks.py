@@ -23,7 +23,7 @@ from opensora_cli.engine.launch.rank import agreed, joined
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
@@ -161,7 +161,7 @@ class SharedDecoder(nn.Module):
         vae: whose decoder it stands for.
     """
 
-    def __init__(self, vae: HunyuanVAE) -> None:
+    def __init__(self, vae: VideoAutoencoder) -> None:
         super().__init__()
         self._decoder, self._config = vae.decoder, vae.config
         self._asked = 0

@@ -18,7 +18,7 @@ from opensora_cli.core.conditions import (
 )
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.estimate.offload import ENCODE
 from opensora_cli.engine.generate.load import KeptVAE
@@ -26,7 +26,7 @@ from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import Fit, fit_frames, to_uint8
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
@@ -159,7 +159,8 @@ def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
         height=plan.height,
         width=plan.width,
         fit=condition.fit,
-        temporal_compression=plan.settings.vae.time_compression_ratio,
+        causal=plan.settings.vae.grid.is_causal,
+        temporal_compression=plan.settings.vae.grid.time_compression_ratio,
         lengths=plan.lengths,
         fps=plan.settings.video.fps,
         reporter=reporter,
@@ -168,7 +169,7 @@ def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
 
 def encode_references(
     references: Sequence[Reference],
-    vae: HunyuanVAE,
+    vae: VideoAutoencoder,
     *,
     tiling: Tiling = NO_TILING,
     on_encoded: Callable[[], None] = lambda: None,
@@ -207,7 +208,7 @@ def reference_latents(
 def collect_references_batch(
     reference_paths: Sequence[str],
     cond_type: str,
-    model_ae: HunyuanVAE,
+    model_ae: VideoAutoencoder,
     image_size: tuple[int, int],
     is_causal: bool = False,
     *,

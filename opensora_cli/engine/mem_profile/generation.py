@@ -12,7 +12,8 @@ from torch import nn
 
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta, vae_on_meta, vae_tiling
+from opensora_cli.engine.components.autoencoders import vae_tiling, video_autoencoder_on_meta
+from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -30,7 +31,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.settings.enums import OffloadMode
 
 WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
@@ -255,8 +256,8 @@ def _decode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module]
     return {"vae": vae}, run
 
 
-def _vae(plan: ExecutionPlan) -> HunyuanVAE:
-    vae = vae_on_meta(plan.settings.vae).to(plan.hardware.dtype).eval()
+def _vae(plan: ExecutionPlan) -> VideoAutoencoder:
+    vae = video_autoencoder_on_meta(plan.settings.vae).to(plan.hardware.dtype).eval()
     return fill_randomly(vae, plan.hardware.device)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.configs import autoencoder_on_meta, transformer_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
+from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode import frozen_parts
 from opensora_cli.engine.encode.cache_filling import prepare_cache
 from opensora_cli.engine.encode.clip_cache import ClipCache

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.configs import mmdit_config, new_autoencoder, vae_tiling
+from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen_parts import find_frozen_parts, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights

@@ -13,7 +13,7 @@ import opensora_cli
 from opensora_cli.core.conditions import T2V
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.encoding import training_caption

@@ -15,8 +15,7 @@ from torch import Tensor
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
-from opensora_cli.engine.components.autoencoders import find_autoencoder, load_autoencoder
-from opensora_cli.engine.components.configs import vae_tiling
+from opensora_cli.engine.components.autoencoders import find_autoencoder, load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import (
     Hardware,
     OutOfMemoryError,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.models.vae.tiling import NO_TILING, Tiling, joined_in_time
+from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, joined_in_time
 
 
 class AutoencoderConfig(Protocol):
@@ -185,6 +185,49 @@ class PosteriorAutoencoder(Autoencoder):
             noise_BCTHW = torch.randn(mean_BCTHW.shape, generator=generator, device=generator.device)
             sample_BCTHW = mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW.to(mean_BCTHW.device)
         return Reconstruction(self.decode(self.scale_latents(sample_BCTHW)), mean_BCTHW, logvar_BCTHW)
+
+
+class VideoAutoencoderConfig(AutoencoderConfig, Protocol):
+    """What generating asks of the sizes of an autoencoder."""
+
+    @property
+    def out_channels(self) -> int:
+        """Colour channels that are decoded."""
+
+    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
+        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
+
+
+class VideoAutoencoder(Autoencoder):
+    """What generating asks of an autoencoder: it decodes long clips within a bounded memory."""
+
+    config: VideoAutoencoderConfig
+    encoder: nn.Module
+    decoder: nn.Module
+    """Runs once for each tile of the latents."""
+
+    @abstractmethod
+    def decode_pieces(
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        tiling: Tiling = NO_TILING,
+        canvas: torch.device | None = None,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
+    ) -> Iterator[Tensor]:
+        """Decode as `decode` does, and yield frames as they are finished: a piece for each tile in time.
+
+        Args:
+            latents_BCTHW: these three as in `decode`.
+            tiling: see there.
+            canvas: see there.
+            chunk_frames: frames that each layer computes at a time; None: all.
+            store: where, with `chunk_frames`, the frames wait between two layers; None: where the latents are.
+
+        Raises:
+            RequestError: see `decode`; before anything is computed.
+        """
 
 
 def split_moments(moments_BCTHW: Tensor) -> tuple[Tensor, Tensor]:

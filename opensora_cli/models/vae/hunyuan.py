@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, split_moments
+from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, VideoAutoencoder, split_moments
 from opensora_cli.models.vae.blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.chunked import decode_in_chunks
 from opensora_cli.models.vae.tiling import (
@@ -202,7 +202,7 @@ class Decoder(nn.Module):
                 yield from stack.children()
 
 
-class HunyuanVAE(PosteriorAutoencoder):
+class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
     """Causal video autoencoder: 4k+1 frames become k+1 latent frames, the first of them a picture of its own.
 
     State-dict keys are those of the released `hunyuan_vae.safetensors`. Trainable: every method is differentiable and
@@ -210,6 +210,9 @@ class HunyuanVAE(PosteriorAutoencoder):
     """
 
     config: HunyuanVAEConfig
+
+    encoder: Encoder
+    decoder: Decoder
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.engine.components.configs import autoencoder_on_meta, vae_config
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, video_autoencoder_on_meta
 from opensora_cli.models.vae.dc_ae import DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAEConfig
 from opensora_cli.settings.components import DCAESettings, FluxAESettings, VAESettings
@@ -72,8 +72,8 @@ def test_what_contradicts_itself_is_refused(values: dict[str, object], message: 
 def test_generating_refuses_other_autoencoders() -> None:
     with pytest.raises(ValidationError, match=r"vae\.kind=dc_ae is not made for generating: use hunyuan"):
         GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.DC_AE))
-    with pytest.raises(RequestError, match=r"vae\.kind=flux_ae must be hunyuan here"):
-        vae_config(VAESettings(kind=VAEKind.FLUX_AE))
+    with pytest.raises(RequestError, match=r"vae\.kind=flux_ae is not made for generating: use hunyuan"):
+        video_autoencoder_on_meta(VAESettings(kind=VAEKind.FLUX_AE))
 
 
 @pytest.mark.parametrize("kind", VAEKind)

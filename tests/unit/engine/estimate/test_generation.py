@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.components.configs import count_parameters, mmdit_config, vae_config, vae_tiling
+from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
@@ -130,7 +131,7 @@ def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
 
 
 def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
-    vae = HunyuanVAE(vae_config(plan.settings.vae)).to(plan.hardware.dtype).requires_grad_(False)
+    vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
     plan = replace(plan, offload=offload)
 
     def run() -> None:
@@ -141,7 +142,7 @@ def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
 
 
 def encode_peak(plan: ExecutionPlan) -> int:
-    vae = HunyuanVAE(vae_config(plan.settings.vae)).to(plan.hardware.dtype).requires_grad_(False)
+    vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
     parts = reference_parts(plan.mode, lengths=plan.lengths)
 
     def run() -> object:

@@ -8,13 +8,13 @@ import transformers
 from tiny_world import RELEASED_SIZES, demo_settings, released_settings
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.components import configs, hardware
+from opensora_cli.engine.components import autoencoders, configs, hardware
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -216,13 +216,13 @@ def test_tiles_are_counted_as_the_decoder_runs(world, tmp_path):
             world, tmp_path, video__height=str(height), video__width=str(width), vae__temporal_tiling="true"
         )
         shape = (4, (frames - 1) // 4 + 1, height // 8, width // 8)
-        vae = HunyuanVAE(configs.vae_config(settings.vae))
+        vae = new_autoencoder(settings.vae)
         runs = []
         vae.decoder.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         with torch.no_grad():
-            vae.decode(torch.zeros(1, *shape), tiling=configs.vae_tiling(settings.vae))
-        assert len(runs) == configs.count_decoder_tiles(shape, settings.vae)
-    assert configs.count_decoder_tiles((4, 10, 8, 8), settings.vae) > 1
+            vae.decode(torch.zeros(1, *shape), tiling=autoencoders.vae_tiling(settings.vae))
+        assert len(runs) == autoencoders.count_decoder_tiles(shape, settings.vae)
+    assert autoencoders.count_decoder_tiles((4, 10, 8, 8), settings.vae) > 1
 
 
 class TestHardware:

@@ -15,7 +15,8 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.configs import transformer_on_meta, vae_on_meta
+from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task
@@ -55,7 +56,7 @@ def exported(folder):
 
 class TestVae:
     def test_the_export_is_read_back(self, vae_folder):
-        vae = vae_on_meta(tiny_training.vae_settings(vae_folder).vae)
+        vae = video_autoencoder_on_meta(tiny_training.vae_settings(vae_folder).vae)
         load_into_module(vae, vae_folder / "vae.safetensors", **FLOAT32)
         assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
         assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError, OutputError
 from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.components.configs import new_autoencoder
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
 from opensora_cli.engine.vae.reconstruct import reconstruct, windows
 from opensora_cli.media.read import read_picture, read_video

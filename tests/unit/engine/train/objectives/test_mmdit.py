@@ -20,7 +20,7 @@ from opensora_cli.core.conditions import (
 )
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.components.configs import new_autoencoder
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.encoding import (
     CachedClip,
     EmptyPrompt,

@@ -11,11 +11,10 @@ from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import render_scene, sample_scene
-from opensora_cli.engine.components.configs import vae_config
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.objectives.vae import build_vae_task, move_to_last_tap, to_pixels, whiten_latents
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -348,7 +347,7 @@ class TestBuild:
 @pytest.fixture
 def vae():
     torch.manual_seed(0)
-    vae = HunyuanVAE(vae_config(VAES["hunyuan"])).eval().requires_grad_(False)
+    vae = new_autoencoder(VAES["hunyuan"]).eval().requires_grad_(False)
     for weight in vae.parameters():
         weight.add_(0.05 * torch.randn(weight.shape))  # no bias is zero and no norm is the identity
     return vae
