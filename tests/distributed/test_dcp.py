@@ -46,7 +46,7 @@ def _save_in_two_dimensions(folder: str) -> None:
     dcp.save({"a": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}, checkpoint_id=folder)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensors_are_put_together(pool, tmp_path: Path, ranks: int) -> None:
     pool(ranks).run(_save, str(tmp_path))
     opened = open_dcp(tmp_path)

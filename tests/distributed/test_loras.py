@@ -76,7 +76,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "degrees", [{"tensor_parallel": 2}, {"ulysses": 2}, pytest.param({"ring": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_ranks_draw_what_one_draws(
+def test_ranks_sample_what_one_process_samples(
     pool: Callable[[int], Any], adapters: tuple[str, ...], degrees: dict[str, int]
 ) -> None:
     for (expected, whole_bytes, whole), (latents, held, count) in pool(2).run(_both, adapters, degrees, {}):

@@ -76,7 +76,7 @@ def test_four_ranks(pool: Callable[[int], Any]) -> None:
         assert groups == [[ulysses, ulysses + 2], [2 * ring, 2 * ring + 1], [0, 1, 2, 3], [rank]]
 
 
-def test_axes_that_are_not_neighbours(pool: Callable[[int], Any]) -> None:
+def test_axes_that_are_not_adjacent(pool: Callable[[int], Any]) -> None:
     answers = pool(4).run(_describe, {"replicate": 2, "tensor": 2}, ("replicate", "shard"), ("replicate", "tensor"))
     assert [groups for _, groups, _ in answers] == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
 

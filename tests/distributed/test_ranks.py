@@ -23,7 +23,7 @@ def _agreed():
     return ranks().is_main, agreed({"from": rank}), agreed_tensors(tensors, device=CPU), least(5 - rank)
 
 
-def test_what_rank_0_says_is_agreed(pool):
+def test_the_value_of_rank_0_is_agreed(pool):
     answers = pool(2).run(_agreed)
     assert [main for main, *_ in answers] == [True, False]
     for _, value, (first, second), smallest in answers:

@@ -24,8 +24,8 @@ def _bytes(*args: Any) -> Any:
     return attention_bytes(*args)
 
 
-@pytest.mark.parametrize("tokens", [(5, 5), (1, 8), (6, 2, 1, 4), (3, 3, 3, 3)])
-def test_result_and_gradients(pool: Pool, tokens: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tokens", [(1, 8), (6, 2, 1, 4)])
+def test_result_and_gradients_are_those_of_one_process(pool: Pool, tokens: tuple[int, ...]) -> None:
     ranks = len(tokens)
     for errors, dtypes in pool(ranks).run(_errors, ranks, 1, 3, tokens, torch.float64, 1.0):
         assert max(errors) < 1e-13
@@ -33,19 +33,19 @@ def test_result_and_gradients(pool: Pool, tokens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
-def test_other_precisions(pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
+def test_precision_is_that_of_fp32_sums(pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
     for errors, dtypes in pool(4).run(_errors, 4, 1, 3, (6, 2, 1, 4), dtype, 1.0):
         assert max(errors) < tolerance
         assert dtypes == [dtype] * 4
 
 
-def test_large_scores(pool: Pool) -> None:
+def test_large_scores_do_not_overflow(pool: Pool) -> None:
     # Scores of some 1e4: their exponentials are infinite even in fp64.
     for errors, _ in pool(4).run(_errors, 4, 1, 3, (6, 2, 1, 4), torch.float64, 60.0):
         assert max(errors) < 1e-8
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_rank_gathers_the_keys(pool: Pool, ranks: int) -> None:
     for share, forward, backward in pool(ranks).run(_bytes, ranks, 1, 2, 64):
         # Beside the log-sum-exp: keys and values at hand, those that come, the result, and a part of it.
@@ -74,7 +74,7 @@ def _sent() -> tuple[list[int], list[int]]:
     return forward, sent[len(forward) :]
 
 
-def test_bytes_on_the_wire(pool: Pool) -> None:
+def test_keys_and_values_are_sent_once_round(pool: Pool) -> None:
     ranks = 4
     token = 2 * 2 * 8 * 2  # of one tensor in bf16: batch 2, 2 heads of 8
     for rank, (forward, backward) in enumerate(pool(ranks).run(_sent)):

@@ -84,14 +84,14 @@ def _measured() -> tuple[int, int, bool]:
     return link.calls, link.nbytes, link.seconds > 0.0
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_issue_in_the_order_of_the_first(pool: Callable[[int], Any], ranks: int) -> None:
     answers = pool(ranks).run(_opposed)
     assert answers[0] == ([2, 1, 0], [2, 1, 0])
     assert answers[1:] == [([2, 1, 0], [0, 1, 2])] * (ranks - 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_order_of_waiting_hangs(pool: Callable[[int], Any], ranks: int) -> None:
     seen = set()
     for seed in range(12):

@@ -32,7 +32,7 @@ def _shard_and_gather() -> tuple[list[int], dict[str, torch.Tensor]]:
     return lengths, whole
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_pieces_come_together_again_on_the_first_rank(pool: Callable[[int], Any], ranks: int) -> None:
     answers = pool(ranks).run(_shard_and_gather)
     model = _model()

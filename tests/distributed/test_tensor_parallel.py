@@ -25,7 +25,7 @@ from opensora_cli.parallel.tensor import shard_linears
 
 Pool = Callable[[int], Any]
 ALONE = [Scheme(tensor=2), Scheme(tensor=4)]
-TOGETHER = [Scheme(ulysses=2, tensor=2), Scheme(ring=2, tensor=2)]
+COMBINED = [Scheme(ulysses=2, tensor=2), Scheme(ring=2, tensor=2)]
 
 
 def _sharded(model: MMDiT, scheme: Scheme) -> Callable[..., Tensor]:
@@ -49,13 +49,14 @@ def _velocity_errors(scheme: Scheme, name: str | None, chunk: int | None) -> flo
     return relative_error(velocity, expected)
 
 
-@pytest.mark.parametrize("scheme", [*ALONE, *TOGETHER], ids=str)
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_velocity(pool: Pool, scheme: Scheme, chunk: int | None) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "chunk"), [(ALONE[0], 4), *((scheme, None) for scheme in (*ALONE[1:], *COMBINED))], ids=str
+)
+def test_velocity_is_that_of_one_process(pool: Pool, scheme: Scheme, chunk: int | None) -> None:
     assert max(pool(scheme.ranks).run(_velocity_errors, scheme, None, chunk)) < 1e-5
 
 
-@pytest.mark.parametrize(("scheme", "name"), [(ALONE[0], "mmdit_video"), (TOGETHER[1], "mmdit_image")])
+@pytest.mark.parametrize(("scheme", "name"), [(ALONE[0], "mmdit_video"), (COMBINED[1], "mmdit_image")])
 def test_golden_velocity(pool: Pool, scheme: Scheme, name: str) -> None:
     assert max(pool(scheme.ranks).run(_velocity_errors, scheme, name, None)) < 1e-5
 
@@ -110,8 +111,8 @@ def _gradient_error(scheme: Scheme) -> tuple[float, int]:
     return max(errors), len(errors)
 
 
-@pytest.mark.parametrize("scheme", [*ALONE, *TOGETHER], ids=str)
-def test_gradients(pool: Pool, scheme: Scheme) -> None:
+@pytest.mark.parametrize("scheme", [ALONE[0], *COMBINED], ids=str)
+def test_gradients_are_those_of_one_process(pool: Pool, scheme: Scheme) -> None:
     for error, count in pool(scheme.ranks).run(_gradient_error, scheme):
         assert error < 1e-10
         assert count > 100
@@ -147,8 +148,8 @@ def _weights_per_rank() -> tuple[int, int, int, int]:
     return before, after, rest, row_biases
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_per_rank(pool: Pool, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_rank_has_its_share_of_the_weights(pool: Pool, ranks: int) -> None:
     for before, after, _, row_biases in pool(ranks).run(_weights_per_rank):
         assert after == (before - row_biases) // ranks + row_biases
 
@@ -165,7 +166,7 @@ def _uneven() -> tuple[float, int]:
     return error, model.single_blocks[0].v_mlp.weight.shape[0]
 
 
-def test_uneven_heads(pool: Pool) -> None:
+def test_uneven_heads_are_divided(pool: Pool) -> None:
     (error, wide), (other_error, narrow) = pool(2).run(_uneven)
     assert max(error, other_error) < 1e-5
     assert (wide, narrow) == (2 * 8 + 8, 1 * 8 + 7)
@@ -200,7 +201,7 @@ def _on_meta() -> tuple[int, int]:
     return _block_bytes(model)
 
 
-def test_weights_on_meta(pool: Pool) -> None:
+def test_weights_on_meta_are_divided_without_memory(pool: Pool) -> None:
     expected = [after + rest for _, after, rest, _ in pool(2).run(_weights_per_rank)]
     assert [sum(found) for found in pool(2).run(_on_meta)] == expected
 
@@ -245,7 +246,9 @@ def _streamed(scheme: Scheme) -> tuple[float, float, int]:
     )
 
 
-@pytest.mark.parametrize("scheme", [Scheme(tensor=2), Scheme(ulysses=2), Scheme(ring=2), *TOGETHER], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme(tensor=2), pytest.param(Scheme(ulysses=2), marks=pytest.mark.slow), COMBINED[1]], ids=str
+)
 def test_blocks_can_be_streamed(pool: Pool, scheme: Scheme) -> None:
     for error, difference, copied in pool(scheme.ranks).run(_streamed, scheme):
         assert error < 1e-5

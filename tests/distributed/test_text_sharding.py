@@ -56,8 +56,10 @@ def _sharded(mlp: str) -> tuple[float, list[int], list[tuple[int, ...]]]:
     return relative_error(states, expected), [before, _bytes(encoder.blocks)], shapes
 
 
-@pytest.mark.parametrize("mlp", ["gated-gelu", "relu"])
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    ("ranks", "mlp"),
+    [(4, "gated-gelu"), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((2, "relu"), (4, "relu")))],
+)
 def test_states_and_bytes(pool: Pool, ranks: int, mlp: str) -> None:
     answers = pool(ranks).run(_sharded, mlp)
     heads, features = {2: [3, 3], 4: [2, 2, 1, 1]}[ranks], {2: [11, 11], 4: [6, 6, 5, 5]}[ranks]

@@ -27,7 +27,7 @@ def _bytes(*args: Any) -> Any:
 @pytest.mark.parametrize(
     ("num_heads", "tokens"), [(4, (5, 5)), (3, (1, 8)), (4, (6, 2, 1, 4)), (7, (3, 4, 1, 3)), (24, (3, 3, 3, 3))]
 )
-def test_result_and_gradients(pool: Pool, num_heads: int, tokens: tuple[int, ...]) -> None:
+def test_result_and_gradients_are_those_of_one_process(pool: Pool, num_heads: int, tokens: tuple[int, ...]) -> None:
     ranks = len(tokens)
     for errors, dtypes in pool(ranks).run(_errors, 1, ranks, num_heads, tokens, torch.float64, 1.0):
         assert max(errors) < 1e-13
@@ -41,20 +41,20 @@ def test_the_released_models_heads_on_five_ranks(pool: Pool) -> None:
         assert max(errors) < 1e-13
 
 
-@pytest.mark.parametrize(("num_heads", "tokens"), [(2, (4, 4, 4, 4)), (3, (6, 2, 1, 4))])
+@pytest.mark.parametrize(("num_heads", "tokens"), [(3, (6, 2, 1, 4))])
 def test_around_a_ring(pool: Pool, num_heads: int, tokens: tuple[int, ...]) -> None:
     for errors, _ in pool(4).run(_errors, 2, 2, num_heads, tokens, torch.float64, 1.0):
         assert max(errors) < 1e-13
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2)])
 def test_bfloat16(pool: Pool, ring: int, ulysses: int) -> None:
     for errors, dtypes in pool(4).run(_errors, ring, ulysses, 5, (6, 2, 1, 4), torch.bfloat16, 1.0):
         assert max(errors) < 3e-2
         assert dtypes == [torch.bfloat16] * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_rank_gathers_all(pool: Pool, ranks: int) -> None:
     for share, forward, backward in pool(ranks).run(_bytes, 1, ranks, 4, 64):
         # q, k and v as they are sent and as they come, or as they come and in their places.
@@ -84,7 +84,7 @@ def _exchanges() -> tuple[list[int], list[int]]:
     return forward, sent[len(forward) :]
 
 
-def test_bytes_on_the_wire(pool: Pool) -> None:
+def test_two_exchanges_send_all_but_the_own_part(pool: Pool) -> None:
     heads, tokens, entry = (2, 1, 1, 1), (1, 2, 3, 4), 2 * 8 * 2  # of one token and head in bf16: batch 2, 8 wide
     for rank, (forward, backward) in enumerate(pool(4).run(_exchanges)):
         out = (sum(heads) - heads[rank]) * tokens[rank] * entry

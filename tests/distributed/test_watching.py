@@ -117,12 +117,12 @@ def test_a_group_that_broke_is_rebuilt_by_all_or_by_none() -> None:
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_rendezvous_is_patient(late: int) -> None:
+def test_the_rendezvous_is_retried(late: int) -> None:
     """Whoever comes late, also by many times what one attempt takes."""
     assert _run(f"_meet_{late}") == ["[2.0]\n", "[2.0]\n"]
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))
     monkeypatch.setattr(rendezvous, "time", clock)

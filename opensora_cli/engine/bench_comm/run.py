@@ -62,7 +62,7 @@ def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchReque
         log_dir: folder for the log files of ranks.
 
     Raises:
-        HardwareError: nothing was said, and there is one GPU.
+        HardwareError: no number is given, and there is one GPU.
     """
     parallel, device = settings.parallel, settings.device
     if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):

@@ -1,4 +1,4 @@
-"""How a step of real work grows faster with the ranks, and what the latency-bandwidth model says of more ranks."""
+"""How a step of real work grows faster with the ranks, and what the latency-bandwidth model predicts for more ranks."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -46,7 +46,7 @@ class Repeats:
     """How often something is done."""
 
     warmup: int
-    """Calls before the clock starts, at least 2: the first connects the ranks, the second says what a call takes."""
+    """Calls before the clock starts, at least 2: the first connects the ranks, the second shows what a call takes."""
     iters: int
     """Timed calls, at least 1."""
     limit_s: float = 10.0
@@ -56,7 +56,7 @@ class Repeats:
 def measure(
     run: Callable[[], object], repeats: Repeats, *, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Times, int]:
-    """Return the times of `run`, which all ranks of the group call together, and how many calls were timed.
+    """Return the times of `run`, which all ranks of the group call, and how many calls were timed.
 
     A repeat's time is the mean over ranks, which is nccl-tests' default (`-a 1`).
 

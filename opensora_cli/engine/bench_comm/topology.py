@@ -34,7 +34,7 @@ class HostLinks(Document):
     devices: tuple[str, ...]
     """Of the ranks."""
     cards: tuple[int, ...] = ()
-    """Their numbers; none on CPUs."""
+    """Numbers of their GPUs; none on CPUs."""
     links: tuple[LinkFacts, ...] = ()
     ports: tuple[PortFacts, ...] = ()
     network: tuple[NetworkPort, ...] = ()
@@ -143,7 +143,7 @@ def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
             name=name,
             ranks=tuple(rank for report in of_host for rank in report.ranks),
             devices=tuple(device for report in of_host for device in report.devices),
-            cards=tuple(card for report in of_host for card in report.cards),
+            cards=tuple(index for report in of_host for index in report.cards),
             links=_used(of_host),
             ports=tuple(port for report in of_host for port in report.ports),
             network=of_host[0].network,
@@ -153,8 +153,8 @@ def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
 
 
 def _used(of_host: Sequence[HostLinks]) -> tuple[LinkFacts, ...]:
-    cards = {card for report in of_host for card in report.cards}
-    return tuple(link for link in of_host[0].links if {link.first, link.second} <= cards)
+    gpus = {index for report in of_host for index in report.cards}
+    return tuple(link for link in of_host[0].links if {link.first, link.second} <= gpus)
 
 
 def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
@@ -179,10 +179,10 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
 def _port(index: int) -> PortFacts:
     """Return the ports of a GPU; without NVML its capability alone is known."""
     facts = PortFacts(capability=torch.cuda.get_device_capability(index))
-    with nvml_gpu(index) as card:
-        if card is None:
+    with nvml_gpu(index) as gpu:
+        if gpu is None:
             return facts
-        nvml, handle = card
+        nvml, handle = gpu
         try:
             return replace(
                 facts,

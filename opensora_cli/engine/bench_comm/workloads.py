@@ -143,7 +143,7 @@ class TrainingStep:
 
     Args:
         device: of this rank.
-        batch: samples of all ranks together, or in weak scaling of each; at least the ranks.
+        batch: samples of all ranks in sum, or in weak scaling of each; at least the ranks.
     """
 
     name = "training step"

@@ -30,7 +30,7 @@ with linked(context, silence_s=0.5, silent_steps=3):
 
 
 @pytest.mark.parametrize("context", [None, CONTEXT])
-def test_without_launcher_errors_are_told_by_the_caller(context):
+def test_without_a_launcher_the_caller_reports_errors(context):
     with linked(context):
         beat("denoise", 1.0)
         assert not report_failure("no luck", exit_code=4)
@@ -105,31 +105,27 @@ def pulses(before, between="pass", log=None):
     return [message["pulse"] for message in map(json.loads, received.splitlines()) if "pulse" in message]
 
 
-def test_who_sleeps_is_idle():
-    last = pulses("time.sleep(3.5)")[-1]
-    assert last["is_idle"]
-    assert last["still_s"] >= 1.5
-    assert not last["is_late"]
-    assert not last["waits"]
-
-
-def test_who_sleeps_stays_idle_and_its_log_says_where(tmp_path):
+def test_a_rank_that_sleeps_stays_idle_and_its_log_shows_where(tmp_path):
     """What is written to the log is no work."""
-    idle = [pulse["is_idle"] for pulse in pulses("time.sleep(6)", log=tmp_path / "log")]
+    received = pulses("time.sleep(6)", log=tmp_path / "log")
+    assert received[-1]["still_s"] >= 1.5
+    assert not received[-1]["is_late"]
+    assert not received[-1]["waits"]
+    idle = [pulse["is_idle"] for pulse in received]
     since = idle[idle.index(True) :]
     assert len(since) >= 2
     assert all(since)
     assert (tmp_path / "log").read_text().count("Current thread") == 1
 
 
-def test_who_computes_is_not():
+def test_a_rank_that_computes_is_not_idle():
     received = pulses("compute()")
     assert len(received) >= 3
     assert not any(pulse["is_idle"] for pulse in received)
 
 
 @pytest.mark.slow
-def test_asking_a_card_again_and_again_is_no_work():
+def test_polling_a_gpu_is_no_work():
     asking = "rank_link.device_is_gpu(); rank_link.beat('text', on_device=True); compute()"
     assert pulses(asking)[-1]["is_idle"]
     assert not any(pulse["is_idle"] for pulse in pulses(asking, between="rank_link.move()"))
@@ -143,7 +139,7 @@ def test_a_step_that_takes_too_long_is_late_whatever_the_rank_does():
     assert last["still_s"] >= 1.5
 
 
-def test_who_waits_in_a_collective_says_so():
+def test_a_rank_in_a_collective_reports_that_it_waits():
     """Known by the module whose function waits."""
     waiting = "exec('lock.acquire(timeout=3.5)', {'__name__': 'torch.distributed.some', 'lock': lock})"
     assert pulses(waiting)[-1]["waits"]
