@@ -32,11 +32,11 @@ from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer, with_recorded_micro_batches
-from opensora_cli.engine.train.samples import SampleVideos, open_samples
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.validation import HeldOutLoss, open_validation
+from opensora_cli.engine.train.watching.samples import SampleVideos, open_samples
+from opensora_cli.engine.train.watching.validation import HeldOutLoss, open_validation
 from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 

@@ -12,13 +12,13 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
-from opensora_cli.engine.train.samples import remove_later
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.watching.clocks import Clock, Mark, Observer
 from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops
 from opensora_cli.engine.train.watching.lines import LineSink, StepLines
 from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
 from opensora_cli.engine.train.watching.profiling import StepProfiler
+from opensora_cli.engine.train.watching.samples import remove_later
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 

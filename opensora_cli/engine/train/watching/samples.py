@@ -21,7 +21,7 @@ from opensora_cli.engine.encode.frozen_parts import load_encoders
 from opensora_cli.engine.train.files import SAMPLES_FOLDER
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.validation import evaluating
+from opensora_cli.engine.train.watching.validation import evaluating
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
