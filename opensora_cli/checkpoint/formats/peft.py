@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.name_patterns import ValuesByName
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.strict_json import parse_object, shown
@@ -28,6 +27,16 @@ _FACTOR = re.compile(r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_emb
 _MAX_CONFIG_BYTES = 1_000_000
 _MAX_NAME_LENGTH = 1000
 _MAX_NUMBER = 1_000_000
+
+_PLAIN_NAME = re.compile(r"\^?(?:\\\.|[\w.-])+")
+_GROUP = r"\((?:\?:)?(?:\\?[\w.-]|\|)*\)"
+_SIMPLE_PATTERN = re.compile(rf"\^?(?:\\[.dw_-]|\[[\w-]+\]|[\w.|-]|(?<![*+?(|^])[*+?]|{_GROUP}(?![*+?]))*\$?")
+_MAX_PATTERN_LENGTH = 200
+_MAX_PATTERNS = 100
+_MAX_REPEATS = 3
+_MAX_CHOICES = 100
+_MAX_STEPS = 10**9
+"""Of matching all names: some seconds."""
 
 _REFUSED = {
     "use_dora": "DoRA",
@@ -174,8 +183,8 @@ class _Config:
     fan_in_fan_out: bool
     trains_more: bool
     """Whether tensors may come with it that replace the model's."""
-    ranks: ValuesByName
-    alphas: ValuesByName
+    ranks: "_ValuesByName"
+    alphas: "_ValuesByName"
 
     @classmethod
     def read(cls, path: Path) -> "_Config":
@@ -252,13 +261,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _by_name(
     path: Path, config: Mapping[str, Any], key: str, checked: Callable[[Path, str, Any], float]
-) -> ValuesByName:
+) -> "_ValuesByName":
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{path}: {key} must be an object")
     values = {pattern: checked(path, pattern, value) for pattern, value in patterns.items()}
     try:
-        return ValuesByName(values)
+        return _ValuesByName(values)
     except ValueError as error:
         hint = "list the modules by their names"
         raise CheckpointError(f"{path}: {key}: {error}", hint=hint) from None
@@ -283,3 +292,62 @@ def _told(value: object) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return shown(value) if isinstance(value, str) else plain(json.dumps(value))
+
+
+class _ValuesByName:
+    """Values by patterns of modules' names; of those that match a name, the first counts.
+
+    PEFT takes each key for a regular expression of the whole name, or of the end of it after a dot. Most keys are plain
+    names, whose dots are dots here. An adapter may come from anybody, and `re` can take years over an expression: so
+    only those are taken whose steps can be bounded, with few repeats, none of them of a group.
+
+    Raises:
+        ValueError: a pattern is refused, or there are too many; says which and why.
+    """
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._plain: dict[str, tuple[int, float]] = {}
+        self._regular: list[tuple[int, float, re.Pattern[str]]] = []
+        self._costs: list[tuple[int, int]] = []
+        for number, (text, value) in enumerate(values.items()):
+            key = text.removesuffix("$")
+            if _PLAIN_NAME.fullmatch(key):
+                self._plain.setdefault(key.replace("\\.", "."), (number, value))
+                continue
+            try:
+                self._costs.append(_cost(text))
+                self._regular.append((number, value, re.compile(rf"(?:.*\.)?(?:{text})\Z")))
+            except (ValueError, re.error) as error:
+                raise ValueError(f"the pattern {shown(text)} is refused: {error}") from None
+            if len(self._regular) > _MAX_PATTERNS:
+                raise ValueError(f"there are more than {_MAX_PATTERNS} regular expressions")
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that all values are found in bounded time; ValueError: they are not."""
+        lengths = [len(name) for name in names]
+        # At most as many steps as there are ways to divide a name among the repeats, PEFT's own included.
+        steps = sum(math.comb(n + count + 1, count + 1) * choices for count, choices in self._costs for n in lengths)
+        if steps > _MAX_STEPS:
+            raise ValueError("there are too many regular expressions for so many modules")
+
+    def get(self, name: str, default: float) -> float:
+        """Return the value for a name."""
+        ends = [name]
+        while "." in ends[-1]:
+            ends.append(ends[-1].partition(".")[2])
+        found = [self._plain[key] for key in (f"^{name}", *ends) if key in self._plain]
+        found += [(number, value) for number, value, pattern in self._regular if pattern.match(name)]
+        return min(found)[1] if found else default
+
+
+def _cost(text: str) -> tuple[int, int]:
+    """Return how many repeats and combinations of alternatives a pattern has; ValueError: it is refused."""
+    if len(text) > _MAX_PATTERN_LENGTH:
+        raise ValueError("it is too long")
+    if not _SIMPLE_PATTERN.fullmatch(text):
+        raise ValueError("only names, classes of characters, repeats of one and (a|b) are understood")
+    choices = math.prod(group.count("|") + 1 for group in [*re.findall(_GROUP, text), re.sub(_GROUP, "", text)])
+    repeats = sum(text.replace("(?:", "(").count(sign) for sign in "*+?")
+    if choices > _MAX_CHOICES or repeats > _MAX_REPEATS:
+        raise ValueError(f"it has too many choices, or more than {_MAX_REPEATS} repeats")
+    return repeats, choices
