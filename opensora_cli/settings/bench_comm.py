@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.settings.base import ByteSize, PlotFile, Section
-from opensora_cli.settings.parallel import ParallelSettings
+from opensora_cli.settings.devices import ParallelSettings
 
 MIB = 2**20
 _LARGEST = 2**40

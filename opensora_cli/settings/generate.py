@@ -7,10 +7,10 @@ import re
 from pathlib import PurePath
 from typing import Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths, Source
-from opensora_cli.settings.base import ByteSize, Section, split_list
+from opensora_cli.settings.base import Section, split_list
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
     FileSettings,
@@ -19,23 +19,20 @@ from opensora_cli.settings.components import (
     TextSettings,
     VAESettings,
 )
+from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import (
     AspectRatio,
-    DType,
     Fit,
-    HostWeights,
     ModelChoice,
     ModelName,
-    OffloadChoice,
     OutputFormat,
     VAEKind,
 )
 from opensora_cli.settings.explain import nearest
-from opensora_cli.settings.parallel import ParallelSettings
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
 MAX_SEED = 2**62
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
 # Endings that people type and that would otherwise quietly become the name of a folder.
 _FOREIGN_ENDINGS = frozenset({"apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"})
 
@@ -78,7 +75,7 @@ class VideoSettings(Section):
 
 
 class SamplingSettings(Section):
-    """How the video is drawn out of noise."""
+    """How the video is sampled."""
 
     num_inference_steps: int = Field(default=50, ge=1, le=1000, description="Euler steps")
     guidance_scale: float = Field(default=7.5, ge=0, le=100, description="weight of the prompt; 1 turns guidance off")
@@ -176,62 +173,12 @@ class OutputSettings(Section):
         return self
 
 
-class PlacementSettings(Section):
-    """What runs where, of any model."""
-
-    weights: str | None = Field(default=None, description="folder with the weights; none: ./ckpts or the Hub's cache")
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
-    dtype: DType = Field(default=DType.AUTO, description="auto: bfloat16 on CUDA, float32 on a CPU")
-
-    @field_validator("device")
-    @classmethod
-    def _device_exists(cls, value: str) -> str:
-        if not _DEVICE.fullmatch(value):
-            raise ValueError(f"runtime.device={value} must be auto, cpu, cuda or cuda:N, as in cuda:1")
-        return value
-
-
-class RuntimeSettings(PlacementSettings):
-    """What runs where."""
-
-    model_choice: ModelChoice = Field(
-        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
-    )
-
-
-class MemorySettings(Section):
-    """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result beyond rounding."""
-
-    offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
-    resident_blocks: PositiveInt | None = Field(
-        default=None,
-        description="transformer blocks on the device at a time, those in transit included; none: as many as fit",
-    )
-    limit: ByteSize | None = Field(
-        default=None, description="most memory of the device to plan for, as in 24GiB; none: what is free"
-    )
-    host_weights: HostWeights | None = Field(
-        default=None,
-        description="where the other blocks wait; none: pinned where a GPU's machine has the memory, else mapped",
-    )
-    fp8_storage: bool = Field(
-        default=False, description="keep the blocks' weights in 8 bits, which halves them and changes the result"
-    )
-
-    @model_validator(mode="after")
-    def _blocks_are_offloaded(self) -> Self:
-        for name, value in (("resident_blocks", self.resident_blocks), ("host_weights", self.host_weights)):
-            if value is not None and self.offload in (OffloadChoice.NONE, OffloadChoice.MODEL):
-                raise ValueError(f"memory.{name}={value} has no effect with memory.offload={self.offload}: use blocks")
-        return self
-
-
 class GenerateSettings(Section):
     """Everything that decides what `osora generate` makes."""
 
     prompt: str = Field(default="", description="what the video shows")
     negative_prompt: str = Field(default="", description="what it should not show")
-    from_latents: str | None = Field(default=None, description="saved latents to decode, instead of drawing new ones")
+    from_latents: str | None = Field(default=None, description="saved latents to decode, instead of sampling new ones")
     loras: tuple[LoraFile, ...] = Field(
         default=(), description="adapters added to the transformer, each FILE or FILE:SCALE; as text, separated by ;"
     )
@@ -390,7 +337,7 @@ def _parallel_problems(settings: GenerateSettings) -> list[str]:
         )
     if parallel.world_size > 1 and settings.runtime.device.startswith("cuda:"):
         problems.append(
-            f"runtime.device={settings.runtime.device} is one card, and parallel.gpus asks for more: use --devices"
+            f"runtime.device={settings.runtime.device} is one GPU, and parallel.gpus asks for more: use --devices"
         )
     tensor = parallel.tensor_parallel_degree or 1
     if model.num_heads % tensor:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
+from opensora_cli.settings.devices import ParallelSettings, RuntimeSettings, without_retired_keys
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import generate_preset, preset_path, read_yaml
-from opensora_cli.settings.generate import GenerateSettings, RuntimeSettings
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
-from opensora_cli.settings.parallel import ParallelSettings, without_retired_keys
 
 SIDECAR_SCHEMA = "osora.generate/1"
 MACHINE_KEYS = frozenset(

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from opensora_cli.settings.parallel import DeviceSettings
+from opensora_cli.settings.devices import DeviceSettings
 
 _INNER = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
 """Degrees of ranks that share one sample."""

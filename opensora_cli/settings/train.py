@@ -13,13 +13,13 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.data import DataSettings
+from opensora_cli.settings.devices import without_retired_keys
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.idle import idle_settings
+from opensora_cli.settings.ignored import ignored_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
-from opensora_cli.settings.parallel import without_retired_keys
 from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
 from opensora_cli.settings.train_loop import (
@@ -199,7 +199,7 @@ def _recipes() -> str:
 
 def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettings) -> None:
     # Allowed in a file, which others may extend; an error on the command line, where it was typed for an effect.
-    idle = list(idle_settings(settings))
+    idle = list(ignored_settings(settings))
     for key, given in overrides.items():
         for each in idle:
             if key == each.key or key.startswith(f"{each.key}."):

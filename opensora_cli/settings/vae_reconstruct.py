@@ -7,9 +7,10 @@ from pydantic import Field, PositiveInt
 
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import VAESettings
+from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, read_yaml
-from opensora_cli.settings.generate import GenerateSettings, PlacementSettings
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.train import TrainSettings
 

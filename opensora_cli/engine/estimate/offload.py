@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadChoice, OffloadMode
-from opensora_cli.settings.generate import MemorySettings
 
 ON_DEVICE = TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """The stages that compute on the device."""

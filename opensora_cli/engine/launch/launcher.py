@@ -37,7 +37,7 @@ from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
 from opensora_cli.engine.launch.process import RankProcess
-from opensora_cli.settings.parallel import DeviceSettings
+from opensora_cli.settings.devices import DeviceSettings
 
 DeviceType = Literal["cpu", "cuda"]
 

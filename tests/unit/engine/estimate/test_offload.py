@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
+from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
-from opensora_cli.settings.generate import MemorySettings
 
 BLOCKS = 10
 

@@ -7,7 +7,7 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.engine.launch.launcher import LaunchRequest
-from opensora_cli.settings.parallel import ParallelSettings
+from opensora_cli.settings.devices import ParallelSettings
 
 
 def request(**changes):

@@ -1,5 +1,6 @@
-"""Settings of a run on several devices: how many there are, and how they share the work."""
+"""Settings of what runs where: the devices, their memory, and how several of them share the work."""
 
+import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import ClassVar, Self
@@ -14,8 +15,10 @@ from pydantic import (
     model_validator,
 )
 
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.enums import DType, HostWeights, ModelChoice, OffloadChoice
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
 
 
@@ -104,3 +107,53 @@ def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(parallel, Mapping):
         return saved
     return {**saved, "parallel": {key: value for key, value in parallel.items() if key not in _RETIRED_KEYS}}
+
+
+class PlacementSettings(Section):
+    """What runs where, of any model."""
+
+    weights: str | None = Field(default=None, description="folder with the weights; none: ./ckpts or the Hub's cache")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    dtype: DType = Field(default=DType.AUTO, description="auto: bfloat16 on CUDA, float32 on a CPU")
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError(f"runtime.device={value} must be auto, cpu, cuda or cuda:N, as in cuda:1")
+        return value
+
+
+class RuntimeSettings(PlacementSettings):
+    """What runs where."""
+
+    model_choice: ModelChoice = Field(
+        default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
+    )
+
+
+class MemorySettings(Section):
+    """How a run is made to fit into the memory of its device. Only `fp8_storage` changes the result beyond rounding."""
+
+    offload: OffloadChoice = Field(default=OffloadChoice.AUTO, description="auto: the least that fits")
+    resident_blocks: PositiveInt | None = Field(
+        default=None,
+        description="transformer blocks on the device at a time, those in transit included; none: as many as fit",
+    )
+    limit: ByteSize | None = Field(
+        default=None, description="most memory of the device to plan for, as in 24GiB; none: what is free"
+    )
+    host_weights: HostWeights | None = Field(
+        default=None,
+        description="where the other blocks wait; none: pinned where a GPU's machine has the memory, else mapped",
+    )
+    fp8_storage: bool = Field(
+        default=False, description="keep the blocks' weights in 8 bits, which halves them and changes the result"
+    )
+
+    @model_validator(mode="after")
+    def _blocks_are_offloaded(self) -> Self:
+        for name, value in (("resident_blocks", self.resident_blocks), ("host_weights", self.host_weights)):
+            if value is not None and self.offload in (OffloadChoice.NONE, OffloadChoice.MODEL):
+                raise ValueError(f"memory.{name}={value} has no effect with memory.offload={self.offload}: use blocks")
+        return self

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from opensora_cli.settings.train import TrainSettings
 
 
-class Idle(NamedTuple):
+class Ignored(NamedTuple):
     """A setting without effect."""
 
     key: str
@@ -32,29 +32,29 @@ _OF_TARGET = {
 }
 
 
-def idle_settings(settings: "TrainSettings") -> Iterator[Idle]:
+def ignored_settings(settings: "TrainSettings") -> Iterator[Ignored]:
     """Yield the settings that nothing asks for in such a run."""
     target, data = settings.target, settings.data
     of_target = _OF_TARGET[target]
     for section in type(settings).model_fields:
         if section not in of_target:
-            yield Idle(section, f"target={target}", f"these have: {', '.join(sorted(of_target))}")
+            yield Ignored(section, f"target={target}", f"these have: {', '.join(sorted(of_target))}")
     if target == "mmdit":
-        yield Idle("text.batch_size", "target=mmdit", "its micro-batches are as large as those of clips")
+        yield Ignored("text.batch_size", "target=mmdit", "its micro-batches are as large as those of clips")
     else:
-        yield Idle("watching.peak_tflops", f"target={target}", "operations are counted for target=mmdit alone")
+        yield Ignored("watching.peak_tflops", f"target={target}", "operations are counted for target=mmdit alone")
     if data.table is not None:
         hint = "leave data.table out to train on procedural scenes"
-        yield Idle("data.scenes", f"data.table={data.table}", hint)
+        yield Ignored("data.scenes", f"data.table={data.table}", hint)
     else:
         for key in ("data.buckets", "data.fps_max", "data.fit"):
-            yield Idle(key, "data.table=none", "name a table: data.table=FILE")
+            yield Ignored(key, "data.table=none", "name a table: data.table=FILE")
         yield from _while_off(
             "data.scenes.picture_share", data.scenes.picture_share, ["data.scenes.picture_batch_size"]
         )
     yield from _while_off("data.workers", data.workers, ["data.prefetch"])
     if settings.optimizer.name is not OptimizerName.MUON:
-        yield Idle("optimizer.muon_learning_rate", f"optimizer.name={settings.optimizer.name}", "use muon")
+        yield Ignored("optimizer.muon_learning_rate", f"optimizer.name={settings.optimizer.name}", "use muon")
     objective = settings.train_vae
     yield from _while_off("train_vae.picture_steps", objective.picture_steps, ["train_vae.picture_batch_size"])
     adversary = objective.discriminator
@@ -68,7 +68,7 @@ def _others(name: str, section: Section, *, but: str) -> list[str]:
     return [f"{name}.{field}" for field in type(section).model_fields if field != but]
 
 
-def _while_off(switch: str, value: float | None, keys: list[str]) -> Iterator[Idle]:
+def _while_off(switch: str, value: float | None, keys: list[str]) -> Iterator[Ignored]:
     if not value:
-        told = "none" if value is None else f"{value:g}"
-        yield from (Idle(key, f"{switch}={told}", f"give {switch}, too") for key in keys)
+        shown = "none" if value is None else f"{value:g}"
+        yield from (Ignored(key, f"{switch}={shown}", f"give {switch}, too") for key in keys)

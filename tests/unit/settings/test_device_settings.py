@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from opensora_cli.settings.devices import ParallelSettings, without_retired_keys
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.parallel import ParallelSettings, without_retired_keys
 
 
 @pytest.mark.parametrize(
