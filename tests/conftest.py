@@ -19,6 +19,21 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Give each file to one worker, which sets up its fixtures once, and all ranks' tests to one, with one pool."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, _ = nodeid.partition("::")
+            return "distributed" if "distributed/" in file else file
+
+    return ByFile(config, log)
+
+
 def pytest_collection_finish() -> None:
     # The engine collects garbage after each stage, which is quick if it need not look through all tests and modules.
     gc.collect()
