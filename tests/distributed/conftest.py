@@ -34,7 +34,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, ranks, theirs), daemon=True)
             # A rank would import the script that started the tests, which need not be made for that.
-            with patch.object(sys.modules["__main__"], "__file__", None):
+            with patch.object(sys.modules["__main__"], "__file__", None, create=True):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
