@@ -7,7 +7,6 @@ from golden.compare import read_golden_file
 from shared_tokens import mesh_of
 from torch import Tensor
 
-from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.layout import converter
@@ -58,7 +57,7 @@ def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:
 def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:
     """Let a model compute with this rank's share of the tokens."""
     lengths = SequenceLengths.of_mesh(mesh)
-    model.set_attention(sequence_attention(sdpa, mesh, lengths))
+    model.set_attention(sequence_attention(model.attention, mesh, lengths))
     return SequenceParallel(
         model,
         mesh.group("ring", "ulysses"),

@@ -20,7 +20,6 @@ from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_har
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import agreed, joined
-from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
@@ -100,7 +99,7 @@ class Ranks:
         if self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
-        transformer.set_attention(sequence_attention(sdpa, self.mesh, lengths))
+        transformer.set_attention(sequence_attention(transformer.attention, self.mesh, lengths))
         return SequenceParallel(
             transformer,
             self.mesh.group("ring", "ulysses"),

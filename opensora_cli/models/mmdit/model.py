@@ -33,6 +33,8 @@ class MMDiT(nn.Module):
     def __init__(self, config: MMDiTConfig, *, attention: AttentionFn = sdpa) -> None:
         super().__init__()
         self.config = config
+        self.attention = attention
+        """How the blocks compute their joint attention; see `set_attention`."""
         self.img_in = nn.Linear(config.in_channels, config.hidden_size)
         self.time_in = VectorEmbedder(TIME_EMBEDDING_WIDTH, config.hidden_size)
         self.vector_in = VectorEmbedder(config.vec_in_dim, config.hidden_size)
@@ -82,12 +84,13 @@ class MMDiT(nn.Module):
             nn.init.xavier_uniform_(out, generator=generator)
 
     def set_attention(self, attention: AttentionFn) -> None:
-        """Let all blocks compute their joint attention in another way from now on."""
+        """Replace the joint attention of all blocks."""
+        self.attention = attention
         for block in (*self.double_blocks, *self.single_blocks):
             block.attention = attention
 
     def set_sequence_chunk(self, tokens: int | None) -> None:
-        """Let blocks compute all but attention over at most so many tokens at a time, to need less memory on the way.
+        """Limit how many tokens blocks compute at a time, in all but attention, so that they need less memory.
 
         Results differ by rounding alone. It takes effect where no gradient is recorded: what autograd keeps would not
         get less.

@@ -106,8 +106,7 @@ class ShardedDistribution(Distribution):
         if mesh.shape.ring * mesh.shape.ulysses == 1:
             return module
         lengths = SequenceLengths.of_mesh(mesh)
-        blocks = (*module.double_blocks, *module.single_blocks)
-        module.set_attention(sequence_attention(blocks[0].attention, mesh, lengths))
+        module.set_attention(sequence_attention(module.attention, mesh, lengths))
         return SequenceParallel(
             module,
             mesh.group("ring", "ulysses"),
