@@ -13,9 +13,9 @@ from torch.utils.data import get_worker_info
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
+from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
 from opensora_cli.data.batches import ClipBatch, ClipRequest, MicroBatch, Replacement
 from opensora_cli.data.scenes import SceneClip
-from opensora_cli.data.stream import BatchStream, PicturesFirst
 from opensora_cli.engine.encode.datasets import ClipDataset, ClipRequests, TableRequests, open_dataset
 from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import Fit, fit_frames

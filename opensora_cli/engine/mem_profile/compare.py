@@ -11,7 +11,7 @@ from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_ge
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.allocator import allocator_techniques
-from opensora_cli.engine.mem_profile.attention import memory_and_time
+from opensora_cli.engine.mem_profile.attention_costs import memory_and_time
 from opensora_cli.engine.mem_profile.batch import evaluate
 from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import measure_stage, random_transformer, time_stage

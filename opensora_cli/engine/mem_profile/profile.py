@@ -15,7 +15,7 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator import allocator_use
-from opensora_cli.engine.mem_profile.attention import attention_costs
+from opensora_cli.engine.mem_profile.attention_costs import attention_costs
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
 from opensora_cli.engine.mem_profile.compare import compare_generation, compare_training
 from opensora_cli.engine.mem_profile.generation import profile_generation

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.blocks import CausalConv3d, FrameCausalAttention, ResnetBlock, Upsample
+from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, FrameCausalAttention, ResnetBlock, Upsample
 from opensora_cli.models.vae.resample import CarriedFrames
 
 

@@ -8,7 +8,6 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.blocks import ClipConv3d
 from opensora_cli.models.vae.resample import fast_layout
 
 HEAD_DIM = 32
@@ -39,6 +38,21 @@ class ChannelRMSNorm(nn.Module):
         weight, bias = (value.to(dtype).view(-1, 1, 1, 1) for value in (self.weight, self.bias))
         # One pass over the clip, and one clip in memory, less than with * and +.
         return torch.addcmul(bias, hidden_BCTHW * scale_B1THW.to(dtype), weight)
+
+
+class ClipConv3d(nn.Conv3d):
+    """`nn.Conv3d` with sound gradients in bf16 on a CPU, too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the convolution of a clip (B,C,T,H,W)."""
+        if input.device.type == "cpu" and 1 < input.shape[2] < self.kernel_size[0]:
+            # There oneDNN takes a part of a bf16 kernel's gradient from uninitialised memory, unless time is padded
+            # by hand.
+            side = int(self.padding[0])
+            padded = functional.pad(input, (0, 0, 0, 0, side, side))
+            padding = (0, *self.padding[1:])
+            return functional.conv3d(padded, self.weight, self.bias, self.stride, padding, groups=self.groups)
+        return super().forward(input)
 
 
 class ConvLayer(nn.Module):

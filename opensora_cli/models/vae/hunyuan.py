@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, VideoAutoencoder, split_moments
-from opensora_cli.models.vae.blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.chunked import decode_in_chunks
+from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.tiling import (
     NO_TILING,
     TileGrid,

@@ -8,10 +8,10 @@ from torch.nn import functional
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.blocks import ClipConv3d
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.dc_ae_blocks import (
     ChannelRMSNorm,
+    ClipConv3d,
     ConvPair,
     Residual,
     average_channels,

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.vae.blocks import CausalConv3d, FrameCausalAttention
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
+from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, FrameCausalAttention
 from opensora_cli.models.vae.resample import conv_of_upsampled, replicate_pad
 from opensora_cli.models.vae.tiling import Tiling, blend, run_tiled
 
@@ -232,7 +232,7 @@ PEAK_OF_ATTENTION = """
 import sys
 from pathlib import Path
 import torch
-from opensora_cli.models.vae.blocks import FrameCausalAttention
+from opensora_cli.models.vae.hunyuan_blocks import FrameCausalAttention
 
 def kib(field):
     # Not getrusage: its peak is inherited from the process that started this one.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.models.vae.blocks import ClipConv3d
+from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 from opensora_cli.settings.train_objectives import DiscriminatorSettings
 

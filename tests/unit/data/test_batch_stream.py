@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError
+from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
 from opensora_cli.data.batches import MicroBatch, SceneSampler
-from opensora_cli.data.stream import BatchStream, PicturesFirst
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 

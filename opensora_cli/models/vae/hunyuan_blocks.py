@@ -1,4 +1,4 @@
-"""Layers of video autoencoders: clips (B,C,T,H,W) in and out."""
+"""Layers of the causal video autoencoder: clips (B,C,T,H,W) in and out."""
 
 import torch
 from torch import Tensor, nn
@@ -193,18 +193,3 @@ def _resnets(in_channels: int, out_channels: int, *, num_layers: int, num_groups
     """Return the resnets of a level, of which the first changes the width."""
     widths = (in_channels, *[out_channels] * (num_layers - 1))
     return nn.ModuleList(ResnetBlock(width, out_channels, num_groups=num_groups) for width in widths)
-
-
-class ClipConv3d(nn.Conv3d):
-    """`nn.Conv3d` with sound gradients in bf16 on a CPU, too."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution of a clip (B,C,T,H,W)."""
-        if input.device.type == "cpu" and 1 < input.shape[2] < self.kernel_size[0]:
-            # There oneDNN takes a part of a bf16 kernel's gradient from uninitialised memory, unless time is padded
-            # by hand.
-            side = int(self.padding[0])
-            padded = functional.pad(input, (0, 0, 0, 0, side, side))
-            padding = (0, *self.padding[1:])
-            return functional.conv3d(padded, self.weight, self.bias, self.stride, padding, groups=self.groups)
-        return super().forward(input)
