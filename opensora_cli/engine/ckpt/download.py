@@ -10,8 +10,7 @@ from opensora_cli.core.files import require_space
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, OfflineProblem, fetch, part_of, read_repo
-from opensora_cli.engine.ckpt.hub_listings import read_listing, write_listing
-from opensora_cli.engine.ckpt.hub_records import Record, read_record, write_record
+from opensora_cli.engine.ckpt.hub_records import Record, read_listing, read_record, write_listing, write_record
 from opensora_cli.settings.ckpt import DownloadSettings
 from opensora_cli.settings.components import FileSettings
 from opensora_cli.settings.enums import DownloadPreset

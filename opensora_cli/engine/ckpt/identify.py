@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.released import read_released, released_names
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
+from opensora_cli.settings.explain import nearest
 
 # A tensor by which a kind of model is known, and the kind. The first that is found decides.
 _HALLMARKS = {
@@ -101,3 +103,17 @@ def _describe(shapes: Mapping[str, Shape], sizes: HeadSizes) -> str:
 def _count_blocks(shapes: Mapping[str, Shape], stack: str) -> int:
     found = (re.match(rf"{stack}_blocks\.(\d+)\.", key) for key in shapes)
     return len({match[1] for match in found if match})
+
+
+def require_preset(name: str) -> None:
+    """Check that there is a released model of this name.
+
+    Raises:
+        RequestError: there is none; the nearest is named.
+    """
+    names = released_names()
+    if name not in names:
+        close = nearest(name, names)
+        raise RequestError(
+            f"preset={name} is not one of {', '.join(names)}", hint=f"did you mean {close}?" if close else None
+        )

@@ -1,27 +1,29 @@
 """`osora ckpt verify`: whether a checkpoint is whole and sound."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
+from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
-from opensora_cli.checkpoint.shards import ShardIndex, read_index, sha256_of
+from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
-from opensora_cli.checkpoint.strict_json import shown
+from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
-from opensora_cli.engine.ckpt.identify import check
-from opensora_cli.engine.ckpt.presets import require_preset
+from opensora_cli.engine.ckpt.identify import check, require_preset
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
-from opensora_cli.engine.ckpt.training_states import broken_states
 from opensora_cli.settings.ckpt import VerifySettings
 from opensora_cli.settings.enums import WeightSelection
 
 SCHEMA = "osora.ckpt.verify/1"
+_TORCH_SUFFIXES = (".pt", ".bin")
+_MAX_RUNNING_STATES_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,3 +225,35 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
                     f"{plain(name)}{of} is not finite: {statistics.nan:,} NaN, {statistics.infinite:,} infinite "
                     f"among {statistics.count:,}"
                 )
+
+
+def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
+    """Yield what is wrong with the states in one of ColossalAI's folders: of optimizer, schedule, sampler and run.
+
+    Args:
+        folder: the checkpoint's.
+        known: files that have been opened already.
+    """
+    places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
+    states = sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known)
+    for path in states:
+        try:
+            check_torch(refuse_outside(path, folder))
+        except CheckpointError as error:
+            yield error.message
+    running = folder / RUNNING_STATES_FILE
+    if running.is_file():
+        try:
+            _check_json(refuse_outside(running, folder))
+        except CheckpointError as error:
+            yield error.message
+
+
+def _check_json(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            parse_object(file.read(_MAX_RUNNING_STATES_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is broken: {error}") from None
