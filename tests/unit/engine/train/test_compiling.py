@@ -24,8 +24,8 @@ def _fails(graph: fx.GraphModule, examples: list[torch.Tensor]) -> None:
     raise RuntimeError("no compiler\nat all")
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_gradients_and_names_stay(checkpoints):
+@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_compiled_blocks_have_the_same_gradients_and_names(checkpoints):
     plain = transformer()
     expected = gradients(plain, inputs(plain))
     model = transformer()
@@ -37,10 +37,11 @@ def test_gradients_and_names_stay(checkpoints):
     assert list(model.state_dict()) == names
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
-    # Of a kind there is one graph, however many blocks.
+    # One graph for each kind of block.
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_the_second_run_of_a_shape_compiles_nothing():
     model = transformer()
     compile_blocks(model, warn=pytest.fail, backend="aot_eager")
@@ -50,6 +51,7 @@ def test_the_second_run_of_a_shape_compiles_nothing():
     assert counters["stats"]["unique_graphs"] == before == 2
 
 
+@pytest.mark.slow
 def test_a_copy_is_compiled_too():
     model = transformer()
     compile_blocks(model, warn=pytest.fail, backend="aot_eager")
@@ -72,7 +74,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_for_each_kind():
     assert "\n" not in warnings[0]
 
 
-def test_errors_of_the_block_itself_are_told():
+def test_errors_of_the_block_itself_are_raised():
     model = transformer()
     compile_blocks(model, warn=lambda text: None, backend="aot_eager")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

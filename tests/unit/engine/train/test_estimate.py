@@ -64,15 +64,13 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
 
 
 def test_weights_gradients_and_moments_add_up_by_weight(tmp_path: Path) -> None:
-    settings = settings_of("mmdit", tmp_path, {"optimizer.name": "adamw", "memory.checkpointing": True})
+    settings = settings_of("mmdit", tmp_path, {"optimizer.name": "adamw"})
     memory = estimate_training(settings)
     weights = sum(size for _, size, _, _ in memory.by_weight.values())
     assert memory.at_peak["weights"] == memory.at_peak["average"] == weights
     assert sum(size for _, _, size, _ in memory.by_weight.values()) == weights
     # Two moments and the number of steps.
     assert sum(size for _, _, _, size in memory.by_weight.values()) == 2 * weights + 4 * len(memory.by_weight)
-    plain = estimate_training(settings.replace({"memory": {}}))
-    assert memory.held_for_backward < plain.held_for_backward
 
 
 RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}

@@ -21,7 +21,7 @@ from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STAGES = ("image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression")
-FAST = {"stage1_i2v", "high_compression"}
+FAST = {"stage1_i2v"}
 STEPS = 20
 SIZE, FRAMES, FPS = 64, 9, 24.0
 I2V = {"t2v": 1, "i2v_head": 5, "i2v_loop": 1, "i2v_tail": 1}

@@ -202,6 +202,7 @@ def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatc
     assert losses(watched) == losses(run(tmp_path / "plain", frozen, **changes))
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path) -> None:
     prompt = "a red boat on the sea, at sunset"
     given = {
