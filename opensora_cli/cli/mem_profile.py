@@ -29,7 +29,11 @@ Compare = Annotated[
 AdaptiveBatch = Annotated[bool, typer.Option("--adaptive-batch", help="Find the largest batch that fits.")]
 MemoryLimit = Annotated[
     str | None,
-    typer.Option("--memory-limit", metavar="SIZE", help="Into this much of what is free, as in 24GiB. Default: all."),
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        help="Free memory that the batch may use, as in 24GiB. Default: all.",
+    ),
 ]
 Snapshot = Annotated[
     str | None,
@@ -37,9 +41,9 @@ Snapshot = Annotated[
         "--snapshot", metavar="FILE", help="Write a file for PyTorch's memory viewer.", rich_help_panel=_FILES
     ),
 ]
-Html = Annotated[
+Plot = Annotated[
     str | None,
-    typer.Option("--html", metavar="FILE", help="Write a page with charts.", rich_help_panel=_FILES),
+    typer.Option("--plot", metavar="FILE", help="Write charts: .png, .svg or .pdf.", rich_help_panel=_FILES),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=_FILES)]
 
@@ -52,7 +56,7 @@ def mem_profile(
     adaptive_batch: AdaptiveBatch = False,
     memory_limit: MemoryLimit = None,
     snapshot: Snapshot = None,
-    html: Html = None,
+    plot: Plot = None,
     overwrite: Overwrite = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -65,7 +69,7 @@ def mem_profile(
 
       osora mem-profile
 
-      osora mem-profile --config demo_vae --compare --html memory.html
+      osora mem-profile --config demo_vae --compare --plot memory.png
 
       osora mem-profile --config 768px --json
     """
@@ -79,7 +83,7 @@ def mem_profile(
             "adaptive_batch": Given(adaptive_batch, "--adaptive-batch"),
             "memory_limit": Given(memory_limit, "--memory-limit"),
             "snapshot": Given(snapshot, "--snapshot"),
-            "html": Given(html, "--html"),
+            "plot": Given(plot, "--plot"),
             "overwrite": Given(overwrite, "--overwrite"),
         }
         settings = validate(MemProfileSettings, {key: at for key, at in given.items() if at.value is not None})

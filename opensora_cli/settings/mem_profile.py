@@ -1,4 +1,4 @@
-"""Settings of `osora mem-profile`: what is profiled, and what is made of it."""
+"""Settings of `osora mem-profile`: what is profiled, and which results are written."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.base import ByteSize, PlotFile, Section
 from opensora_cli.settings.enums import ModelChoice
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, read_yaml
@@ -21,7 +21,7 @@ _ANY_PROMPT = "a boat on the sea"
 
 
 class MemProfileSettings(Section):
-    """What is made of a profile."""
+    """Which results a profile has, and where they are written."""
 
     compare: bool = Field(default=False, description="measure techniques that save memory, one by one")
     adaptive_batch: bool = Field(default=False, description="look for the largest batch that fits")
@@ -29,15 +29,15 @@ class MemProfileSettings(Section):
         default=None, description="memory that the batch must fit into, of what is free, as in 24GiB; none: all of it"
     )
     snapshot: str | None = Field(default=None, min_length=1, description="file for PyTorch's memory viewer")
-    html: str | None = Field(default=None, min_length=1, description="file for a page with charts")
+    plot: PlotFile | None = Field(default=None, description="file for charts: .png, .svg or .pdf")
     overwrite: bool = Field(default=False, description="replace existing files")
 
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
         if self.memory_limit is not None and not self.adaptive_batch:
             raise ValueError(f"memory_limit={self.memory_limit} has no effect without adaptive_batch")
-        if self.snapshot and self.html and os.path.abspath(self.snapshot) == os.path.abspath(self.html):
-            raise ValueError(f"snapshot={self.snapshot} and html must be two files")
+        if self.snapshot and self.plot and os.path.abspath(self.snapshot) == os.path.abspath(self.plot):
+            raise ValueError(f"snapshot={self.snapshot} and plot must be two files")
         return self
 
 
@@ -47,7 +47,7 @@ def profiled_settings(
     """Return what is to be profiled: a request to generate, or a training.
 
     Args:
-        config: a YAML file, or the name of a packaged recipe or preset; a file that says `target` is one of training.
+        config: a YAML file, or the name of a packaged recipe or preset; one with the key `target` is a training.
             None: the demo, generating.
         assignments: of `--set`.
         device: of `--device`.

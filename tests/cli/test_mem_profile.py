@@ -41,8 +41,8 @@ def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
 
 
 def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page, snapshot = tmp_path / "memory.html", tmp_path / "memory.pickle"
-    args = [*SMALL, "--json", "--html", str(page), "--snapshot", str(snapshot)]
+    plot, snapshot = tmp_path / "memory.svg", tmp_path / "memory.pickle"
+    args = [*SMALL, "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
     assert main(args) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "osora.mem-profile/1"
@@ -52,13 +52,13 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         assert max(stage["timeline"]["live_bytes"]) <= stage["measured_bytes"]
     assert document["device"] == "cpu"
     assert "without a GPU" in document["how"]
-    assert document["files"] == {"html": str(page), "snapshot": str(snapshot)}
-    assert page.read_text().startswith("<!doctype html>")
+    assert document["files"] == {"plot": str(plot), "snapshot": str(snapshot)}
+    assert plot.read_text().startswith("<?xml")
     assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
 
     assert main(args) == 3
     assert "exists already" in capsys.readouterr().err
-    page.unlink()
+    plot.unlink()
     assert main([*args, "--overwrite"]) == 0
 
 
@@ -91,10 +91,11 @@ def test_a_training(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--config", "missing.yaml"], 3, "missing.yaml"),
         (["--adaptive-batch", "--memory-limit", "much"], 2, "memory_limit='much' is not a size"),
-        (["--html", "."], 3, "is a folder"),
-        (["--html", "x", "--snapshot", "./x"], 2, "must be two files"),
-        (["--html", "/dev/null/page.html"], 3, "cannot write in /dev/null"),
-        (["--html", "x" * 300], 3, "File name too long"),
+        (["--snapshot", "."], 3, "is a folder"),
+        (["--plot", "x.png", "--snapshot", "./x.png"], 2, "must be two files"),
+        (["--plot", "/dev/null/memory.png"], 3, "cannot write in /dev/null"),
+        (["--snapshot", "x" * 300], 3, "File name too long"),
+        (["--plot", "memory.html"], 2, "plot=memory.html must end in .png, .svg or .pdf"),
         (["--device", "cuda:99"], 4, "device=cuda:99 is not there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -114,9 +115,9 @@ def test_the_largest_batch_of_a_generation(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    page.symlink_to(tmp_path / "nothing")
-    assert main([*SMALL, "--html", str(page)]) == 3
+    plot = tmp_path / "plot.svg"
+    plot.symlink_to(tmp_path / "nothing")
+    assert main([*SMALL, "--plot", str(plot)]) == 3
     assert "exists already" in capsys.readouterr().err
 
 

@@ -271,8 +271,8 @@ _STAGES: dict[str, Callable[[ExecutionPlan, ExitStack], tuple[dict[str, nn.Modul
 
 def _predicted(stage: StageMemory, reason: str) -> StageProfile:
     parts = (
-        Part(WEIGHTS, stage.weight_bytes, None),
-        Part(BESIDE_WEIGHTS, stage.data_bytes + stage.activation_bytes, None),
+        Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=None),
+        Part(name=BESIDE_WEIGHTS, predicted_bytes=stage.data_bytes + stage.activation_bytes, measured_bytes=None),
     )
     return StageProfile(
         name=stage.name,
@@ -297,8 +297,12 @@ def _profile_stage(plan: ExecutionPlan, stage: StageMemory) -> tuple[StageProfil
     profile = StageProfile(
         name=stage.name,
         parts=(
-            Part(WEIGHTS, stage.weight_bytes, weights),
-            Part(BESIDE_WEIGHTS, stage.data_bytes + stage.activation_bytes, measured.peak_bytes - weights),
+            Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
+            Part(
+                name=BESIDE_WEIGHTS,
+                predicted_bytes=stage.data_bytes + stage.activation_bytes,
+                measured_bytes=measured.peak_bytes - weights,
+            ),
         ),
         predicted_bytes=stage.total_bytes,
         measured_bytes=measured.peak_bytes,

@@ -3,11 +3,10 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.files import atomic_path, refuse_special
+from opensora_cli.core.files import refuse_special
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, OutOfMemoryError, is_out_of_memory, pick_hardware
@@ -17,14 +16,15 @@ from opensora_cli.engine.generate.run import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator import allocator_use
 from opensora_cli.engine.mem_profile.attention_costs import attention_costs
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
+from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import compare_generation, compare_training
 from opensora_cli.engine.mem_profile.generation import profile_generation
-from opensora_cli.engine.mem_profile.page import html_page
 from opensora_cli.engine.mem_profile.report import MemProfile
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.training import profile_training
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
+from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest
@@ -46,7 +46,7 @@ def mem_profile(
     Args:
         what: is profiled.
         settings: what is made of it.
-        reporter: shown progress; None: nobody.
+        reporter: shown progress; None: no progress is shown.
 
     Raises:
         RequestError: the request contradicts itself.
@@ -56,21 +56,22 @@ def mem_profile(
     """
     reporter = reporter or SilentReporter()
     _check_files(settings)
+    if settings.plot is not None:
+        new_figure()  # without matplotlib, now and not after the measurement
     if isinstance(what, GenerateRequest):
         what = resolve_generate_settings(what, reporter=reporter)
-    with _out_of_memory_told():
+    with _out_of_memory_reported():
         if isinstance(what, TrainSettings):
             profile = _of_training(what, settings, reporter)
         else:
             profile = _of_generation(what, settings, reporter)
-    if settings.html is not None:
-        with atomic_path(settings.html, replace=settings.overwrite) as temporary:
-            temporary.write_text(html_page(profile), encoding="utf-8")
+    if settings.plot is not None:
+        write_figure(profile_figure(profile), settings.plot, replace=settings.overwrite)
     return profile
 
 
 @contextmanager
-def _out_of_memory_told() -> Iterator[None]:
+def _out_of_memory_reported() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -104,13 +105,12 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
         files=_files(settings),
     )
     if settings.compare:
-        profile = replace(
-            profile,
-            techniques=compare_generation(plan, reporter=reporter),
-            attention=attention_costs(hardware, model, reporter=reporter),
-        )
+        techniques = compare_generation(plan, reporter=reporter)
+        attention = attention_costs(hardware, model, reporter=reporter)
+        profile = profile.model_copy(update={"techniques": techniques, "attention": attention})
     if settings.adaptive_batch:
-        profile = replace(profile, batch=generation_batch(plan, limit=settings.memory_limit, reporter=reporter))
+        batch = generation_batch(plan, limit=settings.memory_limit, reporter=reporter)
+        profile = profile.model_copy(update={"batch": batch})
     return profile
 
 
@@ -134,12 +134,14 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         files=_files(settings),
     )
     if settings.compare:
-        profile = replace(profile, techniques=compare_training(what, hardware, reporter=reporter))
+        techniques = compare_training(what, hardware, reporter=reporter)
+        profile = profile.model_copy(update={"techniques": techniques})
         if what.target is TrainTarget.MMDIT:
-            profile = replace(profile, attention=attention_costs(hardware, what.model, reporter=reporter))
+            attention = attention_costs(hardware, what.model, reporter=reporter)
+            profile = profile.model_copy(update={"attention": attention})
     if settings.adaptive_batch:
         batch = training_batch(what, hardware, limit=settings.memory_limit, reporter=reporter)
-        profile = replace(profile, batch=batch)
+        profile = profile.model_copy(update={"batch": batch})
     return profile
 
 
@@ -153,7 +155,7 @@ def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:
 
 
 def _files(settings: MemProfileSettings) -> dict[str, str]:
-    return {kind: path for kind, path in (("snapshot", settings.snapshot), ("html", settings.html)) if path is not None}
+    return {kind: path for kind, path in (("snapshot", settings.snapshot), ("plot", settings.plot)) if path is not None}
 
 
 def _write_snapshot(settings: MemProfileSettings, counters: list[TensorBytes], hardware: Hardware) -> None:

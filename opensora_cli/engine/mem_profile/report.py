@@ -1,13 +1,12 @@
-"""What a memory profile says, for people and for programs."""
+"""The result of a memory profile: a document, and lines for people."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import ClassVar
 
+from opensora_cli.core.documents import Document
 from opensora_cli.memory.counting import TensorBytes
 
-PROFILE_SCHEMA = "osora.mem-profile/1"
 MIB = 2**20
 
 _TIMELINE_POINTS = 160
@@ -17,8 +16,7 @@ _BARS_IN_A_LINE = 80
 _PEAK = "peak"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Document):
     """One kind of memory of a stage at its peak."""
 
     name: str
@@ -27,8 +25,7 @@ class Part:
     """None: not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleShare:
+class ModuleShare(Document):
     """What a part of a model holds; gradients and states of the optimizer in training only."""
 
     name: str
@@ -40,9 +37,8 @@ class ModuleShare:
     """Made by its forward, and alive at the peak of the stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Live bytes over a stage. Time is counted in changes: every tensor that comes or goes is one."""
+class Timeline(Document):
+    """Live bytes over a stage. Time is counted in changes: each allocation or release of a tensor is one."""
 
     live_bytes: tuple[int, ...]
     """The most within equal parts of the changes."""
@@ -59,7 +55,8 @@ class Timeline:
             live += change.num_bytes
             slot = position * len(points) // count
             points[slot] = max(points[slot], live)
-        return cls(tuple(points), tuple((mark.name, mark.position / count) for mark in counter.marks))
+        marks = tuple((mark.name, mark.position / count) for mark in counter.marks)
+        return cls(live_bytes=tuple(points), marks=marks)
 
     def line(self) -> str:
         """Return it for people: a row of bars, the full one as high as the peak."""
@@ -70,8 +67,7 @@ class Timeline:
         return "".join(_BARS[top * (len(_BARS) - 1) // most] for top in tops)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageProfile:
+class StageProfile(Document):
     """One stage, predicted and measured."""
 
     name: str
@@ -87,7 +83,8 @@ class StageProfile:
 
     def lines(self) -> list[str]:
         """Return it for people: a table."""
-        rows = [*self.parts, Part(_PEAK, self.predicted_bytes, self.measured_bytes)]
+        peak = Part(name=_PEAK, predicted_bytes=self.predicted_bytes, measured_bytes=self.measured_bytes)
+        rows = [*self.parts, peak]
         found = [f"{self.name:36}{'predicted':>14}{'measured':>14}"]
         found += [f"  {row.name:34}{mib(row.predicted_bytes):>14}{mib(row.measured_bytes):>14}" for row in rows]
         if self.measured_bytes:
@@ -99,8 +96,7 @@ class StageProfile:
         return [*found, *_module_lines(self.modules)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Technique:
+class Technique(Document):
     """One row of the comparison. What cannot be measured here has a reason instead of numbers."""
 
     name: str
@@ -135,8 +131,7 @@ def compared(name: str, *, before: tuple[int, float], after: tuple[int, float], 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCost:
+class AttentionCost(Document):
     """One way to compute attention over so many tokens, without gradients."""
 
     kind: str
@@ -147,8 +142,7 @@ class AttentionCost:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestBatch:
+class LargestBatch(Document):
     """The result of the search for a batch."""
 
     of: str
@@ -165,8 +159,7 @@ class LargestBatch:
     """Why nothing was tried."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocator:
+class Allocator(Document):
     """What torch's allocator on CUDA held at most, in the stage where that was most."""
 
     allocated_bytes: int
@@ -174,17 +167,17 @@ class Allocator:
     advice: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferUse:
+class BufferUse(Document):
     """The buffer of offloaded activations."""
 
     size_bytes: int
     used_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemProfile:
-    """A whole profile."""
+class MemProfile(Document):
+    """A whole profile: a document of the schema `osora.mem-profile/1`."""
+
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/1"
 
     of: str
     device: str
@@ -202,17 +195,13 @@ class MemProfile:
     techniques: tuple[Technique, ...] = ()
     attention: tuple[AttentionCost, ...] = ()
     batch: LargestBatch | None = None
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str]
     """What was written: kind -> path."""
 
     @property
     def worst(self) -> StageProfile:
         """The stage that needs most."""
         return max(self.stages, key=lambda stage: stage.measured_bytes or stage.predicted_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the profile as a document of the schema `osora.mem-profile/1`."""
-        return {"schema": PROFILE_SCHEMA, **asdict(self)}
 
     def lines(self) -> list[str]:
         """Return the profile for people."""
@@ -239,7 +228,7 @@ class MemProfile:
     def _allocator_line(self) -> str:
         allocator = self.allocator
         if allocator is None:
-            return "none: torch keeps no memory back on a CPU" if self.device == "cpu" else "not measured"
+            return "none: torch reserves no memory on a CPU" if self.device == "cpu" else "not measured"
         share = 1 - allocator.allocated_bytes / max(allocator.reserved_bytes, 1)
         held = f"{mib(allocator.allocated_bytes)} allocated of {mib(allocator.reserved_bytes)} reserved"
         return f"{held}, {share:.0%} unused; {allocator.advice}"
@@ -264,7 +253,12 @@ def module_shares(
     for name, size in made.items():
         if name:
             shares[names[name]][4] += size
-    found = [ModuleShare(group, *sizes) for group, sizes in shares.items() if any(sizes)]
+    columns = ("parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+    found = [
+        ModuleShare(name=group, **dict(zip(columns, sizes, strict=True)))
+        for group, sizes in shares.items()
+        if any(sizes)
+    ]
     return tuple(sorted(found, key=lambda share: -(share.weight_bytes + share.activation_bytes)))
 
 

@@ -5,7 +5,6 @@ from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.mem_profile.feasible import why_not_measured
 from opensora_cli.engine.mem_profile.report import (
     BufferUse,
-    ModuleShare,
     Part,
     StageProfile,
     Timeline,
@@ -25,7 +24,7 @@ def profile_training(
     Args:
         settings: the training.
         hardware: where it runs.
-        reporter: told of stages.
+        reporter: shown progress.
     """
     with reporter.stage("predict", total=1, unit="step") as progress:
         predicted = estimate_training(settings)
@@ -42,12 +41,12 @@ def profile_training(
 def _profile(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
     shown = measured or predicted
     parts = [
-        Part(name, size, None if measured is None else measured.at_peak[name])
+        Part(name=name, predicted_bytes=size, measured_bytes=None if measured is None else measured.at_peak[name])
         for name, size in predicted.at_peak.items()
     ]
     held = None if measured is None else measured.held_for_backward
-    parts.append(Part("held for backward", predicted.held_for_backward, held))
-    modules: tuple[ModuleShare, ...] = module_shares(
+    parts.append(Part(name="held for backward", predicted_bytes=predicted.held_for_backward, measured_bytes=held))
+    modules = module_shares(
         {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
     )
     return StageProfile(

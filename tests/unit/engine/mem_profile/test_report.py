@@ -1,10 +1,9 @@
 import json
-from dataclasses import replace
-from html.parser import HTMLParser
+from pathlib import Path
 
 import torch
 
-from opensora_cli.engine.mem_profile.page import html_page
+from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.report import (
     Allocator,
     AttentionCost,
@@ -18,6 +17,7 @@ from opensora_cli.engine.mem_profile.report import (
     compared,
     module_shares,
 )
+from opensora_cli.media.plots import write_figure
 from opensora_cli.memory.counting import TensorBytes
 
 MIB = 2**20
@@ -30,7 +30,7 @@ def profile() -> MemProfile:
         counter.mark("<end>")
     measured = StageProfile(
         name="denoise",
-        parts=(Part("weights", 10 * MIB, 10 * MIB),),
+        parts=(Part(name="weights", predicted_bytes=10 * MIB, measured_bytes=10 * MIB),),
         predicted_bytes=20 * MIB,
         measured_bytes=25 * MIB,
         modules=module_shares({"model.blocks.0.weight": (5, 20, 0, 0)}, {"model.blocks.0": 7}),
@@ -40,7 +40,7 @@ def profile() -> MemProfile:
         name="decode", parts=(), predicted_bytes=30 * MIB, measured_bytes=None, not_measured="too <large>"
     )
     return MemProfile(
-        of="<script>alert(1)</script>",
+        of="$x$ <&>",
         device="cuda:0",
         device_name="a & b",
         how="by counting",
@@ -56,11 +56,11 @@ def profile() -> MemProfile:
         batch=LargestBatch(
             of="clips", batch_size=3, limit_bytes=9 * MIB, peak_bytes=8 * MIB, tried=((1, MIB),), reached_most=False
         ),
-        files={"html": "page.html"},
+        files={"plot": "memory.svg"},
     )
 
 
-def test_lines():
+def test_lines_have_stages_techniques_and_files():
     lines = profile().lines()
     assert "  peak                                   20.00 MiB     25.00 MiB   predicted / measured 0.800" in lines
     assert "  not measured: too <large>" in lines
@@ -69,13 +69,13 @@ def test_lines():
     assert any(line.split() == ["good", "3.00", "MiB", "75.0%", "+50.0%", "a", "step"] for line in lines)
     assert any(line.split() == ["absent", "not", "here"] for line in lines)
     assert "batch       3 of clips fit into 9.00 MiB: 8.00 MiB at the peak" in lines
-    assert lines[-1] == "wrote       page.html"
+    assert lines[-1] == "wrote       memory.svg"
 
 
-def test_no_allocator_is_told_apart_from_none_measured():
-    without = replace(profile(), allocator=None)
+def test_no_allocator_differs_from_none_measured():
+    without = profile().model_copy(update={"allocator": None})
     assert "allocator   not measured" in without.lines()
-    assert "allocator   none: torch keeps no memory back on a CPU" in replace(without, device="cpu").lines()
+    assert "allocator   none: torch reserves no memory on a CPU" in without.model_copy(update={"device": "cpu"}).lines()
 
 
 def test_json_has_everything():
@@ -104,20 +104,8 @@ def test_the_timeline_has_few_points_and_keeps_the_peak():
     assert timeline.marks == (("<end>", 1.0),)
 
 
-def test_the_page_stands_alone_and_escapes():
-    page = html_page(profile())
-    seen: list[tuple[str, dict[str, str | None]]] = []
-
-    class Reader(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            seen.append((tag, dict(attrs)))
-
-    Reader().feed(page)
-    tags = [tag for tag, _ in seen]
-    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in seen
-    assert tags.count("svg") == 2
-    assert "script" not in tags
-    assert not {name for _, attributes in seen for name in attributes} & {"src", "href"}
-    assert "://" not in page
-    assert "url(" not in page
-    assert "too &lt;large&gt;" in page
+def test_the_figure_has_peaks_and_timelines_with_names_as_plain_text(tmp_path: Path):
+    write_figure(profile_figure(profile()), tmp_path / "memory.svg")
+    text = (tmp_path / "memory.svg").read_text()
+    for shown in ("Memory of $x$ &lt;&amp;&gt;", "20.00 MiB", "25.00 MiB", "decode", "&lt;end&gt;"):
+        assert shown in text
