@@ -1,4 +1,4 @@
-"""Torch's allocator on CUDA: what it keeps back, and what its settings change, each tried in a process of its own.
+"""Torch's allocator on CUDA: what it reserves, and what its settings change, each tried in a process of its own.
 
 As a program (`python -m`) this is such a process: settings of a generation as JSON on stdin, figures as JSON on stdout.
 """
@@ -20,8 +20,8 @@ from opensora_cli.settings.generate import GenerateSettings
 CHOICES = ("expandable_segments:True", "garbage_collection_threshold:0.8", "max_split_size_mb:128")
 _VARIABLE, _FORMER_VARIABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _SECONDS = 1800
-_TOLD = 120
-"""Characters of what a process says when it fails."""
+_SHOWN = 120
+"""Characters of the message of a process that fails."""
 _WASTEFUL = 0.2
 """Share of what is reserved and unused at the peak from which on it is worth a word."""
 
@@ -32,9 +32,9 @@ def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
     if most is None or not most.reserved_bytes:
         return None
     unused = 1 - most.allocated_bytes / most.reserved_bytes
-    advice = "fragmentation is low: nothing to mend"
+    advice = "fragmentation is low: nothing to fix"
     if unused > _WASTEFUL:
-        advice = f"{unused:.0%} is kept back in pieces: try {_VARIABLE}={CHOICES[0]}"
+        advice = f"{unused:.0%} is reserved and unused: try {_VARIABLE}={CHOICES[0]}"
     return Allocator(allocated_bytes=most.allocated_bytes, reserved_bytes=most.reserved_bytes, advice=advice)
 
 
@@ -73,16 +73,16 @@ def _in_a_process(settings: GenerateSettings, choice: str | None) -> tuple[int, 
         figures = json.loads(done.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        return f"its process failed: {said[-1][:_TOLD]}"
+        return f"its process failed: {said[-1][:_SHOWN]}"
     except (subprocess.TimeoutExpired, OSError) as error:
-        return f"its process failed: {str(error)[:_TOLD]}"
+        return f"its process failed: {str(error)[:_SHOWN]}"
     return int(figures["reserved_bytes"]), float(figures["seconds"])
 
 
 def _main() -> None:
     plan = make_plan(GenerateSettings.model_validate_json(sys.stdin.read()))
     device = plan.hardware.device
-    # Without a limit, be it the whole card, the allocator never looks at `garbage_collection_threshold`.
+    # Without a limit, even the whole GPU, the allocator ignores `garbage_collection_threshold`.
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     seconds = time_stage(plan, DENOISE)
     print(json.dumps({"reserved_bytes": torch.cuda.max_memory_reserved(device), "seconds": seconds}))

@@ -10,8 +10,8 @@ from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, release_memory
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.mem_profile.feasible import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import random_transformer
+from opensora_cli.engine.mem_profile.measure import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
 from opensora_cli.engine.train.activations import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
@@ -40,7 +40,7 @@ def largest_batch(
         of: what a batch consists of, in words.
         limit_bytes: what it must fit into.
         device: whose memory it is.
-        reporter: told of attempts.
+        reporter: shown progress.
         most: the largest that is tried.
     """
     tried: list[tuple[int, int | None]] = []
@@ -83,10 +83,10 @@ def training_batch(
     """Search the largest batch of a training, by counted bytes.
 
     Args:
-        settings: the training; its own batch is left aside.
+        settings: the training; its own batch is ignored.
         hardware: where it runs.
         limit: bytes that it must fit into; None, or more than that: what is free.
-        reporter: told of attempts.
+        reporter: shown progress.
     """
     limit_bytes = _usable_bytes(hardware, limit)
 
@@ -132,7 +132,7 @@ def generation_batch(plan: ExecutionPlan, *, limit: int | None, reporter: Report
 
 
 def _usable_bytes(hardware: Hardware, limit: int | None) -> int:
-    """Return what a batch may take: on a CPU less than is free, since nobody counts what kernels take."""
+    """Return what a batch may take: on a CPU less than is free, since what kernels take is not counted."""
     usable = hardware.free_bytes if hardware.device.type == "cuda" else hardware.free_bytes * 4 // 5
     return usable if limit is None else min(usable, limit)
 

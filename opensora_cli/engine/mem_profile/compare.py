@@ -1,25 +1,38 @@
-"""Techniques that save memory, each measured in this run against doing without it."""
+"""Techniques that save memory, each measured against a run without it, and what kinds of attention cost."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, release_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
 from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.allocator import allocator_techniques
-from opensora_cli.engine.mem_profile.attention_costs import memory_and_time
 from opensora_cli.engine.mem_profile.batch import evaluate
-from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.generation import measure_stage, random_transformer, time_stage
-from opensora_cli.engine.mem_profile.report import Technique, compared
+from opensora_cli.engine.mem_profile.measure import (
+    OUT_OF_MEMORY,
+    memory_and_time,
+    unless_out_of_memory,
+    why_not_measured,
+)
+from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
+from opensora_cli.models.attention import attention_backend, backend_names
+from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+"""Tokens for which attention is compared."""
+_REPEATS = 3
 _BRANCHES = 3
 _FEW_BLOCKS = 2
 _MANY_TOKENS = 8192
@@ -36,9 +49,9 @@ def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: R
     """Return what techniques change in a training step.
 
     Args:
-        settings: the training; what it says about the techniques is left aside.
+        settings: the training; its own choice of techniques is ignored.
         hardware: where it runs.
-        reporter: told of stages.
+        reporter: shown progress.
     """
     plain = settings.replace({"memory": {}, "precision.compute": "fp32"})
     found: list[Technique] = []
@@ -95,8 +108,8 @@ def compare_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[Tech
     """Return what techniques change in the stages of a generation.
 
     Args:
-        plan: what is generated; how it is offloaded is left aside.
-        reporter: told of stages.
+        plan: what is generated; its own offload is ignored.
+        reporter: shown progress.
     """
     found: list[Technique] = []
     with reporter.stage("compare", unit="techniques") as progress:
@@ -143,22 +156,22 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
         yield unless_out_of_memory(lambda: _branch_by_branch(plan)) or Technique(
             name=_BRANCH_BY_BRANCH, reason=f"not measured: {OUT_OF_MEMORY}"
         )
-    # Processes of their own come now, which need what is still kept back here.
+    # The allocator's settings are tried in other processes, which need what this one still reserves.
     release_memory(plan.hardware.device)
     yield from allocator_techniques(plan)
 
 
 def _branch_by_branch(plan: ExecutionPlan) -> Technique:
     transformer, device = random_transformer(plan), plan.hardware.device
-    together = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
+    batched = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
 
     def one_by_one() -> None:
         for _ in range(_BRANCHES):
             evaluate(plan, transformer, batch=1)
 
-    apart = memory_and_time(one_by_one, device=device, repeats=2)
+    sequential = memory_and_time(one_by_one, device=device, repeats=2)
     return compared(
-        _BRANCH_BY_BRANCH, before=together, after=apart, of=f"{_BRANCHES} branches of guidance, beside the weights"
+        _BRANCH_BY_BRANCH, before=batched, after=sequential, of=f"{_BRANCHES} branches of guidance, beside the weights"
     )
 
 
@@ -192,3 +205,47 @@ def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
     )
     reasons = {stage.name: why_not_measured(stage.total_bytes, plan.hardware) for stage in stages}
     return {name: f"not measured: without it, {reason}" for name, reason in reasons.items() if reason is not None}
+
+
+def attention_costs(
+    hardware: Hardware, model: ModelSettings, *, reporter: Reporter, lengths: Sequence[int] = LENGTHS
+) -> tuple[AttentionCost, ...]:
+    """Return memory and time of one attention, for each kind and length, without gradients.
+
+    Args:
+        hardware: where, and in which dtype.
+        model: whose number of heads, and whose width of each.
+        reporter: shown progress.
+        lengths: tokens.
+    """
+    found = []
+    head_dim = model.hidden_size // model.num_heads
+    kernels = {kind: kernel for name in backend_names() for kind, kernel in attention_backend(name).compared}
+    with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
+        for kind, kernel in kernels.items():
+            for tokens in lengths:
+                found.append(_cost(kind, kernel, hardware, (1, model.num_heads, tokens, head_dim)))
+                release_memory(hardware.device)
+                progress.advance()
+    return tuple(found)
+
+
+def _cost(kind: str, kernel: ComparedKernel, hardware: Hardware, shape: tuple[int, int, int, int]) -> AttentionCost:
+    tokens = shape[2]
+    # Scores and weights of all pairs, in fp32 and in the dtype of the inputs.
+    standard_bytes = shape[1] * tokens**2 * 2 * (4 + hardware.dtype.itemsize)
+    if kernel.holds_all_scores and standard_bytes > hardware.free_bytes:
+        reason = f"about {mib(standard_bytes)} needed, {mib(hardware.free_bytes)} free"
+        return AttentionCost(kind=kind, tokens=tokens, reason=reason)
+    if not kernel.runs_on_cpu and hardware.device.type == "cpu":
+        return AttentionCost(kind=kind, tokens=tokens, reason="torch has no such kernel for a CPU")
+    try:
+        q, k, v = (torch.zeros(shape, dtype=hardware.dtype, device=hardware.device) for _ in range(3))
+        with torch.inference_mode(), warnings.catch_warnings():
+            # Torch warns of every missing kernel, and the table shows them.
+            warnings.simplefilter("ignore")
+            memory, seconds = memory_and_time(lambda: kernel.attend(q, k, v), device=hardware.device, repeats=_REPEATS)
+    except RuntimeError as error:
+        reason = "out of memory" if is_out_of_memory(error) else "this device has no such kernel for these sizes"
+        return AttentionCost(kind=kind, tokens=tokens, reason=reason)
+    return AttentionCost(kind=kind, tokens=tokens, memory_bytes=memory, seconds=seconds)

@@ -25,7 +25,7 @@ from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.feasible import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
+from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
@@ -35,9 +35,9 @@ from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.settings.enums import OffloadMode
 
 WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
-_READY = "weights are there"
+_READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_DRAWN_NUMBERS = 2**20
+_RANDOM_NUMBERS = 2**20
 _STEPS = 2
 """Of sampling: from the second on there are latents besides the noise."""
 
@@ -51,7 +51,7 @@ class Measured:
     allocated_bytes: int = 0
     """The most that torch's allocator on CUDA had in use while it ran; 0 on a CPU."""
     reserved_bytes: int = 0
-    """The most that it held of the card."""
+    """The most that it reserved on the GPU."""
 
 
 def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tuple[StageProfile, ...], list[Measured]]:
@@ -60,8 +60,8 @@ def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tupl
     Stages that would not fit, or would take too long, are only predicted.
 
     Args:
-        plan: its weights need not be there.
-        reporter: told of stages.
+        plan: its weights may be missing.
+        reporter: shown progress.
     """
     profiles: list[StageProfile] = []
     measured: list[Measured] = []
@@ -69,7 +69,7 @@ def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tupl
         for stage in plan.stages:
             reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
-                reason = f"this is one of {plan.mesh.size} ranks, and the others are not there"
+                reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
             if reason is not None:
                 profiles.append(_predicted(stage, reason))
             else:
@@ -154,7 +154,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
 def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
     """Give what is still on the meta device random weights on `device`, in place; returns the same module.
 
-    Nobody looks at what comes out, but it should be finite.
+    The outputs are not used, but should be finite.
     """
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
@@ -163,17 +163,17 @@ def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in made:
-                    new = _drawn(torch.empty_like(old, device=device))
+                    new = _filled(torch.empty_like(old, device=device))
                     made[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
                 held[name] = made[id(old)]  # type: ignore[assignment]
     return module
 
 
-def _drawn(weight: torch.Tensor) -> torch.Tensor:
+def _filled(weight: torch.Tensor) -> torch.Tensor:
     if not weight.is_floating_point():
         return weight.zero_()
-    # Again and again the same numbers: to draw billions takes a host minutes.
-    pieces = torch.split(weight.view(-1), _DRAWN_NUMBERS)
+    # The same numbers repeat: billions of new ones take a host minutes.
+    pieces = torch.split(weight.view(-1), _RANDOM_NUMBERS)
     pieces[0].normal_(std=0.02)
     for piece in pieces[1:]:
         piece.copy_(pieces[0][: len(piece)])

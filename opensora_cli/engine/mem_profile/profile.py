@@ -14,16 +14,16 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator import allocator_use
-from opensora_cli.engine.mem_profile.attention_costs import attention_costs
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
-from opensora_cli.engine.mem_profile.compare import compare_generation, compare_training
+from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.generation import profile_generation
-from opensora_cli.engine.mem_profile.report import MemProfile
+from opensora_cli.engine.mem_profile.measure import why_not_measured
+from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, StageProfile, Timeline, module_shares
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
-from opensora_cli.engine.mem_profile.training import profile_training
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
+from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training, measure_training
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
@@ -120,7 +120,7 @@ def _batch_size(what: TrainSettings) -> int:
 
 def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     hardware = pick_hardware("cpu", "auto")
-    stage, memory, buffer = profile_training(what, hardware, reporter=reporter)
+    stage, memory, buffer = _profile_training(what, hardware, reporter=reporter)
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
         of=f"training {what.target}, batch {_batch_size(what)}",
@@ -143,6 +143,58 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         batch = training_batch(what, hardware, limit=settings.memory_limit, reporter=reporter)
         profile = profile.model_copy(update={"batch": batch})
     return profile
+
+
+def _profile_training(
+    settings: TrainSettings, hardware: Hardware, *, reporter: Reporter
+) -> tuple[StageProfile, TrainingMemory, BufferUse | None]:
+    """Return the profile of a step, what it is made from, and how the buffer of activations was used.
+
+    A step that would not fit, or would take too long, is only predicted.
+
+    Args:
+        settings: the training.
+        hardware: where it runs.
+        reporter: shown progress.
+    """
+    with reporter.stage("predict", total=1, unit="step") as progress:
+        predicted = estimate_training(settings)
+        progress.advance()
+    reason = why_not_measured(predicted.peak_bytes, hardware)
+    if reason is not None:
+        return _training_stage(predicted, None, reason), predicted, _buffer(predicted)
+    with reporter.stage("measure", total=1, unit="step") as progress:
+        measured = measure_training(settings)
+        progress.advance()
+    return _training_stage(predicted, measured, None), measured, _buffer(measured)
+
+
+def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
+    shown = measured or predicted
+    parts = [
+        Part(name=name, predicted_bytes=size, measured_bytes=None if measured is None else measured.at_peak[name])
+        for name, size in predicted.at_peak.items()
+    ]
+    held = None if measured is None else measured.held_for_backward
+    parts.append(Part(name="held for backward", predicted_bytes=predicted.held_for_backward, measured_bytes=held))
+    modules = module_shares(
+        {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
+    )
+    return StageProfile(
+        name="training step",
+        parts=tuple(parts),
+        predicted_bytes=predicted.peak_bytes,
+        measured_bytes=None if measured is None else measured.peak_bytes,
+        not_measured=reason,
+        modules=modules,
+        timeline=Timeline.of(shown.counter),
+    )
+
+
+def _buffer(memory: TrainingMemory) -> BufferUse | None:
+    if not memory.buffer_bytes:
+        return None
+    return BufferUse(size_bytes=memory.buffer_bytes, used_bytes=memory.buffer_used_bytes)
 
 
 def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:

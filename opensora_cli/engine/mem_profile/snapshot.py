@@ -18,7 +18,7 @@ _OUTSIDE = "outside of modules"
 
 @contextmanager
 def recorded_history(device: torch.device) -> Iterator[None]:
-    """Have the CUDA allocator write down who allocates what inside the block; without effect on a CPU."""
+    """Have the CUDA allocator record every allocation inside the block; no effect on a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -37,7 +37,7 @@ def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch
         path: the file.
         counters: what was counted, stage by stage.
         device: where it ran.
-        replace: whether an existing file gives way.
+        replace: whether an existing file is replaced.
 
     Raises:
         OutputError: it cannot be written.
@@ -54,7 +54,7 @@ def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch
 def counted_history(counters: Sequence[TensorBytes]) -> dict[str, Any]:
     """Return counted storages as the history of an allocator that gives each an address of its own.
 
-    The frame of an event is the module that made the storage. There are no segments: nothing is kept back.
+    The frame of an event is the module that made the storage. There are no segments: nothing stays reserved.
     """
     events: list[dict[str, Any]] = []
     address = 1 << 20
@@ -63,7 +63,7 @@ def counted_history(counters: Sequence[TensorBytes]) -> dict[str, Any]:
         for change in counter.changes:
             frame = _frame(counter.owner(change) or _OUTSIDE)
             size = change.num_bytes
-            if change.storage in places:  # it went, or has another size: then it comes again
+            if change.storage in places:  # freed, or resized, which is a release and an allocation
                 place = places.pop(change.storage)
                 events += _freed(*place, frame, len(events))
                 size += place[1]
@@ -71,7 +71,7 @@ def counted_history(counters: Sequence[TensorBytes]) -> dict[str, Any]:
                 places[change.storage] = address, size
                 events.append(_event("alloc", address, size, frame, len(events)))
                 address += -(-size // _ALIGNMENT) * _ALIGNMENT
-        # What the next stage does not find any more.
+        # Nothing stays allocated for the next stage.
         for place in places.values():
             events += _freed(*place, _frame("end of the stage"), len(events))
     return {"segments": [], "device_traces": [events], "allocator_settings": {}, "external_annotations": []}
@@ -86,5 +86,5 @@ def _freed(address: int, size: int, frame: dict[str, Any], now: int) -> list[dic
 
 
 def _event(action: str, address: int, size: int, frame: dict[str, Any], now: int) -> dict[str, Any]:
-    # Microseconds are what the viewer expects; here they count events.
+    # The viewer expects microseconds; these count events.
     return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": now, "frames": [frame]}

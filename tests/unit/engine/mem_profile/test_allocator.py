@@ -25,17 +25,17 @@ def settings() -> GenerateSettings:
     return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO)
 
 
-def test_the_stage_that_held_most_is_told():
+def test_the_stage_that_reserved_most_is_reported():
     use = allocator_use([measured(9, 10), measured(30, 50), measured(10, 20)])
     assert use is not None
     assert (use.allocated_bytes, use.reserved_bytes) == (30, 50)
-    assert "40% is kept back in pieces: try PYTORCH_ALLOC_CONF=" in use.advice
+    assert "40% is reserved and unused: try PYTORCH_ALLOC_CONF=" in use.advice
     fine = allocator_use([measured(9, 10)])
     assert fine is not None
-    assert "nothing to mend" in fine.advice
+    assert "nothing to fix" in fine.advice
 
 
-def test_without_an_allocator_there_is_nothing_to_tell():
+def test_nothing_reserved_gives_no_allocator_use():
     assert allocator_use([]) is None
     assert allocator_use([measured(0, 0)]) is None
 
@@ -53,7 +53,7 @@ def test_the_process_denoises_what_it_is_given(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")
-def test_a_process_that_fails_says_why(settings: GenerateSettings):
-    told = allocator._in_a_process(settings.replace({"runtime.device": "cuda"}), allocator.CHOICES[0])
-    assert isinstance(told, str)
-    assert "device=cuda is not there" in told
+def test_a_failing_process_gives_its_reason(settings: GenerateSettings):
+    reason = allocator._in_a_process(settings.replace({"runtime.device": "cuda"}), allocator.CHOICES[0])
+    assert isinstance(reason, str)
+    assert "device=cuda is not there" in reason

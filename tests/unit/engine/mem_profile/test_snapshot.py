@@ -23,7 +23,7 @@ def counter() -> TensorBytes:
     return counter
 
 
-def test_every_storage_comes_once_and_goes(counter: TensorBytes):
+def test_every_storage_is_allocated_once_and_freed(counter: TensorBytes):
     (events,) = counted_history([counter, counter])["device_traces"]
     live: dict[int, int] = {}
     most = 0
@@ -39,12 +39,12 @@ def test_every_storage_comes_once_and_goes(counter: TensorBytes):
     assert {event["frames"][0]["name"] for event in events} >= {"weights", "layer"}
 
 
-def test_pytorch_reads_it(counter: TensorBytes, tmp_path: Path):
+def test_pytorch_reads_the_written_history(counter: TensorBytes, tmp_path: Path):
     path = tmp_path / "history.pickle"
     write_snapshot(path, [counter], device=torch.device("cpu"), replace=False)
     history = pickle.loads(path.read_bytes())
-    told = _memory_viz.trace(history)
-    assert f"{len(history['device_traces'][0])} entries" in told
-    assert "390.6KiB" in told  # what was resized
+    shown = _memory_viz.trace(history)
+    assert f"{len(history['device_traces'][0])} entries" in shown
+    assert "390.6KiB" in shown  # what was resized
     with pytest.raises(OutputError, match="exists already"):
         write_snapshot(path, [counter], device=torch.device("cpu"), replace=False)
