@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opensora_cli.memory.page_locked import PageLock, page_aligned
+from opensora_cli.memory.host_memory import PageLock, page_aligned
 
 
 class Slot:

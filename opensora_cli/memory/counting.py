@@ -1,4 +1,4 @@
-"""Counting the bytes that tensors hold: live, at their peak, over time, and by who made them."""
+"""Counting the bytes that tensors hold: live, at their peak, over time, and by the modules that made them."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-NOBODY = ""
+NO_OWNER = ""
 """The owner of what no watched module made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes that came or went: one point of the timeline."""
+    """Bytes allocated or released: one point of the timeline."""
 
     storage: int
     """Number of the storage, counted from 0 in the order in which they were first seen."""
     num_bytes: int
-    """Below 0 where they went."""
+    """Negative when released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Mark:
 
     name: str
     position: int
-    """How many changes came before."""
+    """How many changes came before it."""
     live_bytes: int
     peak_bytes: int
     """The most since the mark before, or since the beginning."""
@@ -48,7 +48,7 @@ class _Counted:
 
 
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Counts, inside its block, the storages of the tensors that are made there, and of those it is told of.
+    """Counts, inside its block, the storages of the tensors that are made there, and of those that are added.
 
     A storage counts once however many views share it, from the operation that makes it until its last tensor dies:
     also after the block, and also where only autograd holds it. Works forward and backward, in inference mode, on any
@@ -70,7 +70,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self.peak_bytes = 0
         """The most since the beginning, or since `reset_peak`."""
         self.changes: list[Change] = []
-        """Everything that came and went, in order."""
+        """All allocations and releases, in order."""
         self.marks: list[Mark] = []
         self._device_type = device_type
         self._limit = limit
@@ -164,13 +164,9 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._peak_since_mark = self.live_bytes
 
     def reset_peak(self) -> None:
-        """Begin to look for the peak anew."""
+        """Restart the search for the peak."""
         self.peak_bytes = self.live_bytes
         self._peak_position = len(self.changes)
-
-    def live_by_owner(self) -> dict[str, int]:
-        """Return what is alive now, owner to bytes."""
-        return self._by_owner(len(self.changes))
 
     def peak_by_owner(self) -> dict[str, int]:
         """Return what was alive when the peak was first reached, owner to bytes."""
@@ -181,7 +177,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return self._by_owner(mark.position)
 
     def owner(self, change: Change) -> str:
-        """Return in whose name a change counts."""
+        """Return the owner that a change counts for."""
         return self._owners[change.storage]
 
     def _by_owner(self, position: int) -> dict[str, int]:
@@ -217,7 +213,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
                 self._resize(counted, storage.nbytes())
 
     def _maker(self) -> str:
-        return self._running[-1] if self._running else NOBODY
+        return self._running[-1] if self._running else NO_OWNER
 
     def _change(self, number: int, num_bytes: int) -> None:
         self.changes.append(Change(number, num_bytes))
@@ -226,12 +222,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self._peak_position = len(self.changes)
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes that `tensors` hold together; storages that several share count once."""
-    storages = {storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in _tensors(list(tensors)))}
-    return sum(storages.values())
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:

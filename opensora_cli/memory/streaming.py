@@ -1,4 +1,4 @@
-"""Running a model whose blocks are not all on the device: each block's weights arrive while others compute."""
+"""Block streaming: a model runs with few blocks on the device, and the next one's weights are copied meanwhile."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from opensora_cli.memory.block_weights import BlockWeights
-from opensora_cli.memory.host_weights import HostSource, HostWeights, open_host_weights
-from opensora_cli.memory.side_stream import SideStream
+from opensora_cli.memory.host_memory import SideStream
+from opensora_cli.memory.host_weights import BlockWeights, HostSource, HostWeights, open_host_weights
 
 _SLOTS = 2
 """One for the block that computes, one for the next."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from storage_sizes import storage_bytes
 from tiny_adapters import write_lora
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.memory.counting import storage_bytes
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.generate import GenerateSettings

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from closeness import relative_error
 from shared_models import Scheme, divided, golden
+from storage_sizes import storage_bytes
 from tiny_transformer import inputs, transformer
 from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit import MMDiT

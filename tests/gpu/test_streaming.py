@@ -8,8 +8,8 @@ from tiny_transformer import inputs, transformer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 
 pytestmark = [

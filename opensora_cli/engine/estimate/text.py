@@ -12,8 +12,8 @@ from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS, TEXT, StageMemory
-from opensora_cli.memory.block_weights import slot_bytes
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.text.folder import load_config
 from opensora_cli.models.text.t5 import t5_linears

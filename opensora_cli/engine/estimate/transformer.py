@@ -11,7 +11,7 @@ from opensora_cli.core.attention import AttentionFn, accumulation_dtype
 from opensora_cli.engine.components.loras import LoraRanks, factor_sizes
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.memory.block_weights import ALIGNMENT, slot_bytes
+from opensora_cli.memory.host_weights import ALIGNMENT, slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig

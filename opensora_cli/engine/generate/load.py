@@ -27,7 +27,7 @@ from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.memory.shared_copies import SharedCopies
+from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks

@@ -13,7 +13,7 @@ from torch import nn
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.page_locked import page_aligned
+from opensora_cli.memory.host_memory import page_aligned
 
 
 def manager(numel: int = 1000, dtype: torch.dtype = torch.float32) -> ActivationManager:

@@ -1,10 +1,11 @@
 import pytest
 import torch
+from storage_sizes import storage_bytes
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.counting import TensorBytes
 
 
 def test_a_storage_counts_once_until_its_last_tensor_is_gone():
@@ -88,14 +89,20 @@ def test_modules_own_what_their_forward_makes():
         with counter.watch(model, "model"):
             out = model(torch.zeros(2, 8))
         kept = torch.zeros(3)
-        owners = counter.live_by_owner()
+        counter.mark("after forward")
         out.sum().backward()
         counter.add([weight.grad for weight in model.parameters()], "gradients")
     weights = storage_bytes(model.parameters())
     # Autograd needs the inputs of the linear layers; the first layer's output only was an input of the second.
     inputs = 2 * 8 * 4
-    assert owners == {"weights": weights, "model.1": 2 * 16 * 4, "model.2": 2 * 4 * 4, "": inputs + kept.nbytes}
-    assert counter.live_by_owner()["gradients"] == weights
+    assert counter.owners_at(counter.marks[0]) == {
+        "weights": weights,
+        "model.1": 2 * 16 * 4,
+        "model.2": 2 * 4 * 4,
+        "": inputs + kept.nbytes,
+    }
+    counter.mark("end")
+    assert counter.owners_at(counter.marks[1])["gradients"] == weights
     assert sum(counter.peak_by_owner().values()) == counter.peak_bytes
 
 
@@ -105,7 +112,8 @@ def test_a_failing_forward_owns_nothing_more():
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.zeros(2, 9))
         kept = torch.zeros(5)
-    assert counter.live_by_owner() == {"": kept.nbytes}
+        counter.mark("end")
+    assert counter.owners_at(counter.marks[0]) == {"": kept.nbytes}
 
 
 def test_tensors_without_memory_and_of_one_kind_of_device():

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from storage_sizes import storage_bytes
 from tiny_transformer import inputs, transformer
 from torch import nn
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.memory.block_weights import slot_bytes
-from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks
 
 

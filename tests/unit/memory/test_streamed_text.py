@@ -10,7 +10,7 @@ from mapped_files import are_mapped, needs_maps
 from tiny_world import save_t5
 
 import opensora_cli
-from opensora_cli.memory.block_weights import slot_bytes
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.text import folder as folders
 from opensora_cli.models.text.encoders import T5Encoder

@@ -11,6 +11,7 @@ import torch
 from closeness import assert_close
 from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
+from storage_sizes import storage_bytes
 from tiny_adapters import factors, write_adapter, write_lora
 from tiny_transformer import inputs
 from tiny_weights import converted
@@ -29,8 +30,8 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.outputs import sample_files, sample_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.mem_profile.generation import random_transformer
-from opensora_cli.memory.block_weights import slot_bytes
-from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit import MMDiT

@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from storage_sizes import storage_bytes
 
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
@@ -21,9 +22,9 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.text import encode_prompts
-from opensora_cli.memory.block_weights import slot_bytes
-from opensora_cli.memory.counting import TensorBytes, storage_bytes
+from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig

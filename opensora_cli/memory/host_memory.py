@@ -1,0 +1,190 @@
+"""Host memory that is page-locked for copies beside the computation, or shared by all ranks of a machine.
+
+torch's own page-locked memory comes in powers of two, which would be up to twice what weights or activations need.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_cli.core.exceptions import HardwareError
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device
+_SEGMENT_BYTES = 256 * 2**20
+"""Of one file; its memory is free when no tensor in it is in use any more."""
+_ALIGNMENT = 512
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def page_aligned(nbytes: int) -> Tensor:
+    """Return (nbytes,) uint8 that begins with a page, and shares no page of memory with anything else."""
+    page = mmap.PAGESIZE
+    with torch.inference_mode(False):
+        memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
+        start = -memory.data_ptr() % page
+        return memory[start : start + nbytes]
+
+
+class PageLock:
+    """Locks the pages of memory until it is released.
+
+    Args:
+        memory: of `page_aligned`; it must live as long as the lock.
+        device: the CUDA device that copies; its context is made here, and on no other.
+
+    Raises:
+        HardwareError: the system refuses.
+    """
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._memory: Tensor | None = memory
+        self._device = device
+        with torch.cuda.device(device):
+            failed = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+        if failed:
+            self._memory = None
+            raise HardwareError(
+                f"{memory.nbytes} bytes of memory cannot be page-locked",
+                hint="raise the limit of locked memory (ulimit -l), or do without: --set memory.host_weights=mapped",
+            )
+
+    def release(self) -> None:
+        """Unlock the pages, when the device is done with them; again has no effect."""
+        if self._memory is not None:
+            memory, self._memory = self._memory, None
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                _cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class SideStream:
+    """A CUDA stream for copies. On the CPU, where calls are synchronous, it does nothing.
+
+    Args:
+        device: of the copies and of the computation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event after all work queued on the current stream."""
+        if self._stream is None:
+            return None
+        # A wait for a blocking event sleeps instead of polling.
+        mark = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._stream.device))
+        return mark
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Let work queued from now on wait for a mark; the caller does not wait."""
+        if self._stream is not None and mark is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Make this the current stream of the thread, waiting for a mark of another."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self.wait(mark)
+            yield
+
+    def synchronise(self) -> None:
+        """Wait until the device has done all queued work, on any stream."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self._stream.device)
+
+
+class SharedCopies:
+    """Takes tensors that every rank has computed, and gives each rank a view of one common copy.
+
+    The copies lie in files without a name, in shared memory where that has room, or else in the folder of temporary
+    files. Where neither has, each rank keeps its own. Tensors may be read when the context has ended, and must not be
+    written to.
+
+    Args:
+        group: the ranks of one machine. All hold the same tensors in the same order.
+        segment_bytes: size of one file, unless a tensor is larger.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        self._group = group
+        self._segment_bytes = segment_bytes
+        self._segment: Tensor | None = None
+        self._used = 0
+        self._has_room = dist.get_world_size(group) > 1
+
+    def __enter__(self) -> "SharedCopies":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After a failure there is nothing to wait for.
+        if error is None:
+            dist.barrier(self._group)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same shape, dtype and content, which is the common copy.
+
+        Args:
+            tensor: on the CPU. Its own memory is free when the caller lets go of it.
+        """
+        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._segment is None or self._used + size > self._segment.numel():
+            self._begin_segment(max(size, self._segment_bytes))
+        if self._segment is None or not tensor.nbytes:
+            return tensor
+        place = self._segment[self._used : self._used + tensor.nbytes]
+        self._used += size
+        if dist.get_rank(self._group) == 0:
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return place.view(tensor.dtype).view(tensor.shape)
+
+    def _begin_segment(self, nbytes: int) -> None:
+        self._segment, self._used = None, 0
+        if not self._has_room:
+            return
+        path = _make_file(nbytes) if dist.get_rank(self._group) == 0 else None
+        names = [None if path is None else str(path)]
+        dist.broadcast_object_list(names, group=self._group, group_src=0)
+        if names[0] is None:
+            self._has_room = False
+            return
+        self._segment = torch.from_file(names[0], shared=True, size=nbytes, dtype=torch.uint8)
+        # All have it open: without its name, it goes when the last of them does.
+        dist.barrier(self._group)
+        if path is not None:
+            path.unlink()
+
+
+def _make_file(nbytes: int) -> Path | None:
+    """Return a new file whose space is reserved, so that writing to its map cannot fail; None: there is no room."""
+    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            descriptor, name = tempfile.mkstemp(prefix="osora-", dir=folder)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+                return Path(name)
+            except OSError:
+                Path(name).unlink()
+            finally:
+                os.close(descriptor)
+    return None
