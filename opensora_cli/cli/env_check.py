@@ -90,8 +90,9 @@ def _check(
     settings = validate(EnvCheckSettings, given)
     with errors.uninterrupted():
         from opensora_cli.engine.env_check.check import env_check as check
+        from opensora_cli.engine.generate.plan import make_plan
 
-    report = check(settings, environment=os.environ, reporter=output.make_reporter(quiet=quiet))
+    report = check(settings, make_plan=make_plan, environment=os.environ, reporter=output.make_reporter(quiet=quiet))
     output.print_result(report, as_json=as_json)
     report.require_fine()
 

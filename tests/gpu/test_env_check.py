@@ -9,6 +9,7 @@ from opensora_cli.core import gpus
 from opensora_cli.engine.env_check.all_reduce import Outcome, run_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.env_check import EnvCheckSettings
 
 pytestmark = [
@@ -41,7 +42,7 @@ def test_nccl_over_all_gpus():
 
 
 def test_nothing_stops_a_run_here():
-    report = env_check(EnvCheckSettings(all_reduce=False), environment={})
+    report = env_check(EnvCheckSettings(all_reduce=False), make_plan=make_plan, environment={})
     assert [finding.message for finding in report.findings if finding.severity is Severity.PROBLEM] == []
     assert [finding.message for finding in report.findings if finding.severity is Severity.UNKNOWN] == []
     assert {preset.device for preset in report.presets} == {"cuda:0"}

@@ -12,7 +12,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
-from opensora_cli.engine.env_check.facts import HostFacts, WeightFacts
+from opensora_cli.engine.env_check.facts import HostFacts, MakePlan, WeightFacts
 from opensora_cli.engine.env_check.files import lint_file
 from opensora_cli.engine.env_check.host import (
     check_attention,
@@ -40,8 +40,9 @@ FactT = TypeVar("FactT")
 class Machine:
     """This machine, each kind of fact read once, when it is first asked for."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], make_plan: MakePlan) -> None:
         self.environment = environment
+        self._make_plan = make_plan
 
     @cached_property
     def torch(self) -> TorchFacts:
@@ -76,7 +77,7 @@ class Machine:
     @cached_property
     def presets(self) -> tuple[PresetNeeds, ...]:
         """What presets need here."""
-        return facts.read_presets(self.environment)
+        return facts.read_presets(self.environment, self._make_plan)
 
     @property
     def num_gpus(self) -> int:
@@ -110,6 +111,7 @@ def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:
 def env_check(
     settings: EnvCheckSettings,
     *,
+    make_plan: MakePlan,
     environment: Mapping[str, str] | None = None,
     reporter: Reporter | None = None,
 ) -> EnvReport:
@@ -117,6 +119,7 @@ def env_check(
 
     Args:
         settings: what to check.
+        make_plan: plans a generation (`engine.generate.plan.make_plan`), for the table of presets.
         environment: the variables; None: those of this process.
         reporter: shown what takes long.
 
@@ -126,7 +129,7 @@ def env_check(
     environment = os.environ if environment is None else environment
     # First, since a misspelt name should be refused at once.
     of_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    machine = Machine(environment)
+    machine = Machine(environment, make_plan)
     checks = _checks(machine, settings, reporter or SilentReporter())
     report = EnvReport.of(
         [*(finding for name, check in checks.items() for finding in isolated(name, check)), *of_files],

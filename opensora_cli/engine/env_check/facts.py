@@ -8,17 +8,19 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
+from opensora_cli.engine.components.hardware import Hardware
+from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
 from opensora_cli.engine.env_check.report import PresetNeeds
-from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.models.attention import backend_names
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
@@ -105,6 +107,30 @@ class EncoderFacts:
 
     av: str
     has_x264: bool
+
+
+class PresetPlan(Protocol):
+    """What is read of a plan of `osora generate`."""
+
+    @property
+    def settings(self) -> GenerateSettings: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def hardware(self) -> Hardware: ...
+    @property
+    def weights(self) -> WeightFiles: ...
+    @property
+    def offload(self) -> OffloadPlan: ...
+    @property
+    def stages(self) -> tuple[StageMemory, ...]: ...
+    @property
+    def budget_bytes(self) -> int: ...
+
+
+MakePlan = Callable[[GenerateSettings], PresetPlan]
 
 
 def read_python() -> PythonFacts:
@@ -237,17 +263,16 @@ def preset_here(name: str, environment: Mapping[str, str]) -> GenerateSettings:
     return settings.replace({"runtime.weights": folder}) if folder else settings
 
 
-def read_presets(environment: Mapping[str, str]) -> tuple[PresetNeeds, ...]:
+def read_presets(environment: Mapping[str, str], make_plan: MakePlan) -> tuple[PresetNeeds, ...]:
     """Return the needs of all presets, as plans count them; no weight is read."""
-    return tuple(_needs(name, preset_here(name, environment)) for name in list_presets("generate"))
+    return tuple(_needs(name, make_plan(preset_here(name, environment))) for name in list_presets("generate"))
 
 
-def _needs(name: str, settings: GenerateSettings) -> PresetNeeds:
-    plan = make_plan(settings)
+def _needs(name: str, plan: PresetPlan) -> PresetNeeds:
     worst = max(plan.stages, key=lambda stage: stage.total_bytes)
     return PresetNeeds(
         name=name,
-        video=f"{plan.width}x{plan.height}, {settings.video.num_frames} frames",
+        video=f"{plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
         device=str(plan.hardware.device),
         dtype=str(plan.hardware.dtype).removeprefix("torch."),
         stage=worst.name,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from opensora_cli.engine.train.strategy.distribution import local
-from opensora_cli.memory.streaming import SideStream
+from opensora_cli.memory.host_memory import SideStream
 
 STAGED_NUMBERS = 8 * 2**20
 """Elements of a weight that are updated at a time: enough for a copy to take much longer than its launch."""

@@ -32,6 +32,7 @@ from opensora_cli.engine.env_check.machine import (
     is_supported,
 )
 from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, isolated
+from opensora_cli.engine.generate.plan import make_plan
 
 GIB = 2**30
 TORCH = TorchFacts(
@@ -264,7 +265,7 @@ class TestPresets:
 
     def test_the_demo_here(self, monkeypatch):
         monkeypatch.setattr("opensora_cli.engine.env_check.facts.list_presets", lambda kind: ["demo"])
-        (demo,) = read_presets({})
+        (demo,) = read_presets({}, make_plan)
         assert demo.has_weights
         assert demo.fits
         assert demo.needed_bytes > 10 * 2**20
