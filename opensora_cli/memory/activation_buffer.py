@@ -1,4 +1,4 @@
-"""The host memory that activations wait in, and the copies to it and back."""
+"""The host buffer of offloaded activations, and the copies to and from it."""
 
 import weakref
 from typing import Protocol
@@ -18,13 +18,13 @@ class Slot:
         self.start = start
         self.stop = stop
         self.live = True
-        """Whether it has not been given back."""
+        """Whether it has not been released."""
 
 
 class HostStack:
     """Flat memory of one dtype that is used as a stack.
 
-    Space is taken at the top. It may be given back in any order: the top falls as soon as nothing lives there.
+    Space is taken at the top. It may be released in any order: the top falls as soon as nothing there is live.
 
     Args:
         numel: elements.
@@ -70,8 +70,8 @@ class HostStack:
         start, size = self.used, self.elements.numel()
         if start + numel > size:
             raise RuntimeError(
-                f"the activation buffer is full: it has room for {size} numbers, holds {start}, and {numel} are to "
-                f"come; call setup_buffer with at least {start + numel}, or reset() if a forward pass failed"
+                f"the activation buffer is full: it has room for {size} numbers, holds {start}, and {numel} more are "
+                f"needed; call setup_buffer with at least {start + numel}, or reset() if a forward pass failed"
             )
         slot = Slot(start, start + numel)
         self._slots.append(slot)
@@ -79,13 +79,13 @@ class HostStack:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Give space back; again has no effect."""
+        """Release space; again has no effect."""
         slot.live = False
         while self._slots and not self._slots[-1].live:
             self._slots.pop()
 
     def clear(self) -> None:
-        """Give all space back."""
+        """Release all space."""
         for slot in self._slots:
             slot.live = False
         self._slots = []
@@ -131,7 +131,7 @@ class StreamCopies:
     def to_host(self, source: Tensor, host: Tensor) -> None:
         """Copy when the current stream has computed `source`."""
         self._down.wait_stream(torch.cuda.current_stream(source.device))
-        # What lay in this part of the host's memory before may be on its way up still.
+        # What lay in this part of the host's memory before may still be copied up.
         self._down.wait_stream(self._up)
         with torch.cuda.stream(self._down):
             host.copy_(source, non_blocking=True)

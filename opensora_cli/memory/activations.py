@@ -1,4 +1,4 @@
-"""Activations that wait in host memory between forward and backward.
+"""Offloading of activations to host memory between forward and backward.
 
 Offloaded are the inputs of checkpointed blocks (see `checkpointing`). With checkpointing they are nearly all that is
 held between forward and backward; each is read once, and it is known when: backward runs the blocks in reverse order,
@@ -19,7 +19,7 @@ from opensora_cli.memory.activation_buffer import Copies, HostStack, PlainCopies
 
 
 class OffloadedActivation:
-    """What stands for a tensor that was offloaded; `ActivationManager.onload` takes it."""
+    """The handle of an offloaded tensor; `ActivationManager.onload` takes it."""
 
     def __init__(self, entry: "_Entry") -> None:
         self._entry: _Entry | None = entry
@@ -29,12 +29,12 @@ class ActivationManager:
     """Offloads activations to a buffer in host memory that is allocated once and used as a stack.
 
     `offloading` is the way to train with it: it takes what autograd saves inside its block. `offload` and `onload`
-    serve who keeps track of tensors himself. A tensor that is saved several times, as by all blocks that share the
-    modulation vector or the rotary tables, is moved once in each direction; it is known by storage, offset, shape,
-    strides, dtype and version.
+    are for callers that keep track of tensors themselves. A tensor that is saved several times, as by all blocks that
+    share the modulation vector or the rotary tables, is moved once in each direction; it is known by storage, offset,
+    shape, strides, dtype and version.
 
     On CUDA copies run on streams of their own: down as soon as a tensor is saved, up one block ahead. As anything that
-    autograd saves, an offloaded tensor must not be changed in place. Space is given back when the graph that saved a
+    autograd saves, an offloaded tensor must not be changed in place. Space is released when the graph that saved a
     tensor is freed, so that a failed forward or backward pass leaves nothing behind once its exception is forgotten;
     `reset` does it at once. One manager serves one process and one thread of forward passes.
     """
@@ -61,7 +61,7 @@ class ActivationManager:
         """Allocate the buffer, in place of an earlier one.
 
         Args:
-            numel: numbers that it holds; `peak_bytes` tells what a run needed.
+            numel: numbers that it holds; `peak_bytes` is what a run needed.
             dtype: of the tensors that are offloaded.
             device: `cpu`; or `meta` for a buffer of no memory, with which a model on meta shows what it needs.
 
@@ -99,7 +99,7 @@ class ActivationManager:
         return handle
 
     def onload(self, x: OffloadedActivation) -> Tensor:
-        """Return a tensor on the device that it came from, without its graph, and give its space back.
+        """Return a tensor on the device that it came from, without its graph, and release its space.
 
         Args:
             x: the last that was offloaded of those that are left.
@@ -136,7 +136,7 @@ class ActivationManager:
             yield
 
     def reset(self) -> None:
-        """Give all space back, and make whoever holds an offloaded activation fail when he asks for it."""
+        """Release all space; fetching an activation that was offloaded before raises an error."""
         if self._stack is not None:
             self._stack.clear()
         for handle in self._handles:
@@ -224,7 +224,7 @@ class _Saved(NamedTuple):
 
 
 class _Entry:
-    """A saved tensor, offloaded or left on its device; it gives back what it holds when it dies.
+    """A saved tensor, offloaded or left on its device; its space is released with it.
 
     Args:
         manager: whose.

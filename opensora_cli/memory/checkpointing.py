@@ -1,4 +1,4 @@
-"""Activation checkpointing (Chen et al. 2016): blocks are computed again in backward, instead of kept.
+"""Activation checkpointing (Chen et al. 2016): blocks are recomputed in backward instead of kept.
 
 Blocks are wrapped from outside: a model knows nothing of it, and the names of its parameters stay. It is torch's own
 non-reentrant checkpointing, so that gradients are those of plain training bit for bit (dropout and autocast are
@@ -37,7 +37,7 @@ class GradCheckpoint:
     """The checkpointing of one model; `remove`, or the end of a `with` block, undoes it.
 
     Args:
-        paths: of the modules that are checkpointed whoever calls them.
+        paths: of the modules that are checkpointed, called by any other.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ def set_grad_checkpoint(
     others: Sequence[str] = (),
     activations: ActivationManager | None = None,
 ) -> GradCheckpoint:
-    """Checkpoint the blocks of a model: the modules in its `ModuleList`s, whoever calls them.
+    """Checkpoint the blocks of a model: the modules in its `ModuleList`s, called by any other.
 
     Any other module of the model is checkpointed where it is called through `auto_grad_checkpoint`. Inside a
     checkpoint there are no further ones, and without gradients there are none.
@@ -88,7 +88,7 @@ def set_grad_checkpoint(
             by one have a checkpoint each.
         depth: path of a `ModuleList` -> how many of its blocks, from the first; None, or no entry: all. The last ones
             are the best to leave out: backward frees what they keep before it computes the others again.
-        others: paths of further modules that are checkpointed whoever calls them.
+        others: paths of further modules that are checkpointed, called by any other.
         activations: offloads the inputs of what is checkpointed; it needs its buffer before the first forward pass.
 
     Returns:
@@ -125,7 +125,7 @@ def set_grad_checkpoint(
 
 
 def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Call a module, or modules one after the other, with checkpoints where `set_grad_checkpoint` has asked for them.
+    """Call a module, or modules one after the other, with checkpoints where `set_grad_checkpoint` has set them.
 
     In a sequence, what a block returns takes the place of as many arguments of the next, from the first; the others
     stay, so that `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` is the whole stack.

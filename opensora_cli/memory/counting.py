@@ -86,10 +86,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     ) -> Any:
         """Run an operation, and count what it makes."""
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # asked of every fake tensor, many times
+        if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: what it does to the tensors inside it comes back here.
+            # A wrapper such as DTensor: its operations on the tensors inside it come here, too.
             return NotImplemented
         if torch.is_inference_mode_enabled() and _is_composite(func):
             # Otherwise autograd takes such operations apart before they come here. Their parts make tensors too.
@@ -117,7 +117,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
     def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:
-        """Count what was there before, and say whose it is.
+        """Count tensors that existed before, and set their owner.
 
         Args:
             held: a module (its parameters and buffers), a tensor or several.

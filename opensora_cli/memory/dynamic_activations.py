@@ -64,11 +64,11 @@ class MemoryProfile:
 class DynamicActivationManager(ActivationManager):
     """Offloads a tensor only if more than a share of the device's memory is in use when it is saved.
 
-    What stayed needs no copy on the way back either. The buffer must still be large enough for the worst case.
+    A tensor that stays needs no copy in backward either. The buffer must still be large enough for the worst case.
 
     Args:
         threshold: share of the memory, 0 to 1; 0 offloads everything, 1 nothing.
-        read_memory: tells how much of a device's memory is in use.
+        read_memory: returns how much of a device's memory is in use.
 
     Raises:
         ValueError: the threshold is no share.

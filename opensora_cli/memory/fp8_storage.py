@@ -1,4 +1,4 @@
-"""Linear layers that keep their weight in 8 bits, and multiply it out when it is used: half the memory of bf16.
+"""Linear layers that store their weight in 8 bits and dequantize it on each access: half the memory of bf16.
 
 This is storage: what is computed with is a tensor of the former dtype. It is not exact. Each row (output feature) has a
 scale of its own, so that a row of large numbers costs the others nothing, and it is a power of two: float8_e4m3fn has
@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 class Fp8Linear(nn.Linear):
     """A linear layer whose parameter `weight` is float8_e4m3fn, beside `weight_scale`, (out_features, 1) in fp32.
 
-    The attribute `weight` is the product of the two, made anew at each use, in the dtype that the weight had.
+    The attribute `weight` is the product of the two, dequantized on each access, in the dtype that the weight had.
 
     Args:
         linear: the layer that it replaces; its bias is taken over.

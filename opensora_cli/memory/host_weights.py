@@ -1,4 +1,4 @@
-"""Where the weights of streamed blocks wait in the host's memory, and how they get from there to a device."""
+"""The weights of streamed blocks in the host's memory, and their copies to a device."""
 
 import mmap
 import threading
@@ -27,10 +27,10 @@ ALIGNMENT = 512
 
 
 class BlockWeights:
-    """Those parameters of a block that wait on the CPU, and where each goes in one run of bytes.
+    """Those parameters of a block that are on the CPU, and where each goes in one run of bytes.
 
     A parameter that several modules of the block share is there once, and each lies row by row. Parameters on another
-    device are left out: these are shared with what is outside the blocks, and have been brought where they are needed.
+    device are left out: these are shared with what is outside the blocks, and are already where they are needed.
 
     Args:
         block: the module.
@@ -174,7 +174,7 @@ class _LockedMemory:
 
 
 class _PinnedWeights:
-    """Weights in locked memory: the device fetches a block in one copy, and nobody waits."""
+    """Weights in locked memory: the device fetches a block in one asynchronous copy."""
 
     def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory) -> None:
         counts = Counter(weight for block in blocks for weight in block.host)
@@ -199,7 +199,7 @@ class _PinnedWeights:
 
 
 class _MappedWeights:
-    """Weights anywhere in the host's memory. A thread brings them piece by piece to one of two locked buffers, from
+    """Weights anywhere in the host's memory. A thread copies them piece by piece to one of two locked buffers, from
     which the device fetches them, while the thread reads the next piece into the other.
     """
 

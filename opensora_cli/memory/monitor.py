@@ -1,4 +1,4 @@
-"""Telling a log how much memory is in use, under the names that the Open-Sora community knows."""
+"""Logging how much memory is in use, under the names that the Open-Sora community knows."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ class ProfiledPhase:
     peak_allocated_gib: float | None
     """The most during it."""
     peak_reserved_gib: float | None
-    """The most that torch's allocator held of the card meanwhile."""
+    """The most that torch's allocator reserved on the GPU meanwhile."""
 
 
 class AccelerationProfiler:
@@ -59,7 +59,7 @@ class AccelerationProfiler:
         return [
             f"{phase.name}: {phase.seconds:.3f} s, "
             + (
-                "no CUDA device, whose memory could be told"
+                "no CUDA device to measure memory on"
                 if phase.peak_allocated_gib is None
                 else f"{phase.allocated_gib:.3f} GiB at the end, {phase.peak_allocated_gib:.3f} GiB at most, "
                 f"{phase.peak_reserved_gib:.3f} GiB reserved"

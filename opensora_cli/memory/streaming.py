@@ -27,7 +27,7 @@ class StreamingFigures:
     host_bytes: int = 0
     """Taken in the host's memory, beside or instead of that which the weights were in."""
     copied_bytes: int = 0
-    """Copied to the device so far; what is under way counts."""
+    """Copied to the device so far; copies that have started count."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def stream_blocks(
 
     Args:
         stacks: the blocks, in the order in which they run; their parameters are on the CPU. Everything else of the
-            model is on the device, and buffers of blocks are brought there.
+            model is on the device, and buffers of blocks are moved there.
         device: where the blocks compute; a CPU works too, but is of use for tests only.
         resident: how many blocks' weights may be on the device at a time, from 1; with as many as there are all stay.
         source: where the weights of the blocks that don't stay wait: `pinned` is one page-locked copy; `mapped` is no
@@ -125,7 +125,7 @@ def kept_blocks(count: int, *, resident: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A block in a slot, or on its way there."""
+    """A block that is in a slot, or being copied there."""
 
     block: BlockWeights
     slot: Tensor
@@ -223,7 +223,7 @@ class _Streamer:
             return block.views(self._arrivals[0].slot)
 
     def _restart(self, block: BlockWeights) -> None:
-        """Fill all slots anew, with this block and those after it."""
+        """Refill all slots, with this block and those after it."""
         self._arrivals.clear()
         self._next = self._ring.index(block)
         for slot in self._slots:
@@ -250,7 +250,7 @@ def _run(nbytes: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def _buffers_on(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Keep the buffers of blocks that are on the CPU on a device, and bring them back, changed as they may be."""
+    """Move buffers of blocks from the CPU to a device, and back with their new values at the end."""
     places = [
         (module._buffers, name)
         for block in modules

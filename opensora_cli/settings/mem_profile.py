@@ -24,7 +24,7 @@ class MemProfileSettings(Section):
     """Which results a profile has, and where they are written."""
 
     compare: bool = Field(default=False, description="measure techniques that save memory, one by one")
-    adaptive_batch: bool = Field(default=False, description="look for the largest batch that fits")
+    adaptive_batch: bool = Field(default=False, description="find the largest batch that fits")
     memory_limit: ByteSize | None = Field(
         default=None, description="memory that the batch must fit into, of what is free, as in 24GiB; none: all of it"
     )

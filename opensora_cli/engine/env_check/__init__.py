@@ -1,4 +1,4 @@
 """`osora env-check`: whether this machine can run osora, and what keeps it from doing so.
 
-`reading` finds facts, one small function for each; the other modules judge facts and never look at the machine.
+`facts` (and `core.gpus`) read the machine, one small function for each fact; the other modules judge facts.
 """

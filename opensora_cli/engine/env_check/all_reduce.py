@@ -105,7 +105,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         if sys.platform == "win32":
             process.kill()
         else:
-            # Its session is its process group, and nobody else's; not yet waited for, its id is still its own.
+            # Its session is its process group, of its own; until it is waited for, its id is not reused.
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -176,7 +176,7 @@ def check_all_reduce(result: AllReduce) -> Iterator[Finding]:
         yield make(
             f"{over} fails{f' while {result.stage}' if result.stage else ''}: {result.reason}",
             why="a run over several devices would fail in the same way",
-            fix="NCCL_DEBUG=INFO osora env-check says more" if result.backend == "nccl" else _GLOO_FIX,
+            fix="NCCL_DEBUG=INFO osora env-check reports more" if result.backend == "nccl" else _GLOO_FIX,
         )
 
 

@@ -1,6 +1,6 @@
 """One process of the timed all-reduce: `python all_reduce_worker.py RANK RANKS BACKEND FILE`.
 
-It prints how far it came, a word a line, so that whoever ends it knows where it hung.
+It prints each stage that it reaches on a line, so that its parent knows where it hung.
 """
 
 import sys

@@ -39,7 +39,7 @@ class Doubled(torch.autograd.Function):
 
 
 class TestStack:
-    def test_comes_back_as_it_was(self):
+    def test_an_onloaded_tensor_equals_the_offloaded_one(self):
         held = manager()
         tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(8, 4)[::2]]
         handles = [held.offload(tensor) for tensor in tensors]
@@ -66,7 +66,7 @@ class TestStack:
         tensor.zero_()
         assert held.onload(handle).tolist() == [1.0] * 4
 
-    def test_changed_values_are_moved_anew(self):
+    def test_changed_values_are_copied_again(self):
         held = manager()
         tensor = torch.ones(4)
         first = held.offload(tensor)
@@ -88,7 +88,7 @@ class TestStack:
         assert len({back.data_ptr() for back in backs}) == 1
         assert held.copied_to_device == 120
 
-    def test_a_new_tensor_where_a_freed_one_lay_is_another(self):
+    def test_a_new_tensor_at_a_freed_address_is_another(self):
         held = manager()
         handles = []
         for value in range(50):
@@ -117,7 +117,7 @@ def test_pinned_memory_shares_no_page():
 
 
 class TestErrors:
-    def test_no_buffer(self):
+    def test_a_missing_buffer_is_refused(self):
         with pytest.raises(RuntimeError, match=r"call setup_buffer\(numel, dtype\) first"):
             ActivationManager().offload(torch.ones(1))
         with pytest.raises(RuntimeError, match="setup_buffer"), ActivationManager().offloading():
@@ -125,7 +125,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="numel=0"):
             manager(0)
 
-    def test_full(self):
+    def test_a_full_buffer_is_refused(self):
         held = manager(10)
         first = held.offload(torch.arange(6.0))
         with pytest.raises(RuntimeError, match=r"room for 10 numbers, holds 6, and 5 are to come.* at least 11"):
@@ -135,7 +135,7 @@ class TestErrors:
         assert held.onload(first).tolist() == [0, 1, 2, 3, 4, 5]
         assert held.used_bytes == 0
 
-    def test_wrong_dtype(self):
+    def test_another_dtype_is_refused(self):
         held = manager()
         first = held.offload(torch.ones(2))
         with pytest.raises(ValueError, match=r"x has dtype torch\.bfloat16, and the activation buffer torch\.float32"):
@@ -143,7 +143,7 @@ class TestErrors:
         assert held.used_bytes == 8
         assert held.onload(first).tolist() == [1, 1]
 
-    def test_wrong_order(self):
+    def test_onload_in_another_order_is_refused(self):
         held = manager()
         first, second, third = (held.offload(torch.full((2,), float(i))) for i in range(3))
         for wrong in (first, second):
@@ -153,7 +153,7 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="onloaded before"):
             held.onload(third)
 
-    def test_setup_while_in_use(self):
+    def test_setup_of_a_used_buffer_is_refused(self):
         held = manager()
         handle = held.offload(torch.ones(3))
         with pytest.raises(RuntimeError, match="holds 12 bytes: call setup_buffer after backward, or reset"):
@@ -162,7 +162,7 @@ class TestErrors:
         held.setup_buffer(5, torch.bfloat16)
         assert (held.buffer_bytes, held.peak_bytes) == (10, 0)
 
-    def test_reset(self):
+    def test_reset_releases_everything(self):
         held = manager()
         handle = held.offload(torch.ones(3))
         held.reset()
@@ -217,7 +217,7 @@ class TestSavedTensors:
         assert torch.equal(torch.autograd.grad(loss, x)[0], first)
         assert held.used_bytes == 0
 
-    def test_a_graph_that_is_forgotten_gives_its_space_back(self):
+    def test_a_freed_graph_releases_its_space(self):
         held = manager()
         x = torch.randn(3, requires_grad=True)
         with held.offloading():
@@ -256,7 +256,7 @@ class TestSavedTensors:
             fetched.append(held.copied_to_device // 40)
         assert fetched == [2, 3, 4, 4]
 
-    def test_after_reset_backward_says_what_happened(self):
+    def test_backward_after_reset_is_refused_with_the_reason(self):
         held = manager()
         x = torch.randn(3, requires_grad=True)
         with held.offloading():
@@ -291,7 +291,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_on_the_way_leaves_the_buffer_sound(where):
+def test_an_error_in_a_pass_leaves_the_buffer_usable(where):
     model = nn.ModuleList([Broken() for _ in range(4)])
     held = manager(4 * 12)
     x = torch.randn(3, 4)

@@ -71,9 +71,15 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{name: weight.grad.clone() for name, weight in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("depth", [{}, {"double_blocks": 1, "single_blocks": 0}])
+@pytest.mark.parametrize(
+    ("offload", "autocast", "depth"),
+    [
+        (False, False, {}),
+        (True, True, {}),
+        (False, True, {"double_blocks": 1, "single_blocks": 0}),
+        (True, False, {"double_blocks": 1, "single_blocks": 0}),
+    ],
+)
 def test_gradients_are_those_of_plain_training(deterministic, offload, autocast, depth):
     model = transformer()
     arguments = inputs(model)
@@ -146,8 +152,7 @@ def test_a_copy_of_the_model_computes_for_itself(deterministic):
 
 
 class TestSequences:
-    @pytest.mark.parametrize("gc_step", [1, 2, 3, 9])
-    @pytest.mark.parametrize("offload", [False, True])
+    @pytest.mark.parametrize(("gc_step", "offload"), [(1, True), (2, False), (3, True), (9, False)])
     def test_gradients_with_dropout(self, deterministic, gc_step, offload):
         torch.manual_seed(0)
         model, x = Stacked(), torch.randn(3, 6)
@@ -214,7 +219,7 @@ class TestSequences:
         assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
 
 
-def test_one_module(deterministic):
+def test_one_module_is_checkpointed_by_its_call(deterministic):
     torch.manual_seed(0)
     block, x = Noisy(4), torch.randn(2, 4)
     arguments = (x, x, torch.ones(1))
@@ -275,7 +280,7 @@ class TestFloat32Attention:
         assert any(not torch.equal(exact[name], plain[name]) for name in plain)
         assert exact["loss"].item() == pytest.approx(plain["loss"].item(), rel=0.05)
 
-    def test_no_attention_to_wrap(self):
+    def test_fp32_attention_needs_attention(self):
         model = Stacked()
         with pytest.raises(ValueError, match="no checkpointed block has an attribute `attention`"):
             set_grad_checkpoint(model, True)
@@ -295,13 +300,13 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_wrong_arguments(self, options, message):
+    def test_wrong_arguments_are_refused(self, options, message):
         model = transformer()
         with pytest.raises(ValueError, match=message):
             set_grad_checkpoint(model, **options)
         set_grad_checkpoint(model).remove()
 
-    def test_twice(self):
+    def test_checkpointing_twice_is_refused(self):
         model = transformer()
         done = set_grad_checkpoint(model)
         with pytest.raises(ValueError, match="is wrapped already"):
@@ -310,7 +315,7 @@ class TestErrors:
         done.remove()
         assert "forward" not in vars(model.single_blocks[2])
 
-    def test_a_forward_that_someone_else_replaced(self):
+    def test_a_replaced_forward_is_refused(self):
         model = transformer()
         model.single_blocks[0].forward = print
         with pytest.raises(ValueError, match=r"single_blocks\.0 is wrapped already"):

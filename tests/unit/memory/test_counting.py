@@ -21,7 +21,7 @@ def test_a_storage_counts_once_until_its_last_tensor_is_gone():
     assert counter.peak_bytes == 1024
 
 
-def test_what_was_there_before_counts_only_when_told():
+def test_existing_tensors_count_only_when_added():
     before = torch.zeros(100)
     with TensorBytes() as counter:
         view = before.view(10, 10)
@@ -116,7 +116,7 @@ def test_a_failing_forward_owns_nothing_more():
     assert counter.owners_at(counter.marks[0]) == {"": kept.nbytes}
 
 
-def test_tensors_without_memory_and_of_one_kind_of_device():
+def test_meta_tensors_and_one_kind_of_device_count():
     with TensorBytes(device_type="meta") as counter:
         kept = torch.zeros(2**40, device="meta") + 1
         torch.zeros(100)
@@ -139,7 +139,7 @@ def test_a_storage_that_grows_counts_as_it_is():
         assert counter.live_bytes == 400
 
 
-def test_storages_that_are_emptied_and_filled_behind_its_back_are_followed():
+def test_storages_resized_without_an_operation_are_followed():
     with TensorBytes(follow_sizes=True) as following, TensorBytes() as plain:
         tensor = torch.zeros(100)
         tensor.untyped_storage().resize_(0)

@@ -26,7 +26,7 @@ def manager(*used: int, threshold: float = 0.8) -> DynamicActivationManager:
     return made
 
 
-def test_the_share_is_eighty_per_cent_unless_told_otherwise():
+def test_the_default_threshold_is_80_percent():
     assert DynamicActivationManager().threshold == 0.8
     for wrong in (-0.1, 1.1, 80):
         with pytest.raises(ValueError, match=f"threshold={wrong} must be a share"):
@@ -52,7 +52,7 @@ def test_only_what_is_saved_above_the_threshold_is_moved():
     assert (held.used_bytes, held.outside_bytes) == (0, 0)
 
 
-def test_the_profile():
+def test_the_profile_has_peak_history_and_counts():
     held = manager(50, 90, 95, 10)
     assert held.memory_profiling().history == ()
     handles = [held.offload(torch.ones(5)) for _ in range(4)]
@@ -73,7 +73,7 @@ def test_the_profile():
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
-def test_training_is_the_same(deterministic, threshold):
+def test_gradients_are_those_without_offload(deterministic, threshold):
     model = transformer(depth=3)
     arguments = inputs(model)
     expected = gradients(model, arguments)
@@ -88,7 +88,7 @@ def test_training_is_the_same(deterministic, threshold):
     assert held.copied_to_host == held.copied_to_device
 
 
-def test_a_tensor_of_another_dtype_is_not_asked_about():
+def test_another_dtype_stays_without_a_reading():
     held = manager(90)
     x = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     with held.offloading():

@@ -34,7 +34,7 @@ def draw(*shape, scale=0.02):
 
 class TestNumbers:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_error(self, dtype):
+    def test_the_rounding_error_is_bounded(self, dtype):
         # Rows of very different magnitudes: a scale for all of them would cost the small ones their digits.
         weight = (draw(256, 512) * torch.logspace(-6, 1, 256)[:, None]).to(dtype).float()
         layer = stored(weight, dtype)
@@ -47,13 +47,13 @@ class TestNumbers:
         assert relative.min() > 0.02
         assert relative.max() < 0.03
 
-    def test_what_8_bits_can_say_is_kept(self):
+    def test_numbers_that_8_bits_hold_are_exact(self):
         values = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn).float()
         values[:, 0] = 1.75 * 2**8
         for scale in (2.0**-20, 1.0, 2.0**20):
             assert torch.equal(stored(values * scale, torch.bfloat16).weight.float(), values * scale)
 
-    def test_extreme_rows(self):
+    def test_rows_of_extreme_size_keep_their_scale(self):
         weight = torch.zeros(4, 16)
         weight[1] = 3e38
         weight[2] = 1e-38
@@ -82,7 +82,7 @@ class TestModel:
     def blocks(self, model):
         return [*model.double_blocks, *model.single_blocks]
 
-    def test_a_transformer(self):
+    def test_a_transformer_in_8_bits_is_close(self):
         plain = transformer(hidden=64).bfloat16().requires_grad_(False).eval()
         model = transformer(hidden=64).bfloat16().requires_grad_(False).eval()
         names = list(model.state_dict())
@@ -109,9 +109,8 @@ class TestModel:
         other.load_state_dict(state)
         assert torch.equal(other(**inputs(other)), near)
 
-    @pytest.mark.parametrize("source", ["pinned", "mapped"])
-    @pytest.mark.parametrize("resident", [1, 2, 3, 9])
-    def test_streamed(self, resident, source):
+    @pytest.mark.parametrize(("resident", "source"), [(1, "pinned"), (3, "mapped"), (9, "pinned")])
+    def test_streamed_equals_resident_in_8_bits(self, resident, source):
         model = transformer().requires_grad_(False).eval()
         for block in self.blocks(model):
             store_in_fp8(block)
@@ -132,7 +131,7 @@ class TestModel:
             assert counted.live_bytes == storage_bytes(block.parameters()) == before // 2 + 8 * 256 * 4
             assert counted.peak_bytes <= before + 256 * 256 * (4 + 1) + 16 * 256 * 4
 
-    def test_again_changes_nothing(self):
+    def test_storing_twice_changes_nothing(self):
         block = nn.Sequential(nn.Linear(8, 8))
         store_in_fp8(block)
         before = block[0]

@@ -10,7 +10,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what t
 
 
 @without_cuda
-def test_without_cuda_memory_is_said_to_be_unknown(caplog: pytest.LogCaptureFixture):
+def test_without_cuda_no_memory_is_logged(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     log_cuda_memory("the start")
     log_cuda_max_memory()
