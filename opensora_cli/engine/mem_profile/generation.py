@@ -113,7 +113,7 @@ def measure_stage(plan: ExecutionPlan, name: str) -> tuple[Measured, dict[str, n
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         run()
-        _finish(device)
+        _synchronize(device)
         counter.mark("done")
         if is_cuda:
             allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -127,10 +127,10 @@ def time_stage(plan: ExecutionPlan, name: str) -> float:
     with torch.inference_mode(), ExitStack() as stack:
         _, run = _STAGES[name](plan, stack)
         run()
-        _finish(device)
+        _synchronize(device)
         start = time.perf_counter()
         run()
-        _finish(device)
+        _synchronize(device)
         return time.perf_counter() - start
 
 
@@ -180,7 +180,7 @@ def _filled(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
