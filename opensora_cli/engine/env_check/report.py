@@ -39,8 +39,8 @@ class Finding(Document):
     message: str
     why: str | None = None
     """What follows from it."""
-    fix: str | None = Field(default=None, serialization_alias="mend")
-    """What to do; `mend` in the JSON of this schema's version."""
+    fix: str | None = Field(default=None, serialization_alias="mend", description="What to do.")
+    """What to do; in JSON `mend`, as long as the schema has this version."""
     variable: str | None = None
     """The environment variable concerned."""
     file: str | None = None
