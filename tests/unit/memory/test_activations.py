@@ -128,7 +128,7 @@ class TestErrors:
     def test_a_full_buffer_is_refused(self):
         held = manager(10)
         first = held.offload(torch.arange(6.0))
-        with pytest.raises(RuntimeError, match=r"room for 10 numbers, holds 6, and 5 are to come.* at least 11"):
+        with pytest.raises(RuntimeError, match=r"room for 10 numbers, holds 6, and 5 more are needed.* at least 11"):
             held.offload(torch.ones(5))
         second = held.offload(torch.arange(4.0))
         assert held.onload(second).tolist() == [0, 1, 2, 3]
