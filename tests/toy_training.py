@@ -62,7 +62,7 @@ class ToyAdversary:
         if self._task.step < self._start_step:
             return None
         assert self._task.answer is not None
-        return self.forward(self._task.answer).square().mean(), {"told": 1.0}
+        return self.forward(self._task.answer).square().mean(), {"opposed": 1.0}
 
 
 class ToyTask:
@@ -78,7 +78,7 @@ class ToyTask:
         self.forward: Any = self.module
         self.adversary: ToyAdversary | None = None
         self.asked: list[int] = []
-        self.drawn: list[float] = []
+        self.sampled: list[float] = []
         self.step = -1
         self.answer: Tensor | None = None
         self._not_finite = not_finite
@@ -94,7 +94,7 @@ class ToyTask:
 
     def loss(self, batch: ToyBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         self.asked.append(batch.number)
-        self.drawn.append(float(rng.numpy.uniform()))
+        self.sampled.append(float(rng.numpy.uniform()))
         noise = 0.01 * torch.randn(batch.x_BC.shape, generator=rng.torch)
         answer = self.forward(batch.x_BC + noise)
         self.answer = answer.detach()

@@ -195,7 +195,7 @@ def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
 
 
 def _failing(folder: str, failures: int) -> tuple[list[str], str]:
-    """Save so often that the last save is told of all failures, which are the first rank's alone."""
+    """Save so often that the last save sees all failures, which are the first rank's alone."""
     listener, trainer = Listener(), _trainer(ToyTask())
     left = [failures if trainer.distribution.is_main else 0]
     real = checkpoints.remove_old

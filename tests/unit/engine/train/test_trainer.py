@@ -110,25 +110,25 @@ class TestStep:
             for _ in range(2 if "micro_batches" in loop else 4):
                 trainer.do_step()
         assert one.asked == other.asked == [0, 1, 2, 3]
-        assert one.drawn == other.drawn
-        assert one.drawn != third.drawn
-        assert len(set(one.drawn)) == 4
+        assert one.sampled == other.sampled
+        assert one.sampled != third.sampled
+        assert len(set(one.sampled)) == 4
 
     def test_what_is_drawn_for_data_and_for_loss_differs(self):
         assert SampleRng.of(0, 1).numpy.uniform() != SampleRng.of_data(0, 1).numpy.uniform()
 
     def test_layers_draw_by_the_micro_batch_alone(self):
-        drawn = []
+        sampled = []
         for disturbed in (False, True):
             task = ToyTask()
-            task.module.register_forward_hook(lambda *_: drawn.append(float(torch.rand(()))))
+            task.module.register_forward_hook(lambda *_: sampled.append(float(torch.rand(()))))
             trainer = toy_trainer(task)
             for _ in range(2):
                 if disturbed:
                     torch.rand(7)
                 trainer.do_step()
-        assert drawn[:2] == drawn[2:]
-        assert drawn[0] != drawn[1]
+        assert sampled[:2] == sampled[2:]
+        assert sampled[0] != sampled[1]
 
     def test_average_starts_with_few_steps(self):
         task = ToyTask()
@@ -247,7 +247,7 @@ class TestAdversary:
         trainer = toy_trainer(task, micro_batches=2)
         report = trainer.do_step()
         assert list(report.figures)[:4] == ["loss", "adversary_loss", "grad_norm", "adversary_grad_norm"]
-        assert report.figures["told"] == 1.0
+        assert report.figures["opposed"] == 1.0
         moved = weights(task.adversary.module)
         # AdamW's first update is the rate, whatever the gradient is, and weight decay.
         for name in moved:

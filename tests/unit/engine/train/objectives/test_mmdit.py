@@ -300,7 +300,7 @@ class TestStep:
                 running.loss(batch(pixels(5, num_frames=num_frames)), rng(number))
             times[num_frames] = torch.cat([call["timesteps_B"] for call in spy.calls])
         odds = {frames: t / (1 - t) for frames, t in times.items()}
-        # The paths are the same, and so are the normal draws where as much noise was drawn before them.
+        # The paths are the same, and so are the normal samples after as much noise.
         assert (times[1] > 0).all()
         assert (times[13] < 1).all()
         assert odds[13].log().mean() > odds[1].log().mean()
