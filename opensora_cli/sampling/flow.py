@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 def shifted_time(normal_B: Tensor, *, shift: float) -> Tensor:
-    """Turn normal draws into times in (0, 1): t = a·s / (1 + (a-1)·s) with s = sigmoid(normal) and a = `shift`.
+    """Turn normal samples into times in (0, 1): t = a·s / (1 + (a-1)·s) with s = sigmoid(normal) and a = `shift`.
 
     Args:
-        normal_B: one draw for each sample.
+        normal_B: one number for each sample.
         shift: over 1 for more time near the noise; see `schedule.flow_shift_for`.
     """
     share_B = torch.sigmoid(normal_B)
@@ -35,8 +35,8 @@ def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor 
     The name and the order of the parameters are those that the Open-Sora community knows.
 
     Args:
-        velocity_BND: what the model says, as packed latents.
-        target_BND: what it should say.
+        velocity_BND: the model's prediction, as packed latents.
+        target_BND: what it should be.
         masks_BTHW: 1 where latents are given. A first or a last frame that is given is then left out, unless frames
             between them are given too. Every sample counts alike, however many of its frames are left; a sample of
             which none is left counts as zero.

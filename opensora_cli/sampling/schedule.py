@@ -41,7 +41,7 @@ def flow_timesteps(
         num_inference_steps: Euler steps, at least 1.
         tokens_per_frame: packed tokens of one latent frame.
         num_latent_frames: latent frames of the clip.
-        flow_shift: a itself, over 0; 1 spaces the times evenly. None: what `flow_shift_for` says.
+        flow_shift: a itself, over 0; 1 spaces the times evenly. None: that of `flow_shift_for`.
 
     Raises:
         RequestError: no step at all, or a shift that is not positive and finite.

@@ -28,6 +28,6 @@ def add_motion_score_to_text(text: Sequence[str], motion_score: int) -> list[str
 
     Args:
         text: prompts, best after `add_fps_info_to_text`.
-        motion_score: 1 (still) to 7 (very lively); the presets say 4.
+        motion_score: 1 (still) to 7 (very lively); the presets have 4.
     """
     return [f"{prompt} {motion_score} motion score." for prompt in text]

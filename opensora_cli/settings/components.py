@@ -32,7 +32,7 @@ class ModelSettings(Section):
     depth_single_blocks: int = Field(default=38, ge=0, description="single-stream blocks")
     axes_dim: tuple[PositiveInt, ...] = Field(
         default=(16, 56, 56),
-        description="rotary widths of time, height and width; even, and together the width of a head",
+        description="rotary widths of time, height and width; even, with the width of a head as their sum",
     )
     theta: float = Field(default=10_000, gt=0, description="base of the rotary frequencies")
     qkv_bias: bool = Field(default=True, description="whether the attention projections have a bias")
@@ -78,7 +78,7 @@ class DCAESettings(Section):
     spatial_tile_size: PositiveInt = Field(default=256, description="side of a spatial tile, in pixels")
     temporal_tile_size: PositiveInt = Field(default=32, description="length of a temporal tile, in frames")
     tile_overlap_factor: float = Field(
-        default=0.25, ge=0, lt=1, description="part of a tile that its neighbour covers too"
+        default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
     )
     scaling_factor: float | None = Field(
         default=None,
@@ -121,7 +121,7 @@ class FluxAESettings(Section):
     shift_factor: float = Field(default=0.1159, description="see scale_factor")
     tile_size: PositiveInt = Field(default=1024, description="side of a spatial tile, in pixels")
     tile_overlap_factor: float = Field(
-        default=0.25, ge=0, lt=1, description="part of a tile that its neighbour covers too"
+        default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
     )
 
     @property
@@ -152,7 +152,7 @@ class VAESettings(Section):
     sample_size: PositiveInt = Field(default=256, description="side of a spatial tile, in pixels")
     sample_tsize: PositiveInt = Field(default=64, description="length of a temporal tile, in frames")
     tile_overlap_factor: float = Field(
-        default=0.25, ge=0, lt=1, description="part of a tile that its neighbour covers too"
+        default=0.25, ge=0, lt=1, description="part of a tile that the next one covers too"
     )
     scale_factor: float = Field(default=0.476986, gt=0, description="latents = scale_factor x (sample - shift_factor)")
     shift_factor: float = Field(default=0.0, description="see scale_factor")
@@ -160,7 +160,7 @@ class VAESettings(Section):
     spatial_compression_ratio: PositiveInt = Field(default=8, description="pixels to one latent pixel, along each side")
     spatial_tiling: bool = Field(
         default=True,
-        description="encode and decode in tiles of sample_size pixels, or as many as the kind's section says",
+        description="encode and decode in tiles of sample_size pixels, or as many as in the kind's section",
     )
     temporal_tiling: bool = Field(
         default=False, description="likewise in tiles of sample_tsize frames; flux_ae frame by frame"
@@ -198,8 +198,8 @@ class VAESettings(Section):
             value = getattr(self, name)
             owner = VAEKind(name) if name in list(VAEKind) else VAEKind.HUNYUAN
             if name not in _KEYS_OF_ALL_KINDS and owner is not self.kind and value != details.default:
-                told = f"vae.{name}" if isinstance(value, Section) else f"vae.{name}={value}"
-                raise ValueError(f"{told} has no effect with vae.kind={self.kind}: drop it, or use vae.kind={owner}")
+                setting = f"vae.{name}" if isinstance(value, Section) else f"vae.{name}={value}"
+                raise ValueError(f"{setting} has no effect with vae.kind={self.kind}: drop it, or use vae.kind={owner}")
         return self
 
 

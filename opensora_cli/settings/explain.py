@@ -51,7 +51,7 @@ def explain(error: ValidationError, given: Mapping[str, Given] | None = None) ->
 
     Args:
         error: what the validation of settings raised.
-        given: dotted keys to what was given, so that a line can say where its value came from.
+        given: dotted keys to what was given, so that a line can name where its value came from.
     """
     lines: list[str] = []
     for details in error.errors(include_url=False):

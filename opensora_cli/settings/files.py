@@ -77,7 +77,7 @@ def _wrong_key(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorErr
 def read_yaml(path: Path) -> dict[str, object]:
     """Return the mapping in the YAML file at `path`, laid over the file that it `extends`, if any.
 
-    A relative `extends` starts from the folder of the file that says it. Lists are replaced, not joined.
+    A relative `extends` starts from the folder of the file it is in. Lists are replaced, not joined.
 
     Raises:
         FileProblem: a file is missing, unreadable, not a mapping, not YAML, or extends itself.

@@ -134,8 +134,8 @@ class ConditionSettings(Section):
 class PromptSuffixSettings(Section):
     """What is added to a prompt, as in the captions that the model was trained on."""
 
-    motion_score: int | None = Field(default=4, ge=0, le=100, description="how much should move; none: do not say")
-    add_fps: bool = Field(default=True, description="say the frames per second")
+    motion_score: int | None = Field(default=4, ge=0, le=100, description="how much should move; none: left out")
+    add_fps: bool = Field(default=True, description="add the frames per second")
 
 
 class OutputSettings(Section):
@@ -247,7 +247,7 @@ def _model_problems(settings: GenerateSettings) -> list[str]:
         )
     chosen = settings.runtime.model_choice
     if chosen not in (ModelChoice.AUTO, model.name):
-        problems.append(f"model.name={model.name} must be what runtime.model_choice={chosen} says: drop one of them")
+        problems.append(f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them")
     return problems
 
 

@@ -83,7 +83,7 @@ def collect_overrides(schema: type[Section], flags: Layer, assignments: Iterable
         flag = flags.get(key)
         if flag and str(flag.value) != value:
             raise RequestError(
-                f"--set {assignment} contradicts {flag.source}, which says {flag.value}", hint="drop one of them"
+                f"--set {assignment} contradicts {flag.source}, which is {flag.value}", hint="drop one of them"
             )
         overrides[key] = Given(value, "--set")
     return overrides
@@ -94,7 +94,7 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
 
     Args:
         schema: the class of the settings.
-        given: what people gave; errors say where.
+        given: what people gave; errors name where.
         below: a preset under it, which errors do not speak of.
 
     Raises:

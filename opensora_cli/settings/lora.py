@@ -65,18 +65,18 @@ class LoraSettings(Section):
         """
         if not self.is_on:
             return []
-        told = f"lora.rank={self.rank}"
+        setting = f"lora.rank={self.rank}"
         problems = []
         if not trains_transformer:
-            problems.append(f"{told} is made for target=mmdit alone: use none")
+            problems.append(f"{setting} is made for target=mmdit alone: use none")
         if init is None:
-            problems.append(f"{told} needs the weights that it is trained beside: --set init=FILE")
+            problems.append(f"{setting} needs the weights that it is trained beside: --set init=FILE")
         if trains_transformer and self.rank is not None and self.rank > hidden_size:
             problems.append(
-                f"{told} must be at most model.hidden_size={hidden_size}: more rows add nothing to a matrix"
+                f"{setting} must be at most model.hidden_size={hidden_size}: more rows add nothing to a matrix"
             )
         if fp8_linears:
-            problems.append(f"{told} does not go with precision.fp8_linears=true: use false")
+            problems.append(f"{setting} does not go with precision.fp8_linears=true: use false")
         if self.dropout and divides_tokens:
             problems.append(
                 f"lora.dropout={self.dropout} does not go with strategy=hybrid, whose ranks would leave out the same "
@@ -89,6 +89,6 @@ class LoraSettings(Section):
         if not self.is_on:
             for name in ("alpha", "dropout", "targets"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    told = ",".join(value) if isinstance(value, tuple) else value
-                    raise ValueError(f"lora.{name}={told} has no effect without lora.rank: set it, as in lora.rank=16")
+                    shown = ",".join(value) if isinstance(value, tuple) else value
+                    raise ValueError(f"lora.{name}={shown} has no effect without lora.rank: set it, as in lora.rank=16")
         return self

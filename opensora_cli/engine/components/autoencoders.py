@@ -135,7 +135,7 @@ def load_autoencoder(
         path: of its weights.
         device: where it goes.
         dtype: of its weights.
-        advance: told of bytes as they are loaded.
+        advance: called with the bytes of each tensor.
 
     Raises:
         RequestError: the sizes contradict each other.
@@ -156,7 +156,7 @@ def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: s
         named: the folder to look in, and in no other; None: `./ckpts`, then the Hugging Face cache.
 
     Raises:
-        CheckpointError: it is not there; says where it was looked for, and how to get it.
+        CheckpointError: it is not there; names where it was looked for, and how to get it.
     """
     if named is not None:
         folders = [Path(named)]

@@ -136,7 +136,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception says that there was not enough memory, on whatever device."""
+    """Whether an exception means that there was not enough memory, on any device."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 

@@ -1,7 +1,7 @@
 """Adapters (Hu et al. 2021, LoRA) that are added to the transformer while videos are made.
 
 They are computed beside the layers, whose weights stay what they are: mapped from their file, shared by all ranks, in
-8 bits, or waiting in the host's memory until their block's turn comes.
+8 bits, or offloaded to the host's memory.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class LoraRanks:
-    """How many rows the small matrices of each layer have, all adapters together."""
+    """How many rows the small matrices of each layer have, summed over all adapters."""
 
     by_layer: tuple[tuple[str, int], ...] = ()
     """Path of a linear layer of the transformer -> rank."""
@@ -122,7 +122,7 @@ def _open(file: LoraFile, layers: Mapping[str, nn.Linear]) -> Lora:
         raise CheckpointError(
             f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
             f"{file.sha256[:12]}...",
-            hint=f"name it anew to take it as it is: --lora {path}:{file.scale:g}",
+            hint=f"name it again to take it as it is: --lora {path}:{file.scale:g}",
         )
     updates = {name.removesuffix(".weight"): update for name, update in adapter.updates.items()}
     return Lora(path=path, scale=file.scale, sha256=sha256, updates=updates)
@@ -190,15 +190,15 @@ def add_loras(
     """Put adapters beside the transformer's layers, in place, where the layers' weights are.
 
     Args:
-        transformer: with its weights; its blocks may be divided, or in 8 bits.
+        transformer: with its weights; its blocks may be sharded, or in 8 bits.
         loras: all adapters that it gets.
         dtype: what it computes in.
-        group: ranks by which `shard_transformer` has divided it.
+        group: ranks by which `shard_transformer` has sharded it.
 
     Raises:
         CheckpointError: a file cannot be read, or has numbers that are too large for `dtype`.
     """
-    plans = _division(transformer) if group is not None else {}
+    plans = _sharded_linears(transformer) if group is not None else {}
     for path, _ in LoraRanks.of(loras).by_layer:
         a_RI, b_OR = _factors([(lora, lora.updates[path]) for lora in loras if path in lora.updates])
         if group is not None and path in plans:
@@ -236,8 +236,8 @@ def factor_sizes(
     Args:
         ranks: with paths inside `block`.
         block: has the linear layers, of whole size.
-        linears: of these, the divided ones.
-        tensor: by how many ranks they are divided.
+        linears: of these, the sharded ones.
+        tensor: over how many ranks they are sharded.
     """
     splits = {linear.path: linear.split for linear in linears}
     sizes = []
@@ -257,7 +257,7 @@ def _factors(updates: Sequence[tuple[Lora, LowRank]]) -> tuple[Tensor, Tensor]:
     return a_RI, b_OR
 
 
-def _division(transformer: MMDiT) -> dict[str, ShardedLinear]:
+def _sharded_linears(transformer: MMDiT) -> dict[str, ShardedLinear]:
     return {
         f"{stack.module_path}.{index}.{linear.path}": linear
         for stack in repeated_blocks(transformer.config)

@@ -41,9 +41,9 @@ def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     rest = parallel.world_size // prod(parallel.degrees.values())
     if ulysses is None and ring is None:
         # Those that share heads and features lie inside: where they fill a machine, or straddle two, there is no room.
-        neighbours, left_over = divmod(parallel.ranks_per_node, tensor)
-        neighbours = 1 if left_over else neighbours
-        ulysses = _ulysses_degree(rest, heads=settings.model.num_heads // tensor, neighbours=neighbours)
+        on_machine, left_over = divmod(parallel.ranks_per_node, tensor)
+        on_machine = 1 if left_over else on_machine
+        ulysses = _ulysses_degree(rest, heads=settings.model.num_heads // tensor, on_machine=on_machine)
         ring = rest // ulysses
     elif ulysses is None:
         ulysses = rest
@@ -60,7 +60,7 @@ def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     if shape.ring * shape.ulysses > video_tokens:
         raise RequestError(
             f"{shape.ring * shape.ulysses} devices cannot share {video_tokens} tokens: use at most {video_tokens}",
-            hint="--gpus N says how many",
+            hint="--gpus N sets how many",
         )
     return shape
 
@@ -76,11 +76,11 @@ def describe_mesh(shape: MeshShape) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in shared.items() if degree > 1) or "nothing is shared"
 
 
-def _ulysses_degree(ranks: int, *, heads: int, neighbours: int) -> int:
+def _ulysses_degree(ranks: int, *, heads: int, on_machine: int) -> int:
     candidates = [
         degree
         for degree in range(1, min(ranks, heads) + 1)
-        if ranks % degree == 0 and neighbours % degree == 0 and -(-heads // degree) * degree <= _EVEN * heads
+        if ranks % degree == 0 and on_machine % degree == 0 and -(-heads // degree) * degree <= _EVEN * heads
     ]
     return max(candidates)
 

@@ -231,6 +231,6 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
 
 
 def report_decision(decision: ModelDecision, choice: ModelChoice, reporter: Reporter) -> None:
-    """Say in one line which model was chosen and why, where it was not asked for by name."""
+    """Report in one line which model was chosen and why, where it was not asked for by name."""
     if choice is ModelChoice.AUTO:
         reporter.note(decision.line())

@@ -1,4 +1,4 @@
-"""Running models without memory: on tensors that have sizes, and nothing in them.
+"""Running models on fake tensors: they have sizes, and no memory.
 
 Every operation of the real modules then costs microseconds and allocates nothing, and `TensorBytes` counts what it
 would have allocated.
@@ -42,7 +42,7 @@ class Need:
 
 @contextmanager
 def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
-    """Inside the block, tensors are empty, and operations make what they make on a device of that type.
+    """Inside the block, tensors are fake, and operations make what they make on a device of that type.
 
     The first time takes a second, for what torch imports then.
 
@@ -57,7 +57,7 @@ def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.
     kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
     # A tensor that `torch.tensor` makes on the meta device is not fake, and let in.
     with (
-        torch.inference_mode(False),  # in which torch would let no empty tensor in
+        torch.inference_mode(False),  # in which torch would let no fake tensor in
         torch.set_grad_enabled(gradients),
         FakeTensorMode(allow_non_fake_inputs=True),
         kernels,
@@ -66,7 +66,7 @@ def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.
 
 
 def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
-    """Return what `make` builds, in evaluation mode, with empty weights; to be called inside `fake_device`."""
+    """Return what `make` builds, in evaluation mode, with fake weights; to be called inside `fake_device`."""
     with unset_fake_temporarily(), torch.device("meta"):  # where fresh weights cost least
         module = make()
     give_fake_weights(module, device=device, dtype=dtype)
@@ -74,7 +74,7 @@ def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: tor
 
 
 def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Put empty tensors in the place of parameters and buffers; to be called inside `fake_device`.
+    """Put fake tensors in the place of parameters and buffers; to be called inside `fake_device`.
 
     Args:
         module: built on the meta device; layouts and shared weights are kept.
@@ -126,7 +126,7 @@ class Repeated(nn.Module):
 class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
     """Does what fake operations do not: lays out clips as a CPU does, which decides where copies are needed.
 
-    Asked for a number that is in a tensor, it says 1.
+    A number read from a tensor is 1.
     """
 
     def __torch_dispatch__(

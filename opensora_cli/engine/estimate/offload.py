@@ -43,7 +43,7 @@ class OffloadPlan:
     resident_blocks: int | None = None
     """With `blocks`: how many blocks' weights are on the device at a time, those in transit included."""
     host_weights: HostWeights = HostWeights.PINNED
-    """With `blocks`: where the others wait."""
+    """With `blocks`: where the others are kept."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens that a transformer block computes at a time outside its attention."""
     chunk_frames: int | None = None
@@ -53,7 +53,7 @@ class OffloadPlan:
     stream_text: bool = False
     """Bring T5 to the device layer by layer."""
     fp8_storage: bool = False
-    """Keep the blocks' weights in 8 bits, and multiply them out when they are used: not exact."""
+    """Keep the blocks' weights in 8 bits, and dequantize them on each use: not exact."""
 
     def lines(self) -> list[str]:
         """Return what is given up, for people; nothing is nothing."""
@@ -89,7 +89,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All together."""
+        """Their sum."""
         return self.weight_bytes + self.data_bytes + self.activation_bytes
 
 
@@ -107,7 +107,7 @@ def choose_offload(
         estimate: what a plan needs.
         budget: bytes of the device.
         num_blocks: of the transformer.
-        host_weights: where offloaded blocks wait, unless `memory` says it.
+        host_weights: where offloaded blocks are kept, unless `memory` names it.
     """
     plan = OffloadPlan(host_weights=memory.host_weights or host_weights, fp8_storage=memory.fp8_storage)
     most = int(budget * (1 - _HEADROOM))

@@ -83,7 +83,7 @@ def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str
 
 
 def t5_model(folder: Path | None) -> Any:
-    """Return a T5 encoder of the sizes that a folder says, the released one's without a folder, with fresh weights.
+    """Return a T5 encoder of the sizes in a folder, the released one's without a folder, with fresh weights.
 
     Raises:
         CheckpointError: the folder's configuration is broken.

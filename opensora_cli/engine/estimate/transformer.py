@@ -1,4 +1,4 @@
-"""What the weights of the transformer take of a device's memory."""
+"""What the transformer takes of a device's memory: its weights, and its share of the tokens on one of several ranks."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -125,7 +125,7 @@ class FakeSequenceParallel:
 
     Args:
         model: has the attention of `fake_attention`.
-        mesh: says how many share the tokens.
+        mesh: how many share the tokens.
     """
 
     def __init__(self, model: MMDiT, mesh: MeshShape) -> None:

@@ -1,4 +1,4 @@
-"""From a plan to loaded components, shown while they load, and on the device as far as the plan says.
+"""From a plan to loaded components, shown while they load, and on the device as far as the plan allows.
 
 Each is made without weights and filled from its mapped file, tensor by tensor.
 """
@@ -160,7 +160,7 @@ def streamed_blocks(
     Args:
         plan: how many are there at a time.
         transformer: on the device, but for its blocks.
-        source: where the others wait; None: where the plan says.
+        source: where the others are kept; None: as planned.
     """
     return stream_blocks(
         _stacks(transformer),
@@ -205,7 +205,7 @@ def loaded_transformer(
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
 ) -> Iterator[MMDiT]:
-    """Yield the transformer, ready to run, with as much of it on the device as the plan says.
+    """Yield the transformer, ready to run, with as much of it on the device as planned.
 
     Its loading is shown as part of the stage `load`.
 
@@ -230,7 +230,7 @@ def _stream(plan: ExecutionPlan, transformer: MMDiT, stack: ExitStack, record: R
     except HardwareError as error:
         if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
             raise
-        record.reporter.warn(f"{error.message}: the blocks wait where they are mapped")
+        record.reporter.warn(f"{error.message}: the blocks stay mapped from their file")
         stack.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
 
 

@@ -54,7 +54,7 @@ def sample_files(plan: ExecutionPlan) -> tuple[SampleFiles, ...]:
         seed = plan.settings.sampling.seed + index
         named = Path(output.path)
         if output.named_format is None:
-            # The seed tells samples apart: sample i is what seed + i makes on its own, so it has that name, too.
+            # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
             target = named / f"{file_stem(plan.settings.prompt, seed=seed)}.{kind}"
         elif plan.num_samples > 1:
             target = named.with_stem(f"{named.stem}_{index:03d}")
@@ -84,7 +84,7 @@ def check_outputs(files: tuple[SampleFiles, ...], plan: ExecutionPlan, *, create
         create: whether to make the folder and try to write in it; else only look.
 
     Raises:
-        OutputError: says which, and what to do.
+        OutputError: names which, and what to do.
     """
     overwrite = plan.settings.output.overwrite
     for sample in files:

@@ -243,7 +243,7 @@ def _ranks_to_start(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
 
 
 def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
-    """Return a request that says how many ranks there are, as those say it that torchrun or Slurm has started."""
+    """Return a request with the number of ranks, also where torchrun or Slurm has started them."""
     given = request.overrides
     if not {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(given):
         return request
@@ -258,7 +258,7 @@ def planned_on_ranks(
     """Join the other ranks, and yield the plan on which all have agreed, for this rank's device.
 
     Args:
-        settings: rank 0's count; where they don't say how many ranks there are, `context` does.
+        settings: rank 0's count; where it is not set, that of `context`.
         context: which rank this is.
         reporter: shown which mode was chosen.
 
@@ -285,7 +285,7 @@ def device_type(settings: GenerateSettings) -> DeviceType:
 
 
 def settings_of_ranks(settings: GenerateSettings, context: RankContext) -> GenerateSettings:
-    """Return settings that say how many ranks there are, also where torchrun or Slurm has started them.
+    """Return settings with the number of ranks, also where torchrun or Slurm has started them.
 
     Raises:
         RequestError: they ask for another number.

@@ -79,7 +79,7 @@ def _suggested_mode(references: Sequence[str]) -> str:
         return "v2v_head"
     raise RequestError(
         f"no condition mode suits these {len(pictures)} references by itself",
-        hint="say which one with --cond, and give one file for each end of the video",
+        hint="choose one with --cond, and give one file for each end of the video",
     )
 
 
@@ -122,13 +122,13 @@ def read_references(
         temporal_compression: frames per latent frame.
         lengths: latent frames given by the video modes.
         fps: of the video; a reference of another rate is reported.
-        reporter: told about such references.
+        reporter: warned about such references.
 
     Returns:
         one for each of `reference_parts(mode)`, in their order.
 
     Raises:
-        MediaError: a file is missing, broken, of the wrong kind, or too short (says how many frames are needed).
+        MediaError: a file is missing, broken, of the wrong kind, or too short (with the frames that are needed).
     """
     parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references = []

@@ -193,7 +193,7 @@ def generate(
         CheckpointError: weights are missing (all are named) or broken, or saved latents are.
         OutputError: a result exists already, or cannot be written.
         HardwareError: there is no such device, or not enough memory.
-        KeyboardInterrupt: its argument says what is finished and how to go on.
+        KeyboardInterrupt: its argument lists what is finished and how to go on.
     """
     reporter = reporter or SilentReporter()
     if context is not None:

@@ -77,11 +77,11 @@ class RunRecord:
 
     @contextmanager
     def rescue(self) -> Iterator[None]:
-        """When the block ends early, say what is finished and how to go on: in KeyboardInterrupt, or as warnings."""
+        """When the block ends early, report what is finished and how to go on: in KeyboardInterrupt, or as warnings."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            left = self._what_is_left() or ["nothing was finished yet: run it again to start anew"]
+            left = self._what_is_left() or ["nothing was finished yet: run it again"]
             raise KeyboardInterrupt("\n".join(left)) from interrupt
         except Exception:
             for line in self._what_is_left():
@@ -101,13 +101,13 @@ class RunRecord:
 def retried(
     run: Callable[[ExecutionPlan], T], plan: ExecutionPlan, stage: str, record: RunRecord
 ) -> tuple[T, ExecutionPlan]:
-    """Run `run`; when it runs out of memory, once more with stronger offload. Returns its result, and the plan of that.
+    """Run `run`; when it runs out of memory, again with stronger offload. Returns its result, and the plan of that.
 
     Args:
         run: does the work of a stage, and leaves nothing on the device when it fails.
         plan: the first attempt's.
         stage: which stage that is, of those that the plan names.
-        record: its reporter is told of the second attempt.
+        record: its reporter shows the second attempt.
 
     Raises:
         OutOfMemoryError: the second attempt ran out of memory too, or there is nothing left to offload.
@@ -121,5 +121,5 @@ def retried(
         message = error.message
     # Only here, where the exception is gone, is what the first attempt had on the device gone with its traceback.
     release_memory(plan.hardware.device)
-    record.reporter.warn(f"{message}; trying once more with: {'; '.join(stronger.offload.lines())}")
+    record.reporter.warn(f"{message}; retrying with: {'; '.join(stronger.offload.lines())}")
     return run(stronger), stronger

@@ -1,4 +1,4 @@
-"""From what was typed to what the transformer is told: suffixes, warnings, embeddings."""
+"""From what was typed to what the transformer reads: suffixes, warnings, embeddings."""
 
 import json
 from collections.abc import Mapping
@@ -47,13 +47,13 @@ def warn_about_prompts(
     *,
     vocabulary: Mapping[str, list[str]],
 ) -> None:
-    """Say, in one warning each, what the encoders cut off and which words they do not know.
+    """Warn, once each, about what the encoders cut off and which words they do not know.
 
     Args:
         settings: with the prompts.
         t5: the encoder of the prompt's tokens.
         clip: the encoder of its pooled meaning.
-        reporter: told of it.
+        reporter: shows the warnings.
         vocabulary: kind to words; what the model knows, where that can be listed.
     """
     prompts = [full_prompt(settings), settings.negative_prompt]

@@ -35,7 +35,7 @@ RESULT_SCHEMA = "osora.vae-reconstruct/1"
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
 _ENDINGS = ("mp4", "png")
-_PICTURE_FPS = 1.0  # nobody sees it
+_PICTURE_FPS = 1.0  # not seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
 
     Args:
         settings: which files, with which autoencoder.
-        reporter: shown progress; None: nobody.
+        reporter: shown progress; None: none is shown.
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
@@ -193,8 +193,8 @@ class _Job:
         try:
             return self._run(file, stem)
         except (OsoraError, MemoryError, RuntimeError) as error:
-            told = error if isinstance(error, OsoraError) else _out_of_memory(error)
-            message = told.message if file in told.message else f"{file}: {told.message}"
+            shown = error if isinstance(error, OsoraError) else _out_of_memory(error)
+            message = shown.message if file in shown.message else f"{file}: {shown.message}"
             self.reporter.warn(message)
             return Reconstructed(file=file, error=message)
 

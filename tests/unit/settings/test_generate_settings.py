@@ -79,7 +79,7 @@ def test_settings_survive_json() -> None:
         ({"prompt_suffix.motion_score": -1}, "prompt_suffix.motion_score=-1 must be at least 0"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
         ({"runtime.dtype": "float8"}, "runtime.dtype=float8 must be one of auto, float32, bfloat16, float16"),
-        ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be what runtime.model_choice=demo says"),
+        ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be runtime.model_choice=demo"),
         ({"condition.mode": "i2v-head"}, "condition.mode=i2v-head must be one of t2v, i2v_head,"),
         ({"condition.mode": "i2v-head"}, "did you mean i2v_head?"),
         (

@@ -281,7 +281,7 @@ class TestSidecar:
             save_file({name: 2 * tensor for name, tensor in load_file(copy / changed).items()}, copy / changed)
         with pytest.raises(CheckpointError, match="has changed since the run that is repeated") as raised:
             make_plan(settings)
-        assert raised.value.hint == f"name it anew to take it as it is: --lora {copy}:1"
+        assert raised.value.hint == f"name it again to take it as it is: --lora {copy}:1"
 
 
 def estimated(plan: ExecutionPlan, offload: OffloadPlan) -> StageMemory:

@@ -55,7 +55,7 @@ class TestCtrlC:
         monkeypatch.setattr(module, function, raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt) as caught:
             generate(released_settings(world, tmp_path, condition__references=str(world.picture)))
-        assert caught.value.args == ("nothing was finished yet: run it again to start anew",)
+        assert caught.value.args == ("nothing was finished yet: run it again",)
         assert names(tmp_path) == []
 
     @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ class TestSecondAttempt:
         assert len(calls) == 2
         [warning] = [text for text in reporter.warnings if "out of memory" in text]
         assert warning.startswith(f"out of memory in the stage {stage}: CUDA out of memory")
-        assert warning.endswith(f"trying once more with: {'; '.join(OffloadPlan(**stronger).lines())}")
+        assert warning.endswith(f"retrying with: {'; '.join(OffloadPlan(**stronger).lines())}")
         shown, again = (read_video(each.videos[0].path).frames_THWC.int() for each in (expected, result))
         # What rounding changes, compression spreads.
         assert (shown - again).abs().float().mean() < 2
