@@ -103,7 +103,7 @@ def test_a_piece_that_fails_leaves_the_latents_only(world, tmp_path, monkeypatch
     assert names(tmp_path) == [LATENTS]
 
 
-def test_out_of_memory_at_the_second_piece_begins_the_file_anew(world, tmp_path, monkeypatch, reporter):
+def test_out_of_memory_at_the_second_piece_writes_the_whole_file_again(world, tmp_path, monkeypatch, reporter):
     encoded, failed = [], []
 
     def fail(made):
@@ -111,7 +111,7 @@ def test_out_of_memory_at_the_second_piece_begins_the_file_anew(world, tmp_path,
             failed.append(len(encoded))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried 3 GiB")
 
-    watch_encoder(monkeypatch, lambda: encoded.append(1), name="_save_png")
+    watch_encoder(monkeypatch, lambda: encoded.append(1), name="save_png")
     watch_pieces(monkeypatch, fail)
     result = generate(settings_of(world, tmp_path, output__format="png"), reporter=reporter)
     assert reporter.stages[-3:] == ["decode", "decode", "save"]
@@ -127,7 +127,7 @@ def test_out_of_memory_at_the_second_piece_begins_the_file_anew(world, tmp_path,
     assert all((shown / name).read_bytes() == (expected / name).read_bytes() for name in names(expected))
 
 
-def test_an_encoder_without_memory_is_not_told_as_a_decoder(world, tmp_path, monkeypatch, reporter):
+def test_out_of_memory_of_the_encoder_is_not_reported_as_of_the_decoder(world, tmp_path, monkeypatch, reporter):
     def fail():
         raise MemoryError("can't allocate memory")
 
