@@ -175,7 +175,7 @@ class TestCaptions:
         assert "raining, sea" in {caption_scene(empty, rng) for _ in range(1000)}
         boat = Thing(Shape.BOAT, Colour.RED, Direction.LEFT, Speed.SLOW)
         full = Scene(Place.SEA, Weather.RAIN, Time.NIGHT, boat, seed=0)
-        mentioned = {caption_scene(full, rng) for _ in range(10_000)}
+        mentioned = {caption_scene(full, rng) for _ in range(20_000)}
         assert "a sea in the rain at night with a red boat moving left" in mentioned
 
     def test_many_phrasings_and_word_orders(self):
