@@ -11,7 +11,8 @@ DEMO = Path(__file__).parents[2] / "opensora_cli" / "assets" / "demo"
 WEIGHTS = ("--set", f"weights={DEMO}")
 FEW = (
     *WEIGHTS,
-    *("--set", "data.scenes.count=2", "--set", "data.scenes.batch_size=2"),
+    *("--set", "data.scenes.count=2", "--set", "data.scenes.batch_size=2", "--set", "data.scenes.size=32"),
+    *("--set", "train_mmdit.frozen_dtype=float32"),
     *("--set", "train_mmdit.mode_weights.v2v_head=0"),
 )
 
