@@ -14,7 +14,7 @@ from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.engine.train.files import write_weights
-from opensora_cli.models.mmdit.blocks import linears_of_blocks, repeated_blocks
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.lora import LoraSettings, LoraTarget
@@ -126,11 +126,6 @@ class _Dropout(nn.Module):
         return functional.dropout(features, self._share, training=torch.is_grad_enabled())
 
 
-def target_modules(config: MMDiTConfig, settings: LoraSettings) -> list[str]:
-    """Return the paths of the layers that get an adapter."""
-    return [path for path in linears_of_blocks(config) if _target_of(path) in settings.targets]
-
-
 def _target_of(path: str) -> LoraTarget:
     """Return which target a linear layer of a block is."""
     owner, _, name = path.rpartition(".")
@@ -149,7 +144,7 @@ def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
 
 
 def _pattern(config: MMDiTConfig, settings: LoraSettings) -> str:
-    """Return a regular expression of `target_modules`: some hundred paths would make PEFT slow, and the file long."""
+    """Return a regular expression of the layers with an adapter: hundreds of paths would slow PEFT down."""
     stacks = []
     for stack in repeated_blocks(config):
         paths = [re.escape(linear.path) for linear in stack.linears if _target_of(linear.path) in settings.targets]

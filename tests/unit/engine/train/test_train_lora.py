@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.formats.peft import open_adapter
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.engine.train.lora import add_lora, require_peft, save_lora, target_modules
+from opensora_cli.engine.train.lora import add_lora, require_peft, save_lora
 from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
@@ -56,7 +56,6 @@ class TestAddLora:
             for linear in s.linears
         ]
         assert len(paths) == 2 * 12 + 3 * 4
-        assert target_modules(model.config, RANK_4) == paths
         frozen = {name: weight.clone() for name, weight in model.named_parameters()}
         add_lora(model, RANK_4, seed=0)
         trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -65,19 +64,18 @@ class TestAddLora:
             if name not in trained:
                 assert torch.equal(weight, frozen[name.replace(".base_layer.", ".")])
 
-    def test_chosen_targets(self):
+    def test_chosen_targets_alone_get_adapters(self):
         model = transformer(depth=1, single=1)
         settings = LoraSettings(rank=2, targets=("mlp", "linear2", "proj"))
         expected = {
             f"double_blocks.0.{stream}_{end}" for stream in ("img", "txt") for end in ("attn.proj", "mlp.0", "mlp.2")
         }
         expected.add("single_blocks.0.linear2")
-        assert set(target_modules(model.config, settings)) == expected
         add_lora(model, settings, seed=0)
         trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
         assert {name.partition(".lora_")[0] for name in trained} == expected
 
-    def test_it_begins_as_nothing_and_depends_on_the_seed_alone(self):
+    def test_it_changes_nothing_at_first_and_depends_on_the_seed_alone(self):
         plain, models = transformer(), [transformer(), transformer()]
         for model, noise in zip(models, (1, 2), strict=True):
             torch.manual_seed(noise)
