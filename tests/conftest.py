@@ -8,12 +8,18 @@ import gc
 import os
 import signal
 
+import hypothesis
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported: many processes that each take all cores wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # No deadline, which a busy machine misses, and the same examples in each run.
+    hypothesis.settings.register_profile(
+        "osora", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("osora")
     # A shell has what it starts in the background ignore Ctrl-C, which programs under test would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -180,7 +180,7 @@ class TestQuantise:
             quantise(held(x__weight=draw(2, 2), x__weight_scale=torch.ones(())), E4M3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), dtype=st.sampled_from([E4M3, E5M2]), through=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_back_and_forth_is_bit_equal(data, dtype, through):
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
@@ -211,7 +211,7 @@ def test_every_8_bit_number_comes_back_through_bfloat16():
         assert torch.equal(bits(back), bits(numbers))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), scale_kind=st.sampled_from(["one", "rows", "blocks", "none"]))
 def test_any_range_is_the_part_of_the_whole(data, scale_kind):
     rows, columns = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 200))

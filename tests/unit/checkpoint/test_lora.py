@@ -123,7 +123,7 @@ class TestMerge:
         assert list(open_adapter(write_adapter(folder, tensors)).updates) == ["block.proj.weight"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), transposed=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_any_range_is_the_part_of_the_whole(data, transposed, dtype):
     rows, columns, rank = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))

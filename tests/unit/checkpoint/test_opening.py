@@ -139,14 +139,14 @@ def check(folder, content):
     opened_or_refused(lambda: open_checkpoint(folder))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(content=CONTENTS)
 def test_arbitrary_contents_are_opened_or_refused(tmp_path_factory, content):
     check(tmp_path_factory.mktemp("fuzz", numbered=True), content)
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=3000, derandomize=False)
 @given(content=CONTENTS)
 def test_thousands_of_contents(tmp_path_factory, content):
     folder = tmp_path_factory.getbasetemp() / "thousands"

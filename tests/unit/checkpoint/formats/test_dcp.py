@@ -255,13 +255,13 @@ def check(folder, name, content):
     assert set(read(folder)) == {"a", "b"}
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(content=METADATAS)
 def test_arbitrary_metadata_is_read_or_refused(fuzzed, content):
     check(fuzzed, METADATA_FILE, content)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(content=mutations(DATA_BYTES))
 def test_arbitrary_data_is_read_or_refused(fuzzed, content):
     check(fuzzed, DATA, content)
@@ -269,12 +269,12 @@ def test_arbitrary_data_is_read_or_refused(fuzzed, content):
 
 @pytest.mark.slow
 class TestThousands:
-    @settings(max_examples=4000, deadline=None)
+    @settings(max_examples=4000, derandomize=False)
     @given(content=METADATAS)
     def test_arbitrary_metadata(self, fuzzed, content):
         check(fuzzed, METADATA_FILE, content)
 
-    @settings(max_examples=2000, deadline=None)
+    @settings(max_examples=2000, derandomize=False)
     @given(content=mutations(DATA_BYTES))
     def test_arbitrary_data(self, fuzzed, content):
         check(fuzzed, DATA, content)

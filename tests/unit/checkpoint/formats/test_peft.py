@@ -220,7 +220,7 @@ def check_adapter(folder: Path, config: bytes, position: int, damage: bytes) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, derandomize=True)
+@settings(max_examples=3000)
 @given(
     changes=st.dictionaries(st.sampled_from(sorted(CONFIG)), JSON, max_size=3),
     position=st.integers(0, 2**16),

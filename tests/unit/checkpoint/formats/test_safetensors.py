@@ -323,7 +323,7 @@ def test_mutated_files_are_refused_or_right(tmp_path):
     run_mutations(tmp_path / "a", 300)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(content=CONTENTS)
 def test_arbitrary_contents_are_refused_or_right(tmp_path_factory, content):
     check_content(tmp_path_factory.getbasetemp() / "fuzz", content)
@@ -334,7 +334,7 @@ class TestThousands:
     def test_mutated_files(self, tmp_path):
         run_mutations(tmp_path / "a", 20_000)
 
-    @settings(max_examples=3000, deadline=None, derandomize=True)
+    @settings(max_examples=3000)
     @given(content=CONTENTS)
     def test_arbitrary_contents(self, tmp_path_factory, content):
         check_content(tmp_path_factory.getbasetemp() / "fuzz", content)

@@ -472,13 +472,13 @@ def check_pickle(folder, content):
     opened_or_refused(lambda: read_all(folder / "fuzz"))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(content=CONTENTS)
 def test_arbitrary_files_are_read_or_refused(tmp_path_factory, content):
     check_content(tmp_path_factory.getbasetemp(), content)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(content=PICKLES)
 def test_arbitrary_pickles_are_read_or_refused(tmp_path_factory, content):
     check_pickle(tmp_path_factory.getbasetemp(), content)
@@ -486,12 +486,12 @@ def test_arbitrary_pickles_are_read_or_refused(tmp_path_factory, content):
 
 @pytest.mark.slow
 class TestThousands:
-    @settings(max_examples=5000, deadline=None)
+    @settings(max_examples=5000, derandomize=False)
     @given(content=CONTENTS)
     def test_arbitrary_files(self, tmp_path_factory, content):
         check_content(tmp_path_factory.getbasetemp(), content)
 
-    @settings(max_examples=5000, deadline=None)
+    @settings(max_examples=5000, derandomize=False)
     @given(content=PICKLES)
     def test_arbitrary_pickles(self, tmp_path_factory, content):
         check_pickle(tmp_path_factory.getbasetemp(), content)

@@ -176,7 +176,7 @@ class TestRefused:
 
 
 class TestReorderedEntry:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(data=st.data(), rotary=st.sampled_from(Rotary))
     def test_any_range_is_the_part_of_the_whole(self, data, rotary):
         heads, half, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
