@@ -113,14 +113,14 @@ def test_the_commands_of_a_page_run_in_their_order(name: str, tmp_path: Path) ->
         (programs / program).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment.pop("OSORA_WEIGHTS", None)
-    for block in blocks_of(PAGES_BY_NAME[name]):
-        if block.runs_here:
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block.text],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+    # One shell, as a reader has one: what a block exports holds in the next.
+    script = "\n".join(block.text for block in blocks_of(PAGES_BY_NAME[name]) if block.runs_here)
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
