@@ -249,7 +249,7 @@ class _Link:
         self._send({"report": asdict(report)})
 
     def log(self, text: str) -> None:
-        """Write to the log alone: what rank 0 prints reaches the terminal, too."""
+        """Write to the log: what rank 0 prints goes to the terminal."""
         if self._log is not None:
             with suppress(OSError):
                 self._log.write(text.encode("utf-8", "backslashreplace"))

@@ -67,6 +67,7 @@ def test_json_of_one_document_from_the_first_rank(capfd: pytest.CaptureFixture[s
     assert [verdict["judgement"] for verdict in document["verdicts"]] == ["works"]
 
 
+@pytest.mark.slow
 def test_csv_on_stdout_and_the_live_table_on_stderr(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ class TestFailing:
         )
         assert failure.exit_code == 3
 
+    @pytest.mark.slow
     def test_error_while_the_others_wait_in_a_collective(self, tmp_path, capfd):
         failure = failing(tmp_path, "--gloo", "--rank", "1", "--act", "refuse")
         assert failure.message == "weights.safetensors is truncated"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
@@ -28,7 +27,7 @@ from opensora_cli.engine.bench_comm.timing import (
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
-from opensora_cli.engine.launch.rank import WatchedReporter, joined
+from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
 from opensora_cli.settings.bench_comm import BenchCommSettings, BenchDevice, Collective
 
@@ -45,13 +44,6 @@ _LEAST_BATCH = 8
 _STEPS = 20
 _FAR = 4
 """How far beyond what was measured a line still holds."""
-
-
-def device_type(device: BenchDevice) -> Literal["cpu", "cuda"]:
-    """Return what `device` means on this machine."""
-    if device is BenchDevice.AUTO:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if device is BenchDevice.CUDA else "cpu"
 
 
 def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:

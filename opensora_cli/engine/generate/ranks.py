@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
-from opensora_cli.engine.launch.rank import agreed, joined
+from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, rank_counts, settings_of_ranks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
@@ -204,9 +203,6 @@ class SharedDecoder(nn.Module):
         self._sent.append((work, pixels_BCTHW))
 
 
-DeviceType = Literal["cpu", "cuda"]
-
-
 def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> None:
     """Generate in processes of their own, of which the first prints; return when all are done.
 
@@ -247,7 +243,7 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
     given = request.overrides
     if not {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(given):
         return request
-    counted = {key: Given(value, "the number of ranks") for key, value in _counted(context).items()}
+    counted = {key: Given(value, "the number of ranks") for key, value in rank_counts(context).items()}
     return replace(request, overrides={**counted, **given})
 
 
@@ -267,42 +263,13 @@ def planned_on_ranks(
         HardwareError: there is no such device, or the ranks don't find each other.
     """
     settings = settings_of_ranks(settings, context)
-    with joined(context, device_type=device_type(settings)) as device:
+    with joined(context, device_type=device_type(settings.runtime.device)) as device:
         settings = agreed(with_mode(settings, reporter) if context.is_main else settings)
         hardware = rank_hardware(settings, device=str(device))
         # All plan for the GPU with the least free memory.
         hardware = replace(hardware, free_bytes=least(hardware.free_bytes))
         plan = make_plan(settings, hardware=hardware)
         yield plan, Ranks(plan.mesh, device)
-
-
-def device_type(settings: GenerateSettings) -> DeviceType:
-    """Return on what kind of device the ranks run."""
-    chosen = settings.runtime.device
-    if chosen == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cpu" if chosen == "cpu" else "cuda"
-
-
-def settings_of_ranks(settings: GenerateSettings, context: RankContext) -> GenerateSettings:
-    """Return settings with the number of ranks, also where torchrun or Slurm has started them.
-
-    Raises:
-        RequestError: they ask for another number.
-    """
-    parallel = settings.parallel
-    if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
-        return settings.replace(_counted(context))
-    if parallel.world_size != context.world_size:
-        raise RequestError(
-            f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
-            hint="drop --gpus where torchrun or srun starts the ranks",
-        )
-    return settings
-
-
-def _counted(context: RankContext) -> dict[str, object]:
-    return {"parallel.gpus": context.world_size // context.nnodes, "parallel.nnodes": context.nnodes}
 
 
 def _as_text(values: Mapping[str, Any], key: str) -> str:

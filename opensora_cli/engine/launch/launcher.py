@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
@@ -37,9 +36,8 @@ from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
 from opensora_cli.engine.launch.process import RankProcess
+from opensora_cli.engine.launch.rank import DeviceType
 from opensora_cli.settings.devices import DeviceSettings
-
-DeviceType = Literal["cpu", "cuda"]
 
 COMMAND = (sys.executable, "-m", "opensora_cli")
 _STORE_S = 300.0

@@ -109,6 +109,7 @@ class RankProcess:
 
         A rank that has not yet reported a stage has nothing to save, and would print a traceback: it is killed.
         """
+        self.listen()
         if self.stage == FIRST_STAGE:
             self.kill()
         elif self.exit_code() is None:
@@ -125,8 +126,6 @@ class RankProcess:
         if self.exit_code() is None:
             self._kill_group()
             self._process.wait()
-            if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
-                sys.stderr.write(_SHOW_CURSOR)  # which its progress bar had hidden
 
     def last_line(self) -> str | None:
         """Return the last line of the log that is not blank."""
@@ -138,6 +137,8 @@ class RankProcess:
     def close(self) -> None:
         """Close the link, after the end of the process."""
         self._channel.close()
+        if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write(_SHOW_CURSOR)  # a rank that was killed beside its progress bar leaves it hidden
 
     def _kill_group(self) -> None:
         # macOS refuses where only a process that has ended is left.

@@ -4,24 +4,67 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, device_is_gpu, move
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.parallel.rendezvous import init_with_retry
+from opensora_cli.settings.devices import DeviceSettings
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+class _Settings(Protocol):
+    """Settings of a run on several devices."""
+
+    @property
+    def parallel(self) -> DeviceSettings: ...
+
+    def replace(self, changes: Mapping[str, object], /) -> Self: ...
+
 
 T = TypeVar("T")
+S = TypeVar("S", bound=_Settings)
 
 TIMEOUT_S = 600.0
 
 
-def rank_device(context: RankContext, device_type: Literal["cpu", "cuda"]) -> torch.device:
+def device_type(device: str) -> DeviceType:
+    """Return on what kind of device ranks run where settings name `device`: `auto`, `cpu`, `cuda` or `cuda:0`."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def rank_counts(context: RankContext) -> dict[str, object]:
+    """Return the settings that hold the number of ranks, as torchrun or Slurm has started them."""
+    return {"parallel.gpus": context.world_size // context.nnodes, "parallel.nnodes": context.nnodes}
+
+
+def settings_of_ranks(settings: S, context: RankContext) -> S:
+    """Return settings with the number of ranks, also where torchrun or Slurm has started them.
+
+    Raises:
+        RequestError: they ask for another number.
+    """
+    parallel = settings.parallel
+    if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
+        return settings.replace(rank_counts(context))
+    if parallel.world_size != context.world_size:
+        raise RequestError(
+            f"{parallel.world_size} devices are asked for, and {context.world_size} ranks were started",
+            hint="drop --gpus where torchrun or srun starts the ranks",
+        )
+    return settings
+
+
+def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
     """Return the device of a rank: the GPU of its number on this machine, or the only one that it sees.
 
     Raises:
@@ -41,9 +84,7 @@ def rank_device(context: RankContext, device_type: Literal["cpu", "cuda"]) -> to
 
 
 @contextmanager
-def joined(
-    context: RankContext, *, device_type: Literal["cpu", "cuda"], timeout_s: float = TIMEOUT_S
-) -> Iterator[torch.device]:
+def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = TIMEOUT_S) -> Iterator[torch.device]:
     """Join the other ranks, and leave them at the end of the block; yields the device of this rank.
 
     A block that fails does not leave: its process is to end, and to report why first. Leaving would close the

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
-from opensora_cli.engine.launch.rank import agreed, joined
+from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
@@ -36,7 +34,7 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
     with log_folder("train") as log_dir:
         parallel = settings.parallel
         # Devices by number are GPUs: processes on the CPU are started only on request.
-        kind: Literal["cpu", "cuda"] = "cpu" if settings.device == "cpu" else "cuda"
+        kind: DeviceType = "cpu" if settings.device == "cpu" else "cuda"
         request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = log_dir / "settings.json"
         write_json_atomic(saved, settings.model_dump(mode="json"))
@@ -55,8 +53,8 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
         RequestError: the settings need another number of ranks.
         HardwareError: there is no such device, or the ranks cannot connect.
     """
-    settings = _settings_of_ranks(settings, context)
-    with joined(context, device_type=_device_type(settings)) as device:
+    settings = settings_of_ranks(settings, context)
+    with joined(context, device_type=device_type(settings.device)) as device:
         settings = agreed(settings)
         dtype = DTYPES[settings.precision.compute]
         yield (
@@ -77,27 +75,6 @@ def training_device(settings: TrainSettings) -> torch.device:
         HardwareError: there is no such device.
     """
     return pick_hardware(settings.device_name, "float32").device
-
-
-def _device_type(settings: TrainSettings) -> Literal["cpu", "cuda"]:
-    if settings.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cpu" if settings.device == "cpu" else "cuda"
-
-
-def _settings_of_ranks(settings: TrainSettings, context: RankContext) -> TrainSettings:
-    """Return the settings with the number of ranks, also if torchrun or Slurm has started them."""
-    parallel = settings.parallel
-    if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
-        return settings.replace(
-            {"parallel.gpus": context.world_size // context.nnodes, "parallel.nnodes": context.nnodes}
-        )
-    if parallel.world_size != context.world_size:
-        raise RequestError(
-            f"{parallel.world_size} devices are configured, and {context.world_size} ranks were started",
-            hint="drop --gpus where torchrun or srun starts the ranks",
-        )
-    return settings
 
 
 def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
