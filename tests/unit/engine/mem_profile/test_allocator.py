@@ -1,5 +1,6 @@
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def measured(allocated: int, reserved: int) -> Measured:
 
 @pytest.fixture
 def settings() -> GenerateSettings:
-    values = {"prompt": "sea", "runtime.device": "cpu", "video.num_frames": "5"}
+    values = {"prompt": "sea", "runtime.device": "cpu", "video.num_frames": "1"}
     given = {key: Given(value, "test") for key, value in values.items()}
     return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.DEMO)
 
@@ -52,6 +53,22 @@ def test_the_process_denoises_what_it_is_given(
     assert figures["seconds"] > 0
 
 
+@pytest.mark.parametrize(("line", "reason"), [("device=cuda is not there", "device=cuda is not there"), ("", "code 4")])
+def test_a_failing_process_gives_its_last_line_or_code(
+    line: str, reason: str, settings: GenerateSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho 'Traceback' >&2\necho '{line}' >&2\nexit 4\n" if line else "#!/bin/sh\nexit 4\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    found = allocator._in_a_process(settings, allocator.CHOICES[0])
+    assert isinstance(found, str)
+    assert reason in found
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")
 def test_a_failing_process_gives_its_reason(settings: GenerateSettings):
     reason = allocator._in_a_process(settings.replace({"runtime.device": "cuda"}), allocator.CHOICES[0])
