@@ -13,7 +13,7 @@ import yaml
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.mem_profile import generation
+from opensora_cli.engine.mem_profile import measured_stages
 
 SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set", "model.depth_single_blocks=1"]
 
@@ -126,14 +126,14 @@ def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, capsys: pytest
 def test_what_runs_out_of_memory_is_only_predicted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure = generation.measure_stage
+    measure = measured_stages.measure_stage
 
     def fails_to_denoise(plan: ExecutionPlan, name: str) -> object:
         if name == "denoise":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(plan, name)
 
-    monkeypatch.setattr(generation, "measure_stage", fails_to_denoise)
+    monkeypatch.setattr(measured_stages, "measure_stage", fails_to_denoise)
     assert main([*SMALL, "--json"]) == 0
     text, denoise, decode = json.loads(capsys.readouterr().out)["stages"]
     assert denoise["not_measured"] == "there was not enough memory after all"

@@ -13,7 +13,6 @@ from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
 from opensora_cli.engine.env_check.facts import HostFacts, MakePlan, WeightFacts
-from opensora_cli.engine.env_check.files import lint_file
 from opensora_cli.engine.env_check.host import (
     check_attention,
     check_disk,
@@ -31,6 +30,7 @@ from opensora_cli.engine.env_check.machine import (
     check_torch,
 )
 from opensora_cli.engine.env_check.report import Check, EnvReport, Finding, PresetNeeds, isolated
+from opensora_cli.engine.env_check.shell_files import lint_file
 from opensora_cli.engine.env_check.variables import Surroundings, lint_variables
 from opensora_cli.settings.env_check import EnvCheckSettings
 

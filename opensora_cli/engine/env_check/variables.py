@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.env_check.allocator import find_faults
+from opensora_cli.engine.env_check.allocator_options import find_faults
 from opensora_cli.engine.env_check.report import Check, Finding, Severity
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import ENVIRONMENT_PREFIX, read_environment

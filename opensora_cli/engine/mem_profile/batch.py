@@ -10,8 +10,8 @@ from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, release_memory
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.mem_profile.generation import random_transformer
 from opensora_cli.engine.mem_profile.measure import unless_out_of_memory, why_not_measured
+from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib
 from opensora_cli.engine.train.activations import with_batch_size
 from opensora_cli.engine.train.estimate import estimate_training, measure_training

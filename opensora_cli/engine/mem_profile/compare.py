@@ -14,15 +14,15 @@ from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.mem_profile.allocator import allocator_techniques
+from opensora_cli.engine.mem_profile.allocator_use import allocator_techniques
 from opensora_cli.engine.mem_profile.batch import evaluate
-from opensora_cli.engine.mem_profile.generation import measure_stage, random_transformer, time_stage
 from opensora_cli.engine.mem_profile.measure import (
     OUT_OF_MEMORY,
     memory_and_time,
     unless_out_of_memory,
     why_not_measured,
 )
+from opensora_cli.engine.mem_profile.measured_stages import measure_stage, random_transformer, time_stage
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
 from opensora_cli.models.attention import attention_backend, backend_names

@@ -13,12 +13,12 @@ from opensora_cli.engine.components.hardware import Hardware, OutOfMemoryError, 
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
-from opensora_cli.engine.mem_profile.allocator import allocator_use
+from opensora_cli.engine.mem_profile.allocator_use import allocator_use
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
-from opensora_cli.engine.mem_profile.generation import profile_generation
 from opensora_cli.engine.mem_profile.measure import why_not_measured
+from opensora_cli.engine.mem_profile.measured_stages import profile_generation
 from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, StageProfile, Timeline, module_shares
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape

@@ -29,7 +29,7 @@ from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.outputs import sample_files, sample_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.mem_profile.generation import random_transformer
+from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes

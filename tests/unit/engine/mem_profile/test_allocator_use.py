@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_cli.engine.mem_profile import allocator
-from opensora_cli.engine.mem_profile.allocator import allocator_use
-from opensora_cli.engine.mem_profile.generation import Measured
+from opensora_cli.engine.mem_profile import allocator_use as allocator
+from opensora_cli.engine.mem_profile.allocator_use import allocator_use
+from opensora_cli.engine.mem_profile.measured_stages import Measured
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.engine.env_check.allocator import find_faults
+from opensora_cli.engine.env_check.allocator_options import find_faults
 
 ACCEPTED = [
     "",

@@ -3,7 +3,8 @@
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.engine.env_check.files import (
+from opensora_cli.engine.env_check.report import Severity
+from opensora_cli.engine.env_check.shell_files import (
     Unread,
     is_dockerfile,
     lint_assignments,
@@ -11,7 +12,6 @@ from opensora_cli.engine.env_check.files import (
     read_dockerfile,
     read_shell,
 )
-from opensora_cli.engine.env_check.report import Severity
 
 
 def found(assignments):
