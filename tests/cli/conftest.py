@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 from cli.fake_engine import FakeEngine
 
-import opensora_cli.engine
+import opensora_cli.engine.generate
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     module.generate_from_request = fake.generate_from_request  # type: ignore[attr-defined]
     module.plan_from_request = fake.plan_from_request  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "opensora_cli.engine.generate.run", module)
-    monkeypatch.setattr(opensora_cli.engine, "generate", module, raising=False)
+    monkeypatch.setattr(opensora_cli.engine.generate, "run", module, raising=False)
     return fake
 
 
