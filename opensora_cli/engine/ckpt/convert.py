@@ -1,9 +1,10 @@
 """`osora ckpt convert`: from any form that weights come in to any other."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
+from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint, Selection
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise, separated, without_scales
@@ -15,13 +16,10 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import check, require_preset
 from opensora_cli.engine.ckpt.layout import change_layout
-from opensora_cli.engine.ckpt.output import Product, Written, check_paths, check_product, write
+from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_paths, check_product, write
 from opensora_cli.models.mmdit.layout import QKV, Rotary
 from opensora_cli.settings.ckpt import ConvertSettings
 from opensora_cli.settings.enums import WeightDType
-
-PLAN_SCHEMA = "osora.ckpt.convert-plan/1"
-SCHEMA = "osora.ckpt.convert/1"
 
 _DTYPES = {
     WeightDType.FP32: torch.float32,
@@ -32,34 +30,22 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertPlan:
+class ConvertPlan(ProductDocument):
     """What a conversion will write."""
 
-    product: Product
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert-plan/1"
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.convert-plan/1`."""
-        return {"schema": PLAN_SCHEMA, **self.product.to_json()}
+    summary: tuple[str, ...] = Field(exclude=True)
 
     def lines(self) -> list[str]:
         """Return it for people."""
-        return self.product.lines()
+        return list(self.summary)
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertResult:
+class ConvertResult(WrittenDocument):
     """What a conversion has written."""
 
-    written: Written
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.convert/1`."""
-        return {"schema": SCHEMA, **self.written.to_json()}
-
-    def lines(self) -> list[str]:
-        """Return the path of what was written."""
-        return self.written.lines()
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/1"
 
 
 def plan_convert(settings: ConvertSettings) -> ConvertPlan:
@@ -72,21 +58,8 @@ def plan_convert(settings: ConvertSettings) -> ConvertPlan:
         CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
         OutputError: the target exists already, or is too large for the disk.
     """
-    if settings.preset is not None:
-        require_preset(settings.preset)
-    selection = None if settings.select is None else Selection(settings.select)
-    source = open_checkpoint(Path(settings.source), select=selection)
-    check_paths([source.path, *source.files], settings)
-    entries, metadata = _converted(source, settings)
-    if not entries:
-        raise RequestError(f"nothing of {source.path} is left to write")
-    if settings.preset is not None:
-        problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, settings.preset)
-        if problems:
-            raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
-    product = Product(source=source, entries=entries, metadata=metadata, options=settings.options, settings=settings)
-    check_product(product)
-    return ConvertPlan(product)
+    product = _plan(settings)
+    return ConvertPlan.of(product, summary=product.lines())
 
 
 def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> ConvertResult:
@@ -101,8 +74,27 @@ def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> C
         CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
         OutputError: the target exists already, is too large for the disk or cannot be written.
     """
-    plan = plan_convert(settings)
-    return ConvertResult(write(plan.product, reporter=reporter or SilentReporter()))
+    product = _plan(settings)
+    sha256, files = write(product, reporter=reporter or SilentReporter())
+    return ConvertResult.of(product, source_sha256=sha256, files=files)
+
+
+def _plan(settings: ConvertSettings) -> Product:
+    if settings.preset is not None:
+        require_preset(settings.preset)
+    selection = None if settings.select is None else Selection(settings.select)
+    source = open_checkpoint(Path(settings.source), select=selection)
+    check_paths([source.path, *source.files], settings)
+    entries, metadata = _converted(source, settings)
+    if not entries:
+        raise RequestError(f"nothing of {source.path} is left to write")
+    if settings.preset is not None:
+        problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, settings.preset)
+        if problems:
+            raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
+    product = Product(source=source, entries=entries, metadata=metadata, options=settings.options, settings=settings)
+    check_product(product)
+    return product
 
 
 def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -1,10 +1,11 @@
 """`osora ckpt diff`: whether two checkpoints hold the same, whatever forms they have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from opensora_cli.checkpoint.contents import Selection
@@ -12,6 +13,7 @@ from opensora_cli.checkpoint.fp8 import dequantise, without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
@@ -20,74 +22,50 @@ from opensora_cli.engine.ckpt.statistics import STEP_NUMEL, as_integers, as_real
 from opensora_cli.settings.ckpt import DiffSettings
 from opensora_cli.settings.enums import WeightSelection
 
-SCHEMA = "osora.ckpt.diff/1"
 
-
-@dataclass(slots=True, kw_only=True)
-class ValueDifference:
+class ValueDifference(Document):
     """How the values of a tensor that both have differ."""
 
-    differing: int = 0
+    differing: int
     """Elements that are not the same, or not within the tolerance."""
-    largest: float = 0.0
-    """Of the differences between finite numbers, exact or not."""
+    largest_difference: float
+    """Between finite numbers, exact or not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Document):
     """What two checkpoints do not have in common."""
 
-    settings: DiffSettings
-    only_in_first: tuple[str, ...]
-    only_in_second: tuple[str, ...]
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]
-    values: Mapping[str, ValueDifference]
-    """Only tensors that differ."""
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.diff/1"
+
+    first: str
+    second: str
+    rtol: float
+    atol: float
+    equal: bool
+    """Whether there is no difference that counts: with a tolerance, dtypes may be others."""
     compared: int
     """Tensors whose values were compared."""
-    largest: float
-    """Difference between two values, of all tensors."""
-    only_scales: bool
+    largest_difference: float
+    """Between two values, of all tensors."""
+    only_in_first: tuple[str, ...]
+    only_in_second: tuple[str, ...]
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    dtypes: dict[str, tuple[str, str]]
+    values: dict[str, ValueDifference]
+    """Only tensors that differ."""
+    only_scales: bool = Field(exclude=True)
     """Whether the names that only one has are all those of scales, compared as tensors of their own."""
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether there is no difference that counts: with a tolerance, dtypes may be others."""
-        dtypes = self.dtypes if self.settings.is_exact else {}
-        return not (self.only_in_first or self.only_in_second or self.shapes or dtypes or self.values)
 
     def require_equal(self) -> None:
         """Raise CheckpointError if there is a difference."""
-        if not self.is_equal:
-            raise CheckpointError(f"{self.settings.first} and {self.settings.second} differ")
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.diff/1`."""
-        return {
-            "schema": SCHEMA,
-            "first": self.settings.first,
-            "second": self.settings.second,
-            "rtol": self.settings.rtol,
-            "atol": self.settings.atol,
-            "equal": self.is_equal,
-            "compared": self.compared,
-            "largest_difference": self.largest,
-            "only_in_first": list(self.only_in_first),
-            "only_in_second": list(self.only_in_second),
-            "shapes": {name: [list(first), list(second)] for name, (first, second) in self.shapes.items()},
-            "dtypes": {name: list(map(dtype_name, pair)) for name, pair in self.dtypes.items()},
-            "values": {
-                name: {"differing": each.differing, "largest_difference": each.largest}
-                for name, each in self.values.items()
-            },
-        }
+        if not self.equal:
+            raise CheckpointError(f"{self.first} and {self.second} differ")
 
     def lines(self) -> list[str]:
         """Return it for people."""
         pairs: dict[str, int] = {}
         for first, second in self.dtypes.values():
-            pair = f"{dtype_name(first)} and {dtype_name(second)}"
+            pair = f"{first} and {second}"
             pairs[pair] = pairs.get(pair, 0) + 1
         return [
             *(f"only in the first   {plain(name)}" for name in self.only_in_first),
@@ -95,7 +73,7 @@ class Difference:
             *(f"shape   {plain(name)}: {list(a)} and {list(b)}" for name, (a, b) in self.shapes.items()),
             *(f"dtype   {count} tensors are {pair}" for pair, count in pairs.items()),
             *(
-                f"values  {plain(name)}: {each.differing:,} differ, by at most {each.largest:.4g}"
+                f"values  {plain(name)}: {each.differing:,} differ, by at most {each.largest_difference:.4g}"
                 for name, each in self.values.items()
             ),
             *(
@@ -103,8 +81,8 @@ class Difference:
                 if self.only_scales
                 else []
             ),
-            f"{'equal' if self.is_equal else 'different'}: {self.compared} tensors compared, "
-            f"largest difference {self.largest:.4g}",
+            f"{'equal' if self.equal else 'different'}: {self.compared} tensors compared, "
+            f"largest difference {self.largest_difference:.4g}",
         ]
 
 
@@ -137,25 +115,30 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
     with reporter.stage("compare", total=total, unit=BYTES) as progress:
         for name in comparable:
             found = _compare(numbers[0][name], numbers[1][name], settings)
-            largest = max(largest, found.largest)
+            largest = max(largest, found.largest_difference)
             if found.differing:
                 values[name] = found
             progress.advance(first[name].nbytes + second[name].nbytes)
     only_in_first = tuple(name for name in first if name not in second)
     only_in_second = tuple(name for name in second if name not in first)
+    dtypes = {
+        name: (dtype_name(first[name].dtype), dtype_name(second[name].dtype))
+        for name in comparable
+        if first[name].dtype != second[name].dtype
+    }
     return Difference(
-        settings=settings,
+        first=settings.first,
+        second=settings.second,
+        rtol=settings.rtol,
+        atol=settings.atol,
+        equal=not (only_in_first or only_in_second or shapes or values or (settings.is_exact and dtypes)),
+        compared=len(comparable),
+        largest_difference=largest,
         only_in_first=only_in_first,
         only_in_second=only_in_second,
         shapes=shapes,
-        dtypes={
-            name: (first[name].dtype, second[name].dtype)
-            for name in comparable
-            if first[name].dtype != second[name].dtype
-        },
+        dtypes=dtypes,
         values=values,
-        compared=len(comparable),
-        largest=largest,
         only_scales=bool(only_in_first or only_in_second)
         and without_scales(first).keys().isdisjoint(only_in_first)
         and without_scales(second).keys().isdisjoint(only_in_second),
@@ -172,7 +155,7 @@ def _open(path: str, select: WeightSelection | None) -> Mapping[str, Entry]:
 
 def _compare(first: Entry, second: Entry, settings: DiffSettings) -> ValueDifference:
     """Compare two tensors of one shape, reading as many elements of each at a time."""
-    found = ValueDifference()
+    differing, farthest = 0, 0.0
     same_dtype = first.dtype == second.dtype
     for start in range(0, first.numel, STEP_NUMEL):
         stop = min(start + STEP_NUMEL, first.numel)
@@ -185,13 +168,13 @@ def _compare(first: Entry, second: Entry, settings: DiffSettings) -> ValueDiffer
             largest, far = _far_apart(a, b, settings)
         else:
             largest, far = _integers_far_apart(*whole, settings.atol + settings.rtol * b.abs())
-        found.largest = max(found.largest, largest)
+        farthest = max(farthest, largest)
         if settings.is_exact and same_dtype:
             bits = (_bits(piece).view(stop - start, -1) for piece in pair)
-            found.differing += int((next(bits) != next(bits)).any(dim=1).sum())
+            differing += int((next(bits) != next(bits)).any(dim=1).sum())
         else:
-            found.differing += int(far.sum())
-    return found
+            differing += int(far.sum())
+    return ValueDifference(differing=differing, largest_difference=farthest)
 
 
 def _far_apart(a: Tensor, b: Tensor, settings: DiffSettings) -> tuple[float, Tensor]:

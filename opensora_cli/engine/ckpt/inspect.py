@@ -1,131 +1,131 @@
 """`osora ckpt inspect`: what is in a checkpoint, of whatever size."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Checkpoint, Selection
+from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.transforms import only
+from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
-from opensora_cli.engine.ckpt.statistics import TensorStatistics
+from opensora_cli.engine.ckpt.statistics import StatisticsDocument, TensorStatistics
 from opensora_cli.settings.ckpt import InspectSettings
 
-SCHEMA = "osora.ckpt.inspect/1"
+
+class DtypeTotal(Document):
+    """What tensors of one dtype have together."""
+
+    tensors: int
+    parameters: int
+    bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
-    """A checkpoint, and what is to be told of its tensors."""
+class InspectedTensor(Document):
+    """A tensor whose data was not read."""
 
-    checkpoint: Checkpoint
-    entries: Mapping[str, Entry]
-    """The tensors that were asked for."""
-    statistics: Mapping[str, TensorStatistics]
-    """Of these, if their data was read."""
-    identity: Identity | None
-    layout: tuple[str, str] | None
-    """Of q, k and v and of rotary pairs, for an MMDiT."""
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
 
-    @property
-    def parameters(self) -> int:
-        """How many numbers the tensors have."""
-        return sum(entry.numel for entry in self.entries.values())
+    @classmethod
+    def of(cls, name: str, entry: Entry, **more: Any) -> Self:
+        """Describe a tensor; `more` are the fields that a subclass adds."""
+        return cls(name=name, dtype=dtype_name(entry.dtype), shape=entry.shape, bytes=entry.nbytes, **more)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors."""
-        return sum(entry.nbytes for entry in self.entries.values())
+    def cells(self) -> list[str]:
+        """Return its row of the table for people."""
+        return [plain(self.name), self.dtype, str(list(self.shape)), format_bytes(self.bytes)]
 
-    @property
-    def by_dtype(self) -> dict[str, tuple[int, int, int]]:
-        """Tensors, numbers and bytes of each dtype."""
-        totals: dict[str, tuple[int, int, int]] = {}
-        for entry in self.entries.values():
-            tensors, numbers, nbytes = totals.get(name := dtype_name(entry.dtype), (0, 0, 0))
-            totals[name] = (tensors + 1, numbers + entry.numel, nbytes + entry.nbytes)
-        return totals
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.inspect/1`."""
-        checkpoint = self.checkpoint
-        return {
-            "schema": SCHEMA,
-            "path": str(checkpoint.path),
-            "format": checkpoint.format.value,
-            "selection": checkpoint.selection.value if checkpoint.selection else None,
-            "selections": [selection.value for selection in checkpoint.selections],
-            "files": [str(file) for file in checkpoint.files],
-            "model": self.identity.name if self.identity else None,
-            "description": self.identity.title if self.identity else None,
-            "qkv": self.layout[0] if self.layout else None,
-            "rotary": self.layout[1] if self.layout else None,
-            "parameters": self.parameters,
-            "bytes": self.nbytes,
-            "dtypes": {
-                name: {"tensors": tensors, "parameters": numbers, "bytes": nbytes}
-                for name, (tensors, numbers, nbytes) in self.by_dtype.items()
-            },
-            "metadata": dict(checkpoint.metadata),
-            "tensors": [self._tensor_to_json(name, entry) for name, entry in self.entries.items()],
-        }
+class MeasuredTensor(InspectedTensor):
+    """A tensor whose data was read."""
+
+    statistics: StatisticsDocument
+    mean: float | None = Field(exclude=True)
+    """Infinite if the sum is beyond fp64."""
+
+    def cells(self) -> list[str]:
+        """Return its row of the table for people."""
+        found, figures = self.statistics, []
+        if found.min is not None:
+            figures.append(f"{found.min:.4g} to {found.max:.4g}, mean {self.mean:.4g}")
+        if found.nan:
+            figures.append(f"{found.nan:,} NaN")
+        if found.infinite:
+            figures.append(f"{found.infinite:,} infinite")
+        return [*super().cells(), ", ".join(figures)]
+
+
+class Inspection(Document):
+    """What is in a checkpoint."""
+
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/1"
+
+    path: Path
+    format: Format
+    selection: Selection | None
+    selections: tuple[Selection, ...]
+    files: tuple[Path, ...]
+    model: str | None
+    description: str | None
+    qkv: str | None
+    rotary: str | None
+    parameters: int
+    bytes: int
+    dtypes: dict[str, DtypeTotal]
+    metadata: dict[str, str]
+    tensors: tuple[MeasuredTensor | InspectedTensor, ...]
+    """Those that were asked for."""
+    form: str = Field(exclude=True)
+    identity: Identity | None = Field(exclude=True)
 
     def lines(self) -> list[str]:
         """Return it for people: the tensors in a table, then what they are together."""
-        return [*self._table(), "", *self._summary(), *self._findings()]
-
-    def _tensor_to_json(self, name: str, entry: Entry) -> dict[str, object]:
-        statistics = self.statistics.get(name)
-        return {
-            "name": name,
-            "dtype": dtype_name(entry.dtype),
-            "shape": list(entry.shape),
-            "bytes": entry.nbytes,
-            **({"statistics": statistics.to_json()} if statistics else {}),
-        }
-
-    def _table(self) -> list[str]:
-        rows = [
-            [plain(name), dtype_name(entry.dtype), str(list(entry.shape)), format_bytes(entry.nbytes)]
-            + ([_figures(self.statistics[name])] if name in self.statistics else [])
-            for name, entry in self.entries.items()
-        ]
+        rows = [tensor.cells() for tensor in self.tensors]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return [*table, "", *self._summary(), *self._findings()]
 
     def _summary(self) -> list[str]:
-        checkpoint = self.checkpoint
-        files = f"{len(checkpoint.files)} files" if len(checkpoint.files) > 1 else "1 file"
-        lines = [f"format      {checkpoint.form}, {files}"]
-        if checkpoint.selections:
-            lines.append(f"weights     {checkpoint.selection} (there are: {', '.join(checkpoint.selections)})")
-        lines.append(f"model       {self.identity.title if self.identity else 'none that is known here'}")
+        files = f"{len(self.files)} files" if len(self.files) > 1 else "1 file"
+        lines = [f"format      {self.form}, {files}"]
+        if self.selections:
+            lines.append(f"weights     {self.selection} (there are: {', '.join(self.selections)})")
+        lines.append(f"model       {self.description or 'none that is known here'}")
         if self.identity and self.identity.prefix:
             lines.append(f"prefix      {plain(self.identity.prefix)}")
-        if self.layout:
-            lines.append(f"rotary      {self.layout[1]}")
-        lines.append(f"tensors     {len(self.entries):,}")
+        if self.rotary:
+            lines.append(f"rotary      {self.rotary}")
+        lines.append(f"tensors     {len(self.tensors):,}")
         lines.append(f"parameters  {self.parameters:,}")
         lines += [
-            f"{name:<11} {tensors:,} tensors, {numbers:,} parameters, {format_bytes(nbytes)}"
-            for name, (tensors, numbers, nbytes) in self.by_dtype.items()
+            f"{name:<11} {total.tensors:,} tensors, {total.parameters:,} parameters, {format_bytes(total.bytes)}"
+            for name, total in self.dtypes.items()
         ]
-        lines += [f"metadata    {plain(key)}: {plain(text)}" for key, text in checkpoint.metadata.items()]
+        lines += [f"metadata    {plain(key)}: {plain(text)}" for key, text in self.metadata.items()]
         return lines
 
     def _findings(self) -> list[str]:
+        measured = [tensor for tensor in self.tensors if isinstance(tensor, MeasuredTensor)]
         found = [
-            *(f"not finite  {plain(name)}" for name, each in self.statistics.items() if not each.is_finite),
-            *(f"all zero    {plain(name)}" for name, each in self.statistics.items() if each.is_all_zero),
+            *(
+                f"not finite  {plain(each.name)}"
+                for each in measured
+                if each.statistics.nan or each.statistics.infinite
+            ),
+            *(f"all zero    {plain(each.name)}" for each in measured if each.statistics.all_zero),
         ]
-        return found if found or not self.statistics else ["not finite  none", "all zero    none"]
+        return found if found or not measured else ["not finite  none", "all zero    none"]
 
 
 def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> Inspection:
@@ -148,26 +148,42 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
             statistics = {name: TensorStatistics.of(entry, advance=progress.advance) for name, entry in entries.items()}
     shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
     layout = find_layout(shapes, checkpoint.metadata)
+    identity = identify(shapes)
     return Inspection(
-        checkpoint=checkpoint,
-        entries=entries,
-        statistics=statistics,
-        identity=identify(shapes),
-        layout=None if layout is None else (layout[0].value, layout[1].value),
+        path=checkpoint.path,
+        format=checkpoint.format,
+        selection=checkpoint.selection,
+        selections=checkpoint.selections,
+        files=checkpoint.files,
+        model=identity.name if identity else None,
+        description=identity.title if identity else None,
+        qkv=layout[0].value if layout else None,
+        rotary=layout[1].value if layout else None,
+        parameters=sum(entry.numel for entry in entries.values()),
+        bytes=sum(entry.nbytes for entry in entries.values()),
+        dtypes=_totals(entries),
+        metadata=dict(checkpoint.metadata),
+        tensors=tuple(
+            MeasuredTensor.of(name, entry, statistics=statistics[name].document(), mean=statistics[name].mean)
+            if name in statistics
+            else InspectedTensor.of(name, entry)
+            for name, entry in entries.items()
+        ),
+        form=checkpoint.form,
+        identity=identity,
     )
+
+
+def _totals(entries: Mapping[str, Entry]) -> dict[str, DtypeTotal]:
+    totals: dict[str, DtypeTotal] = {}
+    for entry in entries.values():
+        old = totals.get(name := dtype_name(entry.dtype), DtypeTotal(tensors=0, parameters=0, bytes=0))
+        totals[name] = DtypeTotal(
+            tensors=old.tensors + 1, parameters=old.parameters + entry.numel, bytes=old.bytes + entry.nbytes
+        )
+    return totals
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return what torch calls a dtype: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _figures(statistics: TensorStatistics) -> str:
-    parts = []
-    if statistics.smallest is not None:
-        parts.append(f"{statistics.smallest:.4g} to {statistics.largest:.4g}, mean {statistics.mean:.4g}")
-    if statistics.nan:
-        parts.append(f"{statistics.nan:,} NaN")
-    if statistics.infinite:
-        parts.append(f"{statistics.infinite:,} infinite")
-    return ", ".join(parts)

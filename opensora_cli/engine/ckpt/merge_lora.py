@@ -1,48 +1,46 @@
 """`osora ckpt merge-lora`: an adapter added to the weights that it was trained for, or taken out again."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from opensora_cli.checkpoint.formats.peft import open_adapter
-from opensora_cli.checkpoint.lora import UnmergeError, merge, unmerge, unmerge_error
+from opensora_cli.checkpoint.lora import merge, unmerge, unmerge_error
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.output import Product, Written, check_paths, check_product, write
+from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_paths, check_product, write
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
-SCHEMA = "osora.ckpt.merge-lora/1"
+
+class MergeError(Document):
+    """How far unmerged weights can be from what they were."""
+
+    bound: float | None
+    """No weight differs by more; None: there is no bound."""
+    tensor: str
+    """Where it is as large."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeResult:
+class MergeResult(WrittenDocument):
     """What was written."""
 
-    written: Written
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.merge-lora/1"
+
     changed: int
     """Tensors that the adapter changes."""
-    error: UnmergeError | None
+    error: MergeError | None
     """After unmerging: how far from the weights before merging they can be."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.merge-lora/1`.
-
-        `error` is null after merging; after unmerging its `bound` is null if there is none.
-        """
-        error = None
-        if self.error is not None:
-            bound = self.error.bound if math.isfinite(self.error.bound) else None
-            error = {"bound": bound, "tensor": self.error.tensor}
-        return {"schema": SCHEMA, **self.written.to_json(), "changed": self.changed, "error": error}
 
     def lines(self) -> list[str]:
         """Return the path of what was written and, after unmerging, how exact it is."""
+        written = super().lines()
         if self.error is None:
-            return self.written.lines()
-        if not math.isfinite(self.error.bound):
-            return [*self.written.lines(), f"nothing can be said of {self.error.tensor}: it is not finite"]
+            return written
+        if self.error.bound is None:
+            return [*written, f"nothing can be said of {self.error.tensor}: it is not finite"]
         return [
-            *self.written.lines(),
+            *written,
             f"each of the {self.changed} tensors is as before merging, but for rounding: "
             f"off by at most {self.error.bound:.3g}, in {self.error.tensor}",
         ]
@@ -72,6 +70,8 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     if settings.unmerge:
         total = sum(base.entries[name].nbytes for name in adapter.updates)
         with reporter.stage("measure", total=total, unit=BYTES) as progress:
-            error = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
-    written = write(product, reporter=reporter)
-    return MergeResult(written=written, changed=len(adapter.updates) + len(adapter.replacements), error=error)
+            found = unmerge_error(base.entries, adapter, scale=settings.scale, advance=progress.advance)
+        error = MergeError(bound=found.bound if math.isfinite(found.bound) else None, tensor=found.tensor)
+    sha256, files = write(product, reporter=reporter)
+    changed = len(adapter.updates) + len(adapter.replacements)
+    return MergeResult.of(product, source_sha256=sha256, files=files, changed=changed, error=error)

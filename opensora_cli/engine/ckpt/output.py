@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import opensora_cli
-from opensora_cli.checkpoint.contents import Checkpoint, Format
+from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.shards import SHARD_BYTES, sha256_of
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.writing import check_target, write_checkpoint
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
@@ -52,21 +54,6 @@ class Product:
         """Their size."""
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def to_json(self) -> dict[str, object]:
-        """Return what is known of them before they are written."""
-        source = self.source
-        return {
-            "source": str(source.path),
-            "source_format": source.format.value,
-            "selection": source.selection.value if source.selection else None,
-            "target": str(self.target),
-            "format": self.format.value,
-            "tensors": len(self.entries),
-            "parameters": sum(entry.numel for entry in self.entries.values()),
-            "bytes": self.nbytes,
-            "options": dict(self.options),
-        }
-
     def lines(self) -> list[str]:
         """Return the same for people."""
         source = self.source
@@ -80,26 +67,46 @@ class Product:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class ProductDocument(Document):
+    """What is known of weights before they are written."""
+
+    source: Path
+    source_format: Format
+    selection: Selection | None
+    target: Path
+    format: Format
+    tensors: int
+    parameters: int
+    bytes: int
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, product: Product, **more: Any) -> Self:
+        """Describe a product; `more` are the fields that a subclass adds."""
+        return cls(
+            source=product.source.path,
+            source_format=product.source.format,
+            selection=product.source.selection,
+            target=product.target,
+            format=product.format,
+            tensors=len(product.entries),
+            parameters=sum(entry.numel for entry in product.entries.values()),
+            bytes=product.nbytes,
+            options=dict(product.options),
+            **more,
+        )
+
+
+class WrittenDocument(ProductDocument):
     """Weights that have been written."""
 
-    product: Product
+    source_sha256: str | None
+    """Of the source's files, as `hash_files` gives it."""
     files: tuple[Path, ...]
-    sha256: str | None
-    """Of the source's files, as `provenance.hash_files` gives it."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return all that there is to tell."""
-        return {
-            **self.product.to_json(),
-            "source_sha256": self.sha256,
-            "files": [str(file) for file in self.files],
-        }
 
     def lines(self) -> list[str]:
         """Return the path of what was written."""
-        return [str(self.product.target)]
+        return [str(self.target)]
 
 
 def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
@@ -135,12 +142,15 @@ def check_product(product: Product) -> None:
         )
 
 
-def write(product: Product, *, reporter: Reporter) -> Written:
+def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Path, ...]]:
     """Write what was made, whole or not at all.
 
     Args:
         product: what, where to and how.
         reporter: shown progress in bytes.
+
+    Returns:
+        The SHA-256 of the source, if it was computed, and the files.
 
     Raises:
         RequestError: the format does not know the name or dtype of a tensor.
@@ -168,7 +178,7 @@ def write(product: Product, *, reporter: Reporter) -> Written:
             hash_each=partial(hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
             advance=progress.advance,
         )
-    return Written(product=product, files=files, sha256=sha256)
+    return sha256, files
 
 
 def _check_path(target: Path, source: Path) -> None:

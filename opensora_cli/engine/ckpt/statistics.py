@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.core.documents import Document
 
 STEP_NUMEL = 2**20
 """How many elements are looked at at a time: few enough for the processor's cache, as fp64, too."""
@@ -71,17 +72,28 @@ class TensorStatistics:
         self.largest = high if self.largest is None else max(self.largest, high)
         self._sum += float(values.sum(dtype=torch.float64))
 
-    def to_json(self) -> dict[str, object]:
-        """Return the figures; a mean whose sum is beyond fp64 is null."""
+    def document(self) -> "StatisticsDocument":
+        """Return the figures."""
         mean = self.mean
-        return {
-            "nan": self.nan,
-            "infinite": self.infinite,
-            "all_zero": self.is_all_zero,
-            "min": self.smallest,
-            "max": self.largest,
-            "mean": mean if mean is not None and math.isfinite(mean) else None,
-        }
+        return StatisticsDocument(
+            nan=self.nan,
+            infinite=self.infinite,
+            all_zero=self.is_all_zero,
+            min=self.smallest,
+            max=self.largest,
+            mean=mean if mean is not None and math.isfinite(mean) else None,
+        )
+
+
+class StatisticsDocument(Document):
+    """The figures of a tensor; a mean whose sum is beyond fp64 is null."""
+
+    nan: int
+    infinite: int
+    all_zero: bool
+    min: float | None
+    max: float | None
+    mean: float | None
 
 
 def steps(entry: Entry) -> Iterator[Tensor]:

@@ -1,8 +1,10 @@
 """`osora ckpt verify`: whether a checkpoint is whole and sound."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
@@ -12,6 +14,7 @@ from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.checkpoint.strict_json import parse_object, shown
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
@@ -21,28 +24,28 @@ from opensora_cli.engine.ckpt.statistics import TensorStatistics
 from opensora_cli.settings.ckpt import VerifySettings
 from opensora_cli.settings.enums import WeightSelection
 
-SCHEMA = "osora.ckpt.verify/1"
 _TORCH_SUFFIXES = (".pt", ".bin")
 _MAX_RUNNING_STATES_BYTES = 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(Document):
     """What was checked, and what was found."""
 
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.verify/1"
+
     path: Path
+    sound: bool
+    """Whether nothing is wrong."""
     problems: tuple[str, ...]
-    checkpoint: Checkpoint | None
+    format: Format | None
     """None: it cannot be opened."""
+    tensors: int | None
     hashed: tuple[Path, ...]
     """Files whose hash was known, and checked."""
     data_read: bool
     preset: str | None
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
+    summary: str | None = Field(exclude=True)
+    """What it is, in one line."""
 
     def require_sound(self) -> None:
         """Raise CheckpointError if something is wrong."""
@@ -50,30 +53,13 @@ class Verification:
             count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"
             raise CheckpointError(f"{self.path} has {count}")
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.verify/1`."""
-        checkpoint = self.checkpoint
-        return {
-            "schema": SCHEMA,
-            "path": str(self.path),
-            "sound": self.is_sound,
-            "problems": list(self.problems),
-            "format": checkpoint.format.value if checkpoint else None,
-            "tensors": len(checkpoint.entries) if checkpoint else None,
-            "hashed": [str(path) for path in self.hashed],
-            "data_read": self.data_read,
-            "preset": self.preset,
-        }
-
     def lines(self) -> list[str]:
         """Return the problems, or what was found to be sound."""
         if self.problems:
             return [f"problem  {problem}" for problem in self.problems]
         lines = []
-        if self.checkpoint:
-            entries = self.checkpoint.entries
-            size = format_bytes(sum(entry.nbytes for entry in entries.values()))
-            lines.append(f"sound    {self.checkpoint.form}: {len(entries)} tensors, {size}")
+        if self.summary:
+            lines.append(f"sound    {self.summary}")
             lines.append("sound    all numbers are finite" if self.data_read else "skipped  data was not read")
         if self.data_read:
             known = f"{len(self.hashed)} files have their hash" if self.hashed else "no hash is known"
@@ -129,13 +115,20 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     if settings.data:
         for part in parts:
             problems += _broken_data(part, reporter)
+    summary = None
+    if checkpoint is not None:
+        size = format_bytes(sum(entry.nbytes for entry in checkpoint.entries.values()))
+        summary = f"{checkpoint.form}: {len(checkpoint.entries)} tensors, {size}"
     return Verification(
         path=path,
+        sound=not problems,
         problems=tuple(problems),
-        checkpoint=checkpoint,
+        format=checkpoint.format if checkpoint else None,
+        tensors=len(checkpoint.entries) if checkpoint else None,
         hashed=tuple(expected),
         data_read=settings.data and checkpoint is not None,
         preset=settings.preset,
+        summary=summary,
     )
 
 

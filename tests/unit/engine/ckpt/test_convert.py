@@ -200,9 +200,10 @@ def test_dcp_says_that_it_loses_metadata(source: Path, tmp_path: Path) -> None:
 def test_it_says_that_it_reads_a_shard(source: Path, tmp_path: Path) -> None:
     shard = converted(source, tmp_path / "shards", shard_size="60") / "model-00001-of-00004.safetensors"
     reporter = RecordingReporter()
-    result = convert(settings(shard, tmp_path / "new.safetensors"), reporter=reporter)
+    planned = plan_convert(settings(shard, tmp_path / "new.safetensors"))
+    convert(settings(shard, tmp_path / "new.safetensors"), reporter=reporter)
     assert reporter.warnings == [f"{shard} is shard 1 of 4: a part of a checkpoint"]
-    assert result.written.product.lines()[0] == f"source  {shard} (safetensors, shard 1 of 4)"
+    assert planned.lines()[0] == f"source  {shard} (safetensors, shard 1 of 4)"
 
 
 def test_presets_check_names_and_shapes(source: Path, tmp_path: Path) -> None:

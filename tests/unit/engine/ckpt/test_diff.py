@@ -25,12 +25,12 @@ def compare(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor], *
 
 def test_equal_in_any_form(tmp_path: Path) -> None:
     found = compare(tmp_path, awkward_state(), dict(reversed(awkward_state().items())))
-    assert found.is_equal
+    assert found.equal
     assert found.compared == len(awkward_state())
     found.require_equal()
     assert found.lines() == [f"equal: {len(awkward_state())} tensors compared, largest difference 0"]
     folder = converted(tmp_path / "second.pt", tmp_path / "dcp", format="dcp")
-    assert diff(DiffSettings(first=str(folder), second=str(tmp_path / "first.safetensors"))).is_equal
+    assert diff(DiffSettings(first=str(folder), second=str(tmp_path / "first.safetensors"))).equal
 
 
 @pytest.mark.parametrize("step", [2, 1000])
@@ -77,25 +77,25 @@ def test_every_kind_of_difference(step: int, tmp_path: Path, monkeypatch: pytest
 )
 def test_tolerances_are_relative_to_the_second(options: dict[str, float], equal: bool, tmp_path: Path) -> None:
     found = compare(tmp_path, {"x": torch.tensor([4.25, 0.0])}, {"x": torch.tensor([4.0, 0.0])}, **options)
-    assert found.is_equal == equal
-    assert found.largest == 0.25
+    assert found.equal == equal
+    assert found.largest_difference == 0.25
 
 
 def test_with_a_tolerance_dtypes_may_differ(tmp_path: Path) -> None:
     wide = torch.randn(50, generator=torch.Generator().manual_seed(1))
     exact = compare(tmp_path, {"x": wide.bfloat16().float()}, {"x": wide.bfloat16()})
-    assert not exact.is_equal
+    assert not exact.equal
     assert exact.values == {}
     close = compare(tmp_path, {"x": wide}, {"x": wide.bfloat16()}, rtol=2**-8)
-    assert close.is_equal
+    assert close.equal
     assert "dtype   1 tensors are float32 and bfloat16" in close.lines()
 
 
 def test_bits_that_compare_equal(tmp_path: Path) -> None:
     nan, other = torch.tensor([math.nan]), torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert compare(tmp_path, {"x": nan}, {"x": nan.clone()}).is_equal
-    assert not compare(tmp_path, {"x": nan}, {"x": other}).is_equal
-    assert compare(tmp_path, {"x": nan}, {"x": other}, atol=1e-9).is_equal
+    assert compare(tmp_path, {"x": nan}, {"x": nan.clone()}).equal
+    assert not compare(tmp_path, {"x": nan}, {"x": other}).equal
+    assert compare(tmp_path, {"x": nan}, {"x": other}, atol=1e-9).equal
     zeros = compare(tmp_path, {"x": torch.tensor([0.0])}, {"x": torch.tensor([-0.0])})
     assert zeros.to_json()["values"] == {"x": {"differing": 1, "largest_difference": 0.0}}
 
@@ -109,7 +109,7 @@ def test_not_finite_against_finite(value: float, tmp_path: Path) -> None:
 
 def test_only_some_names(tmp_path: Path) -> None:
     first, second = {"a.x": torch.ones(1), "b.x": torch.ones(1)}, {"a.x": torch.ones(1), "c.x": torch.ones(1)}
-    assert compare(tmp_path, first, second, only=["a.*"]).is_equal
+    assert compare(tmp_path, first, second, only=["a.*"]).equal
     assert compare(tmp_path, first, second, only=["c.*"]).only_in_second == ("c.x",)
     with pytest.raises(RequestError, match="matches no tensor"):
         compare(tmp_path, first, second, only=["d.*"])
@@ -120,8 +120,8 @@ def test_the_selection_is_of_the_training_among_the_two(tmp_path: Path) -> None:
     torch.save({"step": 1, "model": {"weight": torch.ones(2)}, "ema": ema, "optimizers": []}, tmp_path / "a.pt")
     save_file(ema, tmp_path / "b.safetensors")
     paths = {"first": str(tmp_path / "a.pt"), "second": str(tmp_path / "b.safetensors")}
-    assert diff(DiffSettings(**paths, select="ema")).is_equal
-    assert not diff(DiffSettings(**paths)).is_equal
+    assert diff(DiffSettings(**paths, select="ema")).equal
+    assert not diff(DiffSettings(**paths)).equal
 
 
 @pytest.mark.parametrize(
@@ -140,21 +140,21 @@ def test_integers_are_compared_as_integers(
     first: list[int], second: list[int], options: dict[str, float], differing: int, largest: float, tmp_path: Path
 ) -> None:
     found = compare(tmp_path, {"x": torch.tensor(first)}, {"x": torch.tensor(second)}, **options)
-    assert found.largest == largest
-    assert found.is_equal == (differing == 0)
+    assert found.largest_difference == largest
+    assert found.equal == (differing == 0)
     assert sum(each.differing for each in found.values.values()) == differing
 
 
 def test_integers_of_other_kinds(tmp_path: Path) -> None:
     large = torch.tensor([2**63 - 1, 5]).view(torch.uint64)
     larger = torch.tensor([-(2**63), 5]).view(torch.uint64)
-    assert compare(tmp_path, {"x": large}, {"x": larger}, atol=1).is_equal
-    assert not compare(tmp_path, {"x": large}, {"x": larger}, atol=0.9).is_equal
-    assert compare(tmp_path, {"x": large}, {"x": larger}, rtol=2**-63).is_equal
-    assert not compare(tmp_path, {"x": larger}, {"x": larger ^ larger}, rtol=0.5).is_equal
+    assert compare(tmp_path, {"x": large}, {"x": larger}, atol=1).equal
+    assert not compare(tmp_path, {"x": large}, {"x": larger}, atol=0.9).equal
+    assert compare(tmp_path, {"x": large}, {"x": larger}, rtol=2**-63).equal
+    assert not compare(tmp_path, {"x": larger}, {"x": larger ^ larger}, rtol=0.5).equal
     flags = torch.tensor([True, False])
     assert compare(tmp_path, {"x": flags}, {"x": ~flags}, atol=0.9).values["x"].differing == 2
-    assert compare(tmp_path, {"x": flags}, {"x": flags.to(torch.int16)}, atol=0.9).is_equal
+    assert compare(tmp_path, {"x": flags}, {"x": flags.to(torch.int16)}, atol=0.9).equal
     mixed = compare(tmp_path, {"x": torch.tensor([2**53, 4])}, {"x": torch.tensor([2.0**53, 4.5])}, atol=0.4)
     assert mixed.values["x"].differing == 1
 
@@ -178,13 +178,13 @@ def test_eight_bits_are_compared_with_their_scales(
     narrow = small(tmp_path, wide)
     for pair in ((narrow, wide), (wide, narrow)):
         close = compare(tmp_path, *pair, rtol=0.07, atol=0.001)
-        assert close.is_equal
-        assert 0.01 < close.largest < 0.3
+        assert close.equal
+        assert 0.01 < close.largest_difference < 0.3
         assert (close.compared, close.only_in_first, close.only_in_second) == (3, (), ())
         assert len(close.dtypes) == 2
-        assert torch.float8_e4m3fn in close.dtypes["a.weight"]
-    assert not compare(tmp_path, narrow, wide, rtol=0.001).is_equal
-    assert compare(tmp_path, narrow, small(tmp_path, wide, "fp8_e5m2"), rtol=0.2, atol=0.001).is_equal
+        assert "float8_e4m3fn" in close.dtypes["a.weight"]
+    assert not compare(tmp_path, narrow, wide, rtol=0.001).equal
+    assert compare(tmp_path, narrow, small(tmp_path, wide, "fp8_e5m2"), rtol=0.2, atol=0.001).equal
     assert compare(tmp_path, narrow, wide, rtol=0.07, atol=0.001, only=["a.weight"]).compared == 1
 
 

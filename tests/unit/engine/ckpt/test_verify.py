@@ -77,7 +77,7 @@ def test_a_changed_bit_in_a_shard(shards: Path) -> None:
     assert found.problems[0].startswith(f"{broken} has the hash ")
     with pytest.raises(CheckpointError, match=f"{shards} has 1 problem"):
         found.require_sound()
-    assert check(shards, data=False).is_sound  # what it does not read it cannot know
+    assert check(shards, data=False).sound  # what it does not read it cannot know
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_shard_is_not_a_whole(shards: Path) -> None:
     assert check(shard).problems == (problem,)
     # Who gives a hash asks whether this file is what it should be.
     found = check(shard, sha256=hashlib.sha256(shard.read_bytes()).hexdigest())
-    assert found.is_sound
+    assert found.sound
     assert found.lines()[0] == "sound    safetensors, shard 2 of 4: 1 tensors, 60 bytes"
     (shards / "model.safetensors.index.json").unlink()
     assert "without their index" in check(shards).problems[0]
@@ -136,8 +136,8 @@ def test_an_index_that_disagrees_with_its_shards(shards: Path) -> None:
 def test_the_given_hash(source: Path, shards: Path) -> None:
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     assert check(source, sha256=digest.upper()).hashed == (source,)
-    assert check(source, sha256=digest).is_sound
-    assert not check(source, sha256=digest[::-1]).is_sound
+    assert check(source, sha256=digest).sound
+    assert not check(source, sha256=digest[::-1]).sound
     with pytest.raises(RequestError, match="is the hash of one file"):
         check(shards, sha256=digest)
 
@@ -158,9 +158,9 @@ def test_a_blob_of_the_hub_cache_is_named_after_its_hash(source: Path, tmp_path:
         path.parent.mkdir(parents=True)
     source.rename(blob)
     link.symlink_to(Path("../../blobs") / digest)
-    assert check(link).is_sound
+    assert check(link).sound
     flip(blob)
-    assert not check(link).is_sound
+    assert not check(link).sound
 
 
 def test_all_weights_of_a_training_are_looked_at(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_all_weights_of_a_training_are_looked_at(tmp_path: Path) -> None:
     state = {"step": 7, "model": {"weight": torch.ones(2)}, "ema": broken, "optimizers": []}
     torch.save(state, tmp_path / "checkpoint.pt")
     assert check(tmp_path).problems == ("weight of the ema weights is not finite: 2 NaN, 0 infinite among 2",)
-    assert check(tmp_path, select="model").is_sound
+    assert check(tmp_path, select="model").sound
 
 
 def test_progress_is_in_bytes(shards: Path) -> None:
@@ -232,10 +232,10 @@ def test_nothing_is_read_of_what_is_not_there(tmp_path: Path) -> None:
 
 def test_a_file_that_was_written_after_its_download(source: Path, tmp_path: Path) -> None:
     write_record(tmp_path, source.name, commit="abc", digest="0" * 64)
-    assert not check(source).is_sound
+    assert not check(source).sound
     later = source.stat().st_mtime + 100
     os.utime(source, (later, later))
-    assert check(source).is_sound
+    assert check(source).sound
     assert check(source).hashed == ()
 
 
@@ -269,7 +269,7 @@ def test_a_truncated_part_of_a_training(name: str, length: int, named: str, trai
     assert len(found.problems) == 1
     assert found.problems[0].startswith(str(path))
     assert found.to_json()["tensors"] == 2
-    assert check(whole, select="model").is_sound
+    assert check(whole, select="model").sound
 
 
 def test_states_that_lack_data_or_lie_elsewhere(training: Path, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_the_preset_of_8_bit_weights(dtype: str, tmp_path: Path) -> None:
     save_file({name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}, tmp_path / "wide.safetensors")
     small = converted(tmp_path / "wide.safetensors", tmp_path / "small.safetensors", dtype=dtype, preset="hunyuan-vae")
     assert any(name.endswith("_scale") for name in load_file(small))
-    assert check(small, preset="hunyuan-vae").is_sound
+    assert check(small, preset="hunyuan-vae").sound
     again = converted(small, tmp_path / "again.safetensors", preset="hunyuan-vae")
     found = inspect(InspectSettings(path=str(again)))
     assert found.identity is not None
