@@ -14,6 +14,7 @@ from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.sampling.guidance import (
     Branch,
     Guidance,
+    GuidanceScales,
     branches_needed,
     combine_branches,
     guidance_scales_at,
@@ -69,16 +70,30 @@ def denoise(
     Raises:
         ValueError: fewer than two timesteps.
     """
-
-    def guided(step: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
-        scales = guidance_scales_at(
+    scales = [
+        guidance_scales_at(
             step,
             guidance,
             mode=mode,
             num_inference_steps=len(timesteps) - 1,
             num_latent_frames=num_latent_frames,
         )
-        return combine_branches(velocity(latents_BND, t, branches_needed(scales)), scales)
+        for step in range(len(timesteps) - 1)
+    ]
+    return denoise_with_scales(velocity, packed_latents_BND, timesteps=timesteps, scales=scales)
+
+
+def denoise_with_scales(
+    velocity: VelocityFn,
+    packed_latents_BND: torch.Tensor,
+    *,
+    timesteps: Sequence[float],
+    scales: Sequence[GuidanceScales],
+) -> torch.Tensor:
+    """Do what `denoise` does, with the scales of each step worked out: on fake tensors they cannot be."""
+
+    def guided(step: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
+        return combine_branches(velocity(latents_BND, t, branches_needed(scales[step])), scales[step])
 
     return _euler(guided, packed_latents_BND, timesteps)
 

@@ -41,8 +41,8 @@ from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
-from opensora_cli.sampling.denoise import denoise, denoise_distilled
-from opensora_cli.sampling.guidance import Guidance
+from opensora_cli.sampling.denoise import denoise_distilled, denoise_with_scales
+from opensora_cli.sampling.guidance import Guidance, guidance_scales_at
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import OffloadMode
@@ -142,6 +142,11 @@ def _denoising(
 ) -> Need:
     channels, frames, rows, columns = sizes.latent_shape
     patch = config.patch_size
+    steps = len(_TIMES) - 1
+    # No step has more branches than the first.
+    scales = steps * [
+        guidance_scales_at(0, sizes.guidance, mode=sizes.mode, num_inference_steps=steps, num_latent_frames=frames)
+    ]
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         attention = fake_attention(sizes.mesh)
@@ -177,14 +182,7 @@ def _denoising(
             if config.guidance_embed:
                 denoised_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=_TIMES)
             else:
-                denoised_1ND = denoise(
-                    velocity,
-                    packed_1ND,
-                    timesteps=_TIMES,
-                    guidance=sizes.guidance,
-                    mode=sizes.mode,
-                    num_latent_frames=frames,
-                )
+                denoised_1ND = denoise_with_scales(velocity, packed_1ND, timesteps=_TIMES, scales=scales)
             latents_1CTHW = unpack_latents(
                 denoised_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
             )

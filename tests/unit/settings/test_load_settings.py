@@ -118,7 +118,7 @@ def test_model_choice(choice: str | None, name: str | None, expected: ModelChoic
 
 def test_contradicting_models_are_refused_when_settings_are_loaded() -> None:
     overrides = {**PROMPT, "runtime.model_choice": Given("demo", "--model"), "model.name": Given("open-sora-v2", "a")}
-    with pytest.raises(RequestError, match=r"model\.name=open-sora-v2 must be what runtime\.model_choice=demo"):
+    with pytest.raises(RequestError, match=r"model\.name=open-sora-v2 must be runtime\.model_choice=demo"):
         load_generate_settings(GenerateRequest(overrides=overrides), model=ModelName.DEMO)
 
 
