@@ -233,6 +233,7 @@ class _Link:
     def stop(self) -> None:
         self._ended.set()
         if self._channel is not None:
+            _ignore_interrupts()
             self._channel.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         # The log stays open: faulthandler may need it until the process is gone.
@@ -246,6 +247,7 @@ class _Link:
             self._send({"stage": stage})
 
     def report(self, report: RankReport) -> None:
+        _ignore_interrupts()
         self._send({"report": asdict(report)})
 
     def log(self, text: str) -> None:
@@ -323,6 +325,12 @@ class _Progress:
     since: float
     limit_s: float | None
     on_device: bool
+
+
+def _ignore_interrupts() -> None:
+    """Ignore SIGINT from now on: a rank that only exits would print a traceback beside the launcher's message."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _main_clock() -> Callable[[], float]:
