@@ -23,7 +23,7 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
-from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.stream import Entry, reading, require_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 
@@ -101,8 +101,7 @@ def read_start(path: Path) -> bytes:
         CheckpointError: there is no such file, or it cannot be read.
     """
     try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+        require_file(path)
         with path.open("rb") as file:
             return file.read(_START_BYTES)
     except (OSError, ValueError) as error:
@@ -122,14 +121,12 @@ def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoin
         CheckpointError: there is nothing, or it is broken, incomplete, or cannot be read without trusting it.
         RequestError: it holds several checkpoints, or not the weights that were asked for.
     """
-    try:
+    with reading(path):
         if path.is_dir():
             return _open_folder(path, select)
         if path.name == METADATA_FILE:
             return open_dcp(path.parent, select=select)
         return _open_file(path, select)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _open_file(path: Path, select: Selection | None) -> Checkpoint:

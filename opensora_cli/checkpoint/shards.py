@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.stream import Entry, reading, require_file
 from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
@@ -90,14 +90,13 @@ def read_index(path: Path) -> ShardIndex:
         CheckpointError: no such file, or no index.
     """
     refuse_outside(path, path.parent)
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+    with reading(path):
+        require_file(path)
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is no index of shards: it is too long")
-        document = parse_object(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        content = path.read_bytes()
+    try:
+        document = parse_object(content)
     except ValueError as error:
         raise CheckpointError(f"{path} is no index of shards: {error}") from None
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
@@ -267,14 +266,11 @@ def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> st
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(2**20))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                if advance is not None:
-                    advance(count)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if advance is not None:
+                advance(count)
     return digest.hexdigest()
 
 

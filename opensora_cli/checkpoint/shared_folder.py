@@ -23,7 +23,7 @@ from torch import Tensor
 from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
-from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
+from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, reading, write_all
 from opensora_cli.checkpoint.strict_json import parse_object
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import replace_folder, write_bytes_atomic
@@ -142,10 +142,10 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
     path = folder / RUNNING_STATES_FILE
     if not path.is_file():
         return {}
+    with reading(path):
+        content = path.read_bytes()
     try:
-        hashes = parse_object(path.read_bytes()).get(SHA256, {})
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        hashes = parse_object(content).get(SHA256, {})
     except ValueError as error:
         raise CheckpointError(f"{path} is broken: {error}") from None
     if not isinstance(hashes, dict) or not all(isinstance(digest, str) for digest in hashes.values()):

@@ -7,6 +7,7 @@ entries; writing asks for one small range after the other. So nothing ever holds
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from itertools import chain, groupby
@@ -23,6 +24,21 @@ PIECE_BYTES = 2**20
 
 MAX_DIMENSIONS = 64
 """Of a tensor: torch computes with no more."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of the system that occur while `path` is read into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def require_file(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +176,14 @@ def read_extent(extent: Extent, buffer: memoryview) -> None:
     Raises:
         CheckpointError: the file cannot be read, or ends before.
     """
-    try:
-        with extent.path.open("rb", buffering=0) as file:
-            file.seek(extent.offset)
-            filled = 0
-            while filled < extent.length:
-                count = file.readinto(buffer[filled : extent.length])
-                if not count:
-                    raise CheckpointError(f"{extent.path} has become shorter while it was read")
-                filled += count
-    except OSError as error:
-        raise CheckpointError(f"{extent.path} cannot be read: {error.strerror or error}") from error
+    with reading(extent.path), extent.path.open("rb", buffering=0) as file:
+        file.seek(extent.offset)
+        filled = 0
+        while filled < extent.length:
+            count = file.readinto(buffer[filled : extent.length])
+            if not count:
+                raise CheckpointError(f"{extent.path} has become shorter while it was read")
+            filled += count
 
 
 def copy_entries(entries: Iterable[Entry], file: FileIO, *, advance: Callable[[int], None] | None = None) -> None:

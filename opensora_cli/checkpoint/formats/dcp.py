@@ -18,7 +18,7 @@ from opensora_cli.checkpoint.formats.pickles import DTYPES, broken_file, check_p
 from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, reading
 from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.checkpoint.views import JoinedEntry, Tile, TiledEntry
 from opensora_cli.core.exceptions import CheckpointError
@@ -184,14 +184,12 @@ def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[
 
 def _read_metadata(path: Path) -> dict[str, Any]:
     refuse_outside(path, path.parent)
-    try:
+    with reading(path):
         if not path.is_file():
             raise CheckpointError(f"{path.parent} was not written to its end: it lacks {METADATA_FILE}")
         if path.stat().st_size > _MAX_METADATA_BYTES:
             raise CheckpointError(f"{path} is too long for a description of tensors")
         content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     check_pickle(content, path=path, max_operations=_MAX_OPERATIONS)
     try:
         found = _Unpickler(io.BytesIO(content)).load()

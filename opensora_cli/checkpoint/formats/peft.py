@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shards import refuse_outside
-from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.stream import Entry, reading
 from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain
@@ -237,24 +237,20 @@ class _Config:
 
 def _regular_file(path: Path) -> Path:
     """Return a file of an adapter, which has to be one, and to lie in the adapter's folder."""
-    try:
+    with reading(path):
         if not refuse_outside(path, path.parent).is_file():
             hint = None if path.exists() else "an adapter is the folder that PEFT saved"
             raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'does not exist'}", hint=hint)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     return path
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    with reading(path), _regular_file(path).open("rb") as file:
+        content = file.read(_MAX_CONFIG_BYTES + 1)
+    if len(content) > _MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{path} is too long to be the configuration of an adapter")
     try:
-        with _regular_file(path).open("rb") as file:
-            content = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(content) > _MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{path} is too long to be the configuration of an adapter")
         return parse_object(content)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is broken: {error}") from error
 

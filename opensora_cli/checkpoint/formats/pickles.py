@@ -44,6 +44,21 @@ _UNTYPED_DTYPES = (
 DTYPES = {str(dtype): dtype for dtype in (*STORAGE_NAMES, *_UNTYPED_DTYPES)}
 """What tensors of a file may have, by torch's names."""
 
+# Bytes and bytearrays are missing on purpose: a chain of calls that make them can double the memory each time.
+WEIGHT_NAMES = frozenset(
+    {
+        *DTYPES,
+        *(f"torch.{name}" for name in STORAGE_NAMES.values()),
+        *("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.Size", "torch.device"),
+        *("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
+        *("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"),
+        *("torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout"),
+        *("collections.OrderedDict", "collections.Counter"),
+        *("__builtin__.set", "__builtin__.complex", "builtins.set", "builtins.complex"),
+    }
+)
+"""What the pickle of a file of weights may import."""
+
 
 def check_pickle(
     content: bytes, *, path: Path, max_operations: int, names: Collection[str] | None = None, count: int = 1

@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, copy_entries, write_all
+from opensora_cli.checkpoint.stream import (
+    MAX_DIMENSIONS,
+    Entry,
+    Extent,
+    StoredEntry,
+    copy_entries,
+    reading,
+    require_file,
+    write_all,
+)
 from opensora_cli.checkpoint.strict_json import (
     MAX_JSON_BYTES,
     as_unicode,
@@ -153,11 +162,8 @@ def _ordered(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     """Return the header's JSON and how many bytes follow it."""
-    try:
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist")
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a file")
+    with reading(path):
+        require_file(path)
         size = path.stat().st_size
         if not size:
             raise CheckpointError(f"{path} is empty", hint=_FETCH_AGAIN)
@@ -173,8 +179,6 @@ def _read_header(path: Path) -> tuple[bytes, int]:
                 reason = f"of {length} bytes of its header {size - _LENGTH.size} are there"
                 raise CheckpointError(f"{path} is truncated: {reason}", hint=_FETCH_AGAIN)
             return file.read(length), data_bytes
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _parse(header: bytes, data_bytes: int) -> tuple[dict[str, _Placed], dict[str, str]]:

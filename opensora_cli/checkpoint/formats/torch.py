@@ -32,11 +32,12 @@ from opensora_cli.checkpoint.formats.pickles import (
     PROTOCOL,
     SAVE_STATE_DICT,
     STORAGE_NAMES,
+    WEIGHT_NAMES,
     broken_file,
     check_pickle,
 )
 from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry, reading, require_file
 from opensora_cli.checkpoint.strict_json import as_unicode, parse_object, shown
 from opensora_cli.checkpoint.views import StridedEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -66,21 +67,6 @@ _LOCAL_HEADER_BYTES = 30
 _ALIGNMENT = 64
 _ZIP64_FIELD_BYTES = 20
 _PADDING_FIELD = struct.Struct("<2sH")
-
-# Bytes and bytearrays are missing on purpose: what makes them can double its argument, again and again.
-_NAMES = frozenset(
-    {
-        *DTYPES,
-        *(f"torch.{name}" for name in STORAGE_NAMES.values()),
-        *("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.Size", "torch.device"),
-        *("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
-        *("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"),
-        *("torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout"),
-        *("collections.OrderedDict", "collections.Counter"),
-        *("__builtin__.set", "__builtin__.complex", "builtins.set", "builtins.complex"),
-    }
-)
-"""What the pickle of a file of weights may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +175,13 @@ def open_tensor(path: Path, *, start: int, length: int) -> Entry:
 
 
 def _open(path: Path) -> _Opened:
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+    with reading(path):
+        require_file(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(len(_OLD_START))
         if start.startswith(PICKLE_MAGIC):
             return _read_old(path, is_ours=start == _OLD_START)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if not start.startswith(MAGIC):
         raise CheckpointError(f"{path} is nothing that torch.save wrote")
     return _open_archive(Extent(path, 0, size))
@@ -206,14 +189,11 @@ def _open(path: Path) -> _Opened:
 
 def _open_archive(whole: Extent) -> _Opened:
     path = whole.path
-    try:
-        with path.open("rb") as file:
-            window = _Window(file, whole)
-            records, content, metadata = _read_records(window, path)
-            check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=_NAMES)
-            tree = _load(window, path, device="meta")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as file:
+        window = _Window(file, whole)
+        records, content, metadata = _read_records(window, path)
+        check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=WEIGHT_NAMES)
+        tree = _load(window, path, device="meta")
     return _Opened(path, tree, metadata, whole, records)
 
 
@@ -265,7 +245,7 @@ def _read_old(path: Path, *, is_ours: bool) -> _Opened:
         raise CheckpointError(f"{path} is a pickle, but not of torch.save")
     with path.open("rb") as file:
         content = file.read(_MAX_PICKLE_BYTES)
-        check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=_NAMES, count=_OLD_PICKLES)
+        check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=WEIGHT_NAMES, count=_OLD_PICKLES)
         return _Opened(path, _load(file, path, device="cpu"), {})
 
 

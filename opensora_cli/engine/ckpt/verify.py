@@ -13,6 +13,7 @@ from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
+from opensora_cli.checkpoint.stream import reading
 from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -243,10 +244,9 @@ def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
 
 
 def _check_json(path: Path) -> None:
+    with reading(path), path.open("rb") as file:
+        content = file.read(_MAX_RUNNING_STATES_BYTES)
     try:
-        with path.open("rb") as file:
-            parse_object(file.read(_MAX_RUNNING_STATES_BYTES))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        parse_object(content)
     except ValueError as error:
         raise CheckpointError(f"{path} is broken: {error}") from None
