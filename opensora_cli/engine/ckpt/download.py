@@ -1,10 +1,14 @@
-"""`osora ckpt download`: what a released model needs, to where generating looks for it."""
+"""`osora ckpt download`: fetch the files of a released model to where `osora generate` looks for them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
+from pydantic import Field
+
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import require_space
 from opensora_cli.core.formatting import format_bytes
@@ -15,11 +19,9 @@ from opensora_cli.settings.ckpt import DownloadSettings
 from opensora_cli.settings.components import FileSettings
 from opensora_cli.settings.enums import DownloadPreset
 
-SCHEMA = "osora.ckpt.download/1"
-
 _NAMES = FileSettings()
 _SAFETENSORS = ".safetensors"
-# The same weights again, in forms that are slower or unsafe to read, or of other frameworks.
+# The same weights in formats that are slower or unsafe to read, or of other frameworks.
 _OTHER_WEIGHTS = (".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt", ".pth", ".ckpt")
 _TEXT_ENDINGS = (".json", ".txt", ".model")
 
@@ -36,7 +38,7 @@ class _Source:
 
     @property
     def names(self) -> list[str]:
-        """What there is here for certain when all is."""
+        """Files that are here after every complete download."""
         return [*self.files.values(), *(f"{folder}/config.json" for folder in self.folders)]
 
     def wants(self, name: str) -> bool:
@@ -69,109 +71,100 @@ _PRESETS: dict[DownloadPreset, tuple[_Source, ...]] = {
 
 
 class State(StrEnum):
-    """What is here of a file."""
+    """How much of a file is here."""
 
     MISSING = "missing"
     PARTIAL = "partial"
     UNCHECKED = "unchecked"
-    """A file of this name and size that nothing is known of."""
+    """A file of this name and size, with no record of its hash."""
     PRESENT = "present"
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
-    """A file to download, and where to."""
+class DownloadRepo(Document):
+    """A repository that is downloaded from."""
 
-    file: HubFile
     name: str
-    """Below the folder."""
-    state: State
-    bytes_here: int
-    """How much of it need not be fetched."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as a part of a document."""
-        return {
-            "name": self.name,
-            "repo": self.file.repo,
-            "commit": self.file.commit,
-            "bytes": self.file.size,
-            "hash": self.file.digest,
-            "state": self.state.value,
-            "bytes_here": self.bytes_here,
-        }
+    commit: str
+    licence: str | None
+    gated: bool
 
     def line(self) -> str:
         """Return it for people."""
-        return f"{format_bytes(self.file.size):>12}  {self.name}{_SAID_OF[self.state]}"
+        gate = ", given only to those who have accepted its terms: needs a token" if self.gated else ""
+        return f"{self.name}: licence {self.licence or 'not stated'}{gate}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownloadPlan:
+class PlannedFile(Document):
+    """A file to download."""
+
+    name: str
+    """Below the folder."""
+    repo: str
+    commit: str
+    bytes: int
+    hash: str
+    state: State
+    bytes_here: int
+    """How much of it need not be fetched."""
+    file: HubFile = Field(exclude=True)
+
+    def line(self) -> str:
+        """Return it for people."""
+        return f"{format_bytes(self.bytes):>12}  {self.name}{_STATE_NOTES[self.state]}"
+
+
+class DownloadPlan(Document):
     """What a download will fetch; also, with every file present, what it has fetched."""
+
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.download/1"
 
     preset: DownloadPreset
     folder: Path
-    repos: tuple[HubRepo, ...]
-    files: tuple[PlannedFile, ...]
     offline: bool
-    """Whether the Hub was not asked, so that this is what it said when all was downloaded."""
+    """Whether no request was allowed: the repositories are as recorded by the earlier download."""
+    repos: tuple[DownloadRepo, ...]
+    bytes: int
+    bytes_to_fetch: int
+    files: tuple[PlannedFile, ...]
+    hub_repos: tuple[HubRepo, ...] = Field(exclude=True)
 
-    @property
-    def bytes_to_fetch(self) -> int:
-        """What is not here yet."""
-        return sum(planned.file.size - planned.bytes_here for planned in self.files)
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as a document of the schema `osora.ckpt.download/1`."""
-        return {
-            "schema": SCHEMA,
-            "preset": self.preset.value,
-            "folder": str(self.folder),
-            "offline": self.offline,
-            "repos": [
-                {"name": repo.name, "commit": repo.commit, "licence": repo.licence, "gated": repo.is_gated}
-                for repo in self.repos
-            ],
-            "bytes": sum(planned.file.size for planned in self.files),
-            "bytes_to_fetch": self.bytes_to_fetch,
-            "files": [planned.to_json() for planned in self.files],
-        }
+    def with_files(self, files: Iterable[PlannedFile]) -> "DownloadPlan":
+        """Return the plan with the files in other states."""
+        files = tuple(files)
+        return self.model_copy(update={"files": files, "bytes_to_fetch": _bytes_to_fetch(files)})
 
     def lines(self) -> list[str]:
         """Return it for people."""
-        total = format_bytes(sum(planned.file.size for planned in self.files))
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
         return [
             *(["the machine is offline (HF_HUB_OFFLINE): this is as it was downloaded"] if self.offline else []),
-            *(_about(repo) for repo in self.repos),
+            *(repo.line() for repo in self.repos),
             *(planned.line() for planned in self.files),
-            f"{total:>12}  in {self.folder}, {left}",
+            f"{format_bytes(self.bytes):>12}  in {self.folder}, {left}",
         ]
 
 
-_SAID_OF = {
+_STATE_NOTES = {
     State.MISSING: "",
-    State.PARTIAL: " (begun)",
-    State.UNCHECKED: " (here, to be checked)",
+    State.PARTIAL: " (partial)",
+    State.UNCHECKED: " (here, not yet checked)",
     State.PRESENT: " (here)",
     State.OTHER: " (another file is here)",
 }
 
 
-def _about(repo: HubRepo) -> str:
-    gate = ", given only to those who have accepted its terms: needs a token" if repo.is_gated else ""
-    return f"{repo.name}: licence {repo.licence or 'not stated'}{gate}"
+def _bytes_to_fetch(files: Iterable[PlannedFile]) -> int:
+    return sum(planned.bytes - planned.bytes_here for planned in files)
 
 
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
-    """Ask the Hub what there is to fetch, and look what is here already.
+    """List what has to be fetched from the Hub, and what is here already.
 
-    A machine that is offline is told what was noted when all was downloaded.
+    Offline, the list is the one that the complete download recorded.
 
     Raises:
-        CheckpointError: the Hub cannot be reached, does not have what is needed or does not give it.
+        CheckpointError: the Hub cannot be reached, lacks files that are needed, or refuses access.
     """
     folder = Path(settings.to)
     sources = _PRESETS[settings.preset]
@@ -181,22 +174,34 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
         for source, repo in zip(sources, repos, strict=True)
         for name, file in _needed(source, repo).items()
     ]
-    return DownloadPlan(preset=settings.preset, folder=folder, repos=repos, files=tuple(files), offline=offline)
+    return DownloadPlan(
+        preset=settings.preset,
+        folder=folder,
+        offline=offline,
+        repos=tuple(
+            DownloadRepo(name=repo.name, commit=repo.commit, licence=repo.licence, gated=repo.is_gated)
+            for repo in repos
+        ),
+        bytes=sum(planned.bytes for planned in files),
+        bytes_to_fetch=_bytes_to_fetch(files),
+        files=tuple(files),
+        hub_repos=repos,
+    )
 
 
 def download(settings: DownloadSettings, *, reporter: Reporter | None = None) -> DownloadPlan:
     """Fetch what `settings.preset` needs, and check all of it against the hashes of the Hub.
 
-    What is here and right is not fetched again; what was begun is gone on with.
+    Files that are here and correct are not fetched again; partial ones are continued.
 
     Args:
         settings: what, and where to.
-        reporter: shown the sizes, licences and progress; None: nobody.
+        reporter: shows the sizes, licences and progress.
 
     Raises:
-        CheckpointError: the Hub cannot be reached, refuses, or sends something else than it says.
+        CheckpointError: the Hub cannot be reached, refuses, or sends content with another hash.
         OutputError: the folder cannot be written, has too little room, or holds other files of these names.
-        KeyboardInterrupt: its argument says how to go on.
+        KeyboardInterrupt: with how to continue as its argument.
     """
     reporter = reporter or SilentReporter()
     plan = plan_download(settings)
@@ -213,11 +218,11 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     try:
         return _fetch_all(plan, reporter)
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt("what has arrived is kept: the same command goes on from there") from stop
+        raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
 
 
 def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> tuple[tuple[HubRepo, ...], bool]:
-    """Return what is in the repositories, and whether that is only what is noted here of a machine that is offline."""
+    """Return the repositories, and whether they are as recorded here because the machine is offline."""
     try:
         return tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
     except OfflineProblem as problem:
@@ -229,7 +234,7 @@ def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> t
             if all((folder / name).is_file() for name in names):
                 return repos, True
         missing = [name for name in names if not (folder / name).exists()]
-        lacking = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(names)}, but no note of a download"
+        lacking = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(names)}, but no record of a download"
         raise CheckpointError(
             f"{problem.message}; {folder} {lacking}",
             hint="unset HF_HUB_OFFLINE, or copy the files from another machine, .cache included",
@@ -261,7 +266,7 @@ def _is_superfluous(name: str, names: Iterable[str]) -> bool:
 
 
 def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
-    """Look what is here of a file, without reading it."""
+    """Compare a file with what is here, without reading it."""
     target = folder / name
     part = part_of(file, target)
     if target.is_file():
@@ -270,7 +275,16 @@ def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
     else:
         here = part.stat().st_size if part.is_file() else 0
         state = State.PARTIAL if here else State.MISSING
-    return PlannedFile(file=file, name=name, state=state, bytes_here=here)
+    return PlannedFile(
+        name=name,
+        repo=file.repo,
+        commit=file.commit,
+        bytes=file.size,
+        hash=file.digest,
+        state=state,
+        bytes_here=here,
+        file=file,
+    )
 
 
 def _state(file: HubFile, target: Path, record: Record | None) -> State:
@@ -282,8 +296,8 @@ def _state(file: HubFile, target: Path, record: Record | None) -> State:
 
 
 def _checked(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
-    """Find out about the files that are here without a record, by reading them."""
-    unchecked = [planned.file.size for planned in plan.files if planned.state is State.UNCHECKED]
+    """Hash the files that are here without a record."""
+    unchecked = [planned.bytes for planned in plan.files if planned.state is State.UNCHECKED]
     if not unchecked:
         return plan
     files = []
@@ -291,26 +305,27 @@ def _checked(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
         for planned in plan.files:
             if planned.state is State.UNCHECKED:
                 if planned.file.is_content_of(plan.folder / planned.name, advance=progress.advance):
-                    _note(planned, plan.folder)
-                    planned = replace(planned, state=State.PRESENT)
+                    _record(planned, plan.folder)
+                    planned = planned.model_copy(update={"state": State.PRESENT})
                 else:
-                    planned = replace(planned, state=State.OTHER, bytes_here=0)
+                    planned = planned.model_copy(update={"state": State.OTHER, "bytes_here": 0})
             files.append(planned)
-    return replace(plan, files=tuple(files))
+    return plan.with_files(files)
 
 
 def _fetch_all(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
     """Fetch what is not here, and return the plan as done."""
     left = [planned for planned in plan.files if planned.state is not State.PRESENT]
-    with reporter.stage("download", total=sum(planned.file.size for planned in left), unit=BYTES) as progress:
+    with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
         for planned in left:
             fetch(planned.file, plan.folder / planned.name, advance=progress.advance)
-            _note(planned, plan.folder)
+            _record(planned, plan.folder)
     if not plan.offline:
-        write_listing(plan.folder, plan.preset, plan.repos)
-    done = (replace(planned, state=State.PRESENT, bytes_here=planned.file.size) for planned in plan.files)
-    return replace(plan, files=tuple(done))
+        write_listing(plan.folder, plan.preset, plan.hub_repos)
+    return plan.with_files(
+        planned.model_copy(update={"state": State.PRESENT, "bytes_here": planned.bytes}) for planned in plan.files
+    )
 
 
-def _note(planned: PlannedFile, folder: Path) -> None:
-    write_record(folder, planned.name, commit=planned.file.commit, digest=planned.file.digest)
+def _record(planned: PlannedFile, folder: Path) -> None:
+    write_record(folder, planned.name, commit=planned.commit, digest=planned.hash)

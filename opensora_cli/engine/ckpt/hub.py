@@ -206,7 +206,7 @@ def _receive(file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Adv
         except ConnectionProblem as problem:
             failures = 1 if position > before else failures + 1
             if failures == _MAX_FAILURES:
-                kept = f"{format_bytes(position)} are kept: the same command goes on from there"
+                kept = f"{format_bytes(position)} are kept: the same command continues from there"
                 raise CheckpointError(f"{problem.message}, {failures} times", hint=kept) from problem
             time.sleep(RETRY_AFTER_S * failures)
 

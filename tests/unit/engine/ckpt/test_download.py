@@ -174,14 +174,14 @@ def test_a_connection_that_keeps_breaking_ends_it_and_keeps_what_came(hub: FakeH
     hub.breaks[BIG] = [200_000, *[0] * 9]
     with pytest.raises(CheckpointError, match=rf"{MAIN}: .*, 5 times") as caught:
         download(settings(tmp_path))
-    assert "kB are kept: the same command goes on" in str(caught.value.hint)
+    assert "kB are kept: the same command continues" in str(caught.value.hint)
     assert not (tmp_path / BIG).exists()
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
 def test_an_interrupted_download_goes_on(knows_ranges: bool, hub: FakeHub, tmp_path: Path) -> None:
     hub.knows_ranges = knows_ranges
-    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
     assert not (tmp_path / BIG).exists()
     begun = plan_download(settings(tmp_path)).files[0]
@@ -340,7 +340,7 @@ def test_offline_with_a_broken_note(
     document = json.loads(note.read_text())
     document[MAIN]["files"][BIG] |= change or {}
     note.write_text(json.dumps(document) if change else "[]")
-    with pytest.raises(CheckpointError, match="but no note of a download"):
+    with pytest.raises(CheckpointError, match="but no record of a download"):
         download(settings(tmp_path))
 
 
