@@ -52,9 +52,7 @@ class BatchShape:
 
 def largest_batch_shape(settings: TrainSettings) -> BatchShape:
     """Return the shape with the most tokens, captions included; for other targets, with the most pixels.
-
-    Raises:
-        RequestError: a resolution is too small.
+    Raises RequestError if a resolution is too small.
     """
     return _largest(settings)[1]
 
@@ -68,9 +66,7 @@ def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, in
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
     """Return the same run with micro-batches of this size; if it has buckets, of its largest one alone.
-
-    Raises:
-        RequestError: a resolution is too small.
+    Raises RequestError if a resolution is too small.
     """
     if settings.data.table is None:
         scenes = {"batch_size": batch_size, "count": max(settings.data.scenes.count, batch_size), "picture_share": 0.0}
@@ -147,9 +143,7 @@ class ActivationPlan(Document):
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
     """Return what is held where; None: everything on the device, as autograd does it.
-
-    Raises:
-        RequestError: the buffer is too small for a step, or sizes contradict each other.
+    Raises RequestError if the buffer is too small for a step, or sizes contradict each other.
     """
     memory = settings.memory
     if settings.target is not TrainTarget.MMDIT or not memory.checkpointing:
@@ -180,13 +174,8 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
 
 @contextmanager
 def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterator[ActivationManager | None]:
-    """Hold the activations of a transformer as planned while the block runs; with None, do nothing.
-
-    Yields:
-        The manager of offloaded activations, if there are any.
-
-    Raises:
-        HardwareError: the host has no memory for the buffer.
+    """Hold the activations of a transformer as planned while the block runs; with None, do nothing. Yields the manager
+    of offloaded activations, if there are any. Raises HardwareError if the host has no memory for the buffer.
     """
     if plan is None:
         yield None

@@ -56,11 +56,7 @@ def build_task(
 
 
 def open_clips_cache(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> ClipCache | None:
-    """Return the cache of encoded clips that a run reads, complete; None: it reads none.
-
-    Raises:
-        CheckpointError, FileProblem, OutputError: as `prepare_cache`.
-    """
+    """Return the complete cache of encoded clips that a run reads, or None; it raises what `prepare_cache` raises."""
     if settings.target is not TrainTarget.MMDIT:
         return None
     return prepare_cache(
@@ -76,11 +72,7 @@ def open_clips_cache(settings: TrainSettings, *, distribution: Distribution, rep
 def build_batches(
     settings: TrainSettings, *, distribution: Distribution, clips: ClipCache | None = None, reporter: Reporter
 ) -> BatchSource[Any]:
-    """Return this rank's micro-batches.
-
-    Raises:
-        FileProblem, RequestError, HardwareError: as `open_batches`.
-    """
+    """Return this rank's micro-batches. Raises what `open_batches` raises."""
     rank, ranks = distribution.data_rank, distribution.data_ranks
     if settings.target is TrainTarget.TEXT:
         # Imported here, since transformers takes seconds to load.
@@ -94,10 +86,7 @@ def build_batches(
 
 def count_parameters(settings: TrainSettings) -> int:
     """Return how many numbers are trained, without allocating any.
-
-    Raises:
-        RequestError: sizes contradict each other.
-        HardwareError: an adapter needs a library that is missing.
+    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a library that is missing.
     """
     match settings.target:
         case TrainTarget.VAE:
@@ -116,9 +105,8 @@ def count_parameters(settings: TrainSettings) -> int:
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return the paths of frozen weights by name: the transformer's in the folders `weights`, or the perceptual term's.
-
-    None: it is missing.
+    """Return the paths of frozen weights by name, None where they are missing: the folders in `weights`, or perceptual
+    ones.
     """
     match settings.target:
         case TrainTarget.MMDIT:

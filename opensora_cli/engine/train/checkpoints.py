@@ -54,11 +54,6 @@ class CheckpointWriter:
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/`, small
     states, and last `running_states.json`. All tensors are whole, so a run may be resumed with another number of ranks.
-
-    Args:
-        output: the run's folder.
-        settings: which checkpoints are kept.
-        reporter: warned of a failed save; None: nothing is reported.
     """
 
     def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
@@ -86,16 +81,11 @@ class CheckpointWriter:
             self._job.join()
 
     def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None, done: Sequence[str] = ()) -> Path:
-        """Copy the state of a run, and start to write it.
+        """Copy the state of a run between two steps, start to write it, and return the folder, which exists once it is
+        written.
 
-        Args:
-            trainer: between two steps.
-            validation_loss: by which the best checkpoint is chosen; None: by the mean loss of the steps since the last
-                call.
-            done: names of what has been done at this step beside training, which the checkpoint keeps.
-
-        Returns:
-            The checkpoint's folder, which exists once the writing is over.
+        The best checkpoint is chosen by `validation_loss`; None: by the mean loss of the steps since the last call.
+        `done` names what has been done at this step beside training; the checkpoint keeps it.
 
         Raises:
             OutputError: neither of the two saves before could be written; the same on all ranks.
@@ -133,11 +123,7 @@ class CheckpointWriter:
             self._reporter.warn(f"{error.message}: {outlook}")
 
     def wait(self) -> None:
-        """Wait for the writing of all ranks to end.
-
-        Raises:
-            OutputError: it failed on some rank; raised once, on all of them.
-        """
+        """Wait for the writing of all ranks to end. An OutputError of any rank is raised once, on all of them."""
         if self._distribution is not None:
             self._join(self._distribution)
             error = self._take_error(self._distribution)

@@ -13,12 +13,8 @@ from opensora_cli.engine.train.strategy.distribution import local
 def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
     """Move the averaged weights towards the current ones: ema = decay * ema + (1 - decay) * weight, in place.
 
-    A weight that a model uses in two places counts once. Where weights are sharded, each rank moves its parts.
-
-    Args:
-        ema_model: the averaged copy: a module of the same structure, or what `averaged_copy` gives.
-        model: the model in training.
-        decay: 0 to 1; 1 leaves the average as it is.
+    `ema_model` is a module of the same structure, or what `averaged_copy` gives. A weight that a model uses in two
+    places counts once. Where weights are sharded, each rank moves its parts.
     """
     averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
     current = module_state(model)
@@ -37,9 +33,7 @@ def warmed_up(decay: float, step: int) -> float:
 def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Return a copy of the weights to start an average from, by name, sharded like the model.
 
-    Args:
-        model: the model in training.
-        trained_only: leave out what needs no gradient: frozen weights, and buffers.
+    `trained_only` leaves out what needs no gradient: frozen weights, and buffers.
     """
     state = module_state(model, trained_only=trained_only)
     return {name: value.clone() for name, value in state.items() if value.is_floating_point()}
@@ -61,9 +55,7 @@ def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[Non
 def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; what a module has in two places comes once.
 
-    Args:
-        module: any.
-        trained_only: leave out what needs no gradient: frozen weights, and buffers.
+    `trained_only` leaves out what needs no gradient: frozen weights, and buffers.
     """
     state: dict[str, Tensor] = {}
     seen: set[int] = set()

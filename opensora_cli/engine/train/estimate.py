@@ -64,9 +64,7 @@ class TrainingMemory:
 
 def estimate_training(settings: TrainSettings) -> TrainingMemory:
     """Return what `measure_training` would, on fake tensors: nothing is computed, and a few MB are allocated.
-
-    Raises:
-        RequestError: sizes contradict each other.
+    Raises RequestError if sizes contradict each other.
     """
     plan = plan_activations(settings)
     with torch.device("meta"):
@@ -84,10 +82,6 @@ def measure_training(settings: TrainSettings, *, limit: int | None = None) -> Tr
 
     Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
 
-    Args:
-        settings: the training.
-        limit: bytes that may be held; None: all there are.
-
     Raises:
         MemoryError: it needs more than `limit`, or than there is.
         RequestError: sizes contradict each other.
@@ -100,8 +94,7 @@ def measure_training(settings: TrainSettings, *, limit: int | None = None) -> Tr
 def time_training(settings: TrainSettings) -> float:
     """Return the seconds of one step with fresh weights: the shorter of two, after one that makes the moments.
 
-    Raises:
-        RequestError, HardwareError: as `measure_training`.
+    It raises what `measure_training` raises.
     """
     task, _ = _fresh_task(settings)
     trainer = _trainer(settings, task)

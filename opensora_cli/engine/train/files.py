@@ -48,10 +48,7 @@ def exports(settings: TrainSettings) -> tuple[str, ...]:
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
     """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
-
-    Raises:
-        CheckpointError: a weight is too large for `dtype`.
-        OutputError: the file cannot be written.
+    Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
     entries = {name: CastEntry(HeldEntry(weight), dtype, name=name) for name, weight in weights.items()}
     with atomic_path(path) as temporary:

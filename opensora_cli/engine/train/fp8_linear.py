@@ -20,11 +20,7 @@ _MULTIPLE = 16
 
 
 def require_fp8(device: torch.device) -> None:
-    """Check that a device multiplies in 8 bits.
-
-    Raises:
-        HardwareError: it does not.
-    """
+    """Check that a device multiplies in 8 bits. Raises HardwareError if it does not."""
     if device.type != "cuda":
         raise HardwareError(
             f"precision.fp8_linears=true needs an NVIDIA GPU, and this run is on {device.type}",
@@ -40,14 +36,8 @@ def require_fp8(device: torch.device) -> None:
 
 
 def use_fp8_linears(module: nn.Module, paths: Iterable[str]) -> None:
-    """Replace linear layers by ones that multiply in 8 bits. Parameters and their names stay.
-
-    Args:
-        module: before its weights are sharded.
-        paths: of the layers.
-
-    Raises:
-        RequestError: a layer's sizes are no multiples of 16.
+    """Replace linear layers by ones that multiply in 8 bits. Parameters and their names stay. Call it before the
+    weights are sharded. Raises RequestError if a layer's sizes are no multiples of 16.
     """
     for path in paths:
         linear = module.get_submodule(path)
@@ -61,11 +51,7 @@ def use_fp8_linears(module: nn.Module, paths: Iterable[str]) -> None:
 
 
 class Fp8TrainLinear(nn.Linear):
-    """A linear layer that multiplies in 8 bits, forward and backward.
-
-    Args:
-        linear: the layer that it replaces, whose parameters are taken over.
-    """
+    """A linear layer that multiplies in 8 bits, forward and backward. It takes over the parameters of `linear`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -76,11 +62,7 @@ class Fp8TrainLinear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the layer's output, (..., out_features), in autocast's dtype, or in that of `features` without it.
-
-        Args:
-            features: (..., in_features).
-        """
+        """Return the layer's output, (..., out_features), in autocast's dtype, or in that of `features` without it."""
         kind = features.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features.dtype
         flat = features.reshape(-1, self.in_features)

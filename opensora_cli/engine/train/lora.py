@@ -24,27 +24,17 @@ _PREFIX = "base_model.model."
 
 
 def require_peft() -> None:
-    """Check that PEFT is installed.
-
-    Raises:
-        HardwareError: it is not.
-    """
+    """Check that PEFT is installed. Raises HardwareError if it is not."""
     _peft()
 
 
 def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
     """Put an adapter beside linear layers of the blocks, in place, and freeze everything else.
 
-    At first it changes nothing, see `first_adapter`. Its weights are in float32, whatever the others are; the layer `x`
-    gets `x.lora_A.default` and `x.lora_B.default`, and its own weights are now those of `x.base_layer`.
-
-    Args:
-        transformer: with the weights that are to stay, before it is sharded. On the meta device, the adapter is too.
-        settings: with a rank.
-        seed: of the matrix that is not zero; the same on all ranks.
-
-    Raises:
-        HardwareError: PEFT is not installed.
+    Call it before sharding. At first the adapter changes nothing: one of its matrices is zero, and the other is random
+    from `seed`, the same on all ranks (see `first_adapter`). Its weights are in float32, whatever the others are, and
+    on the meta device if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own
+    weights are now those of `x.base_layer`. Raises HardwareError if PEFT is not installed.
     """
     peft = _peft()
     # PEFT initializes from torch's global generator; `first_adapter` replaces these weights.
@@ -66,13 +56,9 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first weights of an adapter, by their names; in float32, on the host.
+    """Yield the first weights of an adapter, by their names after `add_lora`; in float32, on the host.
 
-    One of the two matrices is random, as in PEFT, and the other is zero.
-
-    Args:
-        transformer: after `add_lora`; may be on the meta device.
-        seed: as `add_lora` had it.
+    One of the two matrices is random, as in PEFT, and the other is zero. The transformer may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in transformer.named_parameters():
@@ -89,16 +75,9 @@ def save_lora(
 ) -> None:
     """Write an adapter in PEFT's format, as `osora generate --lora` and `osora ckpt merge-lora` read it.
 
-    Args:
-        folder: created if missing.
-        weights: whole, by their names in a transformer after `add_lora`; those of other layers are left out.
-        config: of the transformer.
-        settings: as `add_lora` had them.
-        base: what the adapter was trained beside, for people to read.
-
-    Raises:
-        HardwareError: PEFT is not installed.
-        OutputError: it cannot be written.
+    `weights` are whole, by their names in a transformer after `add_lora`; those of other layers are left out. `base` is
+    for people to read: what the adapter was trained beside.
+    Raises HardwareError if PEFT is not installed, and OutputError if it cannot be written.
     """
     peft_config = _config(config, settings)
     peft_config.inference_mode = True

@@ -57,15 +57,9 @@ def restore_moments(
 ) -> None:
     """Give the optimizers the moments of a checkpoint. Rates, decays and the like stay as this run has them.
 
-    Args:
-        module: its weights are updated.
-        optimizers: all of them, in any state.
-        counts: of `update_counts`.
-        find: `find(parameter, name)` returns a moment with the shape of this rank's part of the weight, sharded or
-            plain; on any device, of any dtype.
-
-    Raises:
-        CheckpointError: parameters or shapes are not those of the module.
+    `counts` are those of `update_counts`. `find(parameter, name)` returns a moment with the shape of this rank's part
+    of the weight, sharded or plain; on any device, of any dtype. Raises CheckpointError if parameters or shapes are not
+    those of the module.
     """
     all_updated = list(_updated(module, optimizers))
     unknown = sorted(counts.keys() - {updated.name for updated in all_updated})

@@ -16,19 +16,12 @@ STAGED_NUMBERS = 8 * 2**20
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) for weights on a device, with its two moments on the host.
+    """AdamW (Loshchilov and Hutter 2019) for float32 weights on a device, with its two moments on the host.
 
-    Weight and gradient are copied to the host piece by piece, and the weight back. The next piece is prefetched while
-    one is updated: two pieces of each are all that is held beside the moments. Each rank updates its own part of a
-    sharded weight. The arithmetic is that of torch's fused AdamW on a CPU.
-
-    Args:
-        groups: as of `torch.optim.AdamW`, in float32.
-        lr: learning rate.
-        betas: decays of the mean gradient, and of its square.
-        eps: added to the root of the mean square.
-        weight_decay: share of a weight that a step at rate 1 takes away.
-        piece: numbers of a weight that are updated at a time.
+    Weight and gradient are copied to the host in pieces of `piece` numbers, and the weight back. The next piece is
+    prefetched while one is updated: two pieces of each are all that is held beside the moments. Each rank updates its
+    own part of a sharded weight. The arithmetic is that of torch's fused AdamW on a CPU, and so are the other
+    arguments.
     """
 
     def __init__(
@@ -120,13 +113,10 @@ class _Stage:
         self._piece = piece
 
     def passing(self, weight: Tensor, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield pieces on the host: the start of each, its weights, to be changed in place, and its gradients.
+        """Yield pieces of (N,) tensors on the host: the start of each, its weights, to be changed in place, and its
+        gradients.
 
         After the last one, the device's current stream waits for the weight.
-
-        Args:
-            weight: (N,), changed.
-            gradient: (N,).
         """
         ready = self._side.mark()
         starts = range(0, weight.numel(), self._piece)

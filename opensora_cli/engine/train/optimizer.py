@@ -16,12 +16,8 @@ from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 class KernelMuon(torch.optim.Muon):
     """Muon (Jordan et al. 2024) for convolutions too: a kernel is a matrix of outputs by inputs x taps.
 
-    torch's own takes matrices only, so it is given flattened copies, which are filled and read back at each step.
-
-    Args:
-        weights: of two dimensions or more.
-        learning_rate: scaled for each matrix so that its update is as large as one of AdamW (Liu et al. 2025).
-        weight_decay: share of a weight that a step at rate 1 takes away.
+    torch's own takes matrices only, so it is given flattened copies, which are filled and read back at each step. The
+    rate is scaled for each matrix so that its update is as large as one of AdamW (Liu et al. 2025).
     """
 
     def __init__(self, weights: list[nn.Parameter], *, learning_rate: float, weight_decay: float) -> None:
@@ -57,12 +53,7 @@ _FULL_RATE = "full_lr"
 
 
 def build_optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that update every trained weight of `module`, each once.
-
-    Args:
-        module: its weights may be sharded already.
-        settings: which, and how.
-    """
+    """Return the optimizers that update every trained weight of `module`, which may be sharded, each once."""
     trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     matrices: list[nn.Parameter] = []
     if settings.name is OptimizerName.MUON:
@@ -98,13 +89,9 @@ def _adamw(weights: list[nn.Parameter], settings: OptimizerSettings) -> torch.op
 def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -> torch.optim.Optimizer:
     """Return AdamW for the weights of `model` that are trained.
 
-    Args:
-        model: the model.
-        optimizer_config: `cls` (`AdamW` or `HybridAdam`, which mean the same; `CPUAdam` keeps its moments on the host),
-            `lr`, `betas`, `eps`, `weight_decay`; `adamw_mode` can only be true. It is not changed.
-
-    Raises:
-        RequestError: there is another key, or a value breaks a rule.
+    The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same; `CPUAdam` keeps its moments
+    on the host), `lr`, `betas`, `eps`, `weight_decay`, and `adamw_mode`, which can only be true. Raises RequestError if
+    there is another key, or a value breaks a rule.
     """
     config: dict[str, Any] = {"cls": "HybridAdam", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     unknown = sorted(optimizer_config.keys() - config.keys() - {"adamw_mode"})

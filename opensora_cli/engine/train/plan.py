@@ -69,11 +69,6 @@ class TrainPlan(Document):
 def plan_training(settings: TrainSettings, *, resume: Resume | None = None, overwrite: bool = False) -> TrainPlan:
     """Return what `train` would do, after the checks that need neither weights nor data.
 
-    Args:
-        settings: the run.
-        resume: the checkpoint to resume from; None: start at step 0.
-        overwrite: replace an earlier run in the folder.
-
     Raises:
         RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small.
         CheckpointError: there is no checkpoint to resume from, or no file of first weights.

@@ -16,10 +16,6 @@ class Precision:
 
     Gradients of float16 underflow, so there the loss is scaled up, and its gradients down again (Micikevicius et al.
     2018). The scale halves with an update that is skipped, and doubles after a number of good ones.
-
-    Args:
-        settings: the choice.
-        device: that computes.
     """
 
     def __init__(self, settings: PrecisionSettings, device: torch.device) -> None:
@@ -49,11 +45,7 @@ class Precision:
             _multiply((weight.grad for weight in module.parameters() if weight.grad is not None), 1 / self._scale)
 
     def update(self, *, skipped: bool) -> None:
-        """Adapt the scale after an update.
-
-        Args:
-            skipped: a gradient was not finite; the same on all ranks.
-        """
+        """Adapt the scale after an update; it was skipped if a gradient was not finite, the same on all ranks."""
         if skipped:
             self._scale = max(self._scale / 2, _LOWEST_SCALE)
         self._good_updates = 0 if skipped else self._good_updates + 1

@@ -24,12 +24,7 @@ _SAVING_S = 1800.0
 def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
     """Train in one process per rank, of which the first prints; return when all are done.
 
-    Args:
-        settings: as validated here; the ranks read them from a file.
-        flags: of the command line, for the ranks too.
-
-    Raises:
-        RequestError, HardwareError, OutputError, RankFailure, KeyboardInterrupt: as `launch`.
+    The ranks read the settings from a file, and get `flags` of the command line. It raises what `launch` raises.
     """
     with log_folder("train") as log_dir:
         parallel = settings.parallel
@@ -45,13 +40,9 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
 def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
     """Join the other ranks, and yield rank 0's settings and how the ranks share the work.
 
-    Args:
-        settings: of this rank; without a number of ranks, that of `context` is used.
-        context: which rank this is.
-
-    Raises:
-        RequestError: the settings need another number of ranks.
-        HardwareError: there is no such device, or the ranks cannot connect.
+    Settings without a number of ranks get that of `context`.
+    Raises RequestError if the settings need another number of ranks, and HardwareError if there is no such device, or
+    the ranks cannot connect.
     """
     settings = settings_of_ranks(settings, context)
     with joined(context, device_type=device_type(settings.device)) as device:
@@ -69,11 +60,7 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
 
 
 def training_device(settings: TrainSettings) -> torch.device:
-    """Return the device of a process that trains alone.
-
-    Raises:
-        HardwareError: there is no such device.
-    """
+    """Return the device of a process that trains alone. Raises HardwareError if there is no such device."""
     return pick_hardware(settings.device_name, "float32").device
 
 
@@ -87,13 +74,8 @@ def open_distribution(
 ) -> Distribution:
     """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
 
-    One process alone needs no group, and ignores the strategy.
-
-    Args:
-        strategy: what each rank holds.
-        parallel: how many ranks there are, and what they share; without `strategy_problems`.
-        device: of this process.
-        dtype: in which gathered weights are computed with; None: their own.
+    One process alone needs no group, and ignores the strategy. `parallel` has passed `strategy_problems`. Gathered
+    weights are computed with in `dtype`; None: their own.
     """
     shape = mesh_shape(strategy, parallel)
     if shape.size == 1:

@@ -18,11 +18,8 @@ _ASIDE = "aside-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Which checkpoint to resume from.
-
-    Args:
-        folder: a checkpoint's; None: the newest of the run.
-        allow_older: use the one before it if the newest is broken.
+    """Which checkpoint to resume from: `folder`, or the newest of the run; `allow_older`: the one before if that is
+    broken.
     """
 
     folder: Path | None = None
@@ -31,9 +28,7 @@ class Resume:
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     """Return the checkpoints that a run may resume from, the newest first.
-
-    Raises:
-        CheckpointError: there is none, or the folder is of an earlier version of osora.
+    Raises CheckpointError if there is none, or the folder is of an earlier version of osora.
     """
     folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
@@ -56,9 +51,7 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
     """Return the checkpoint to resume from, after comparing its files with their hashes; the ranks share that work.
-
-    Raises:
-        CheckpointError: there is none, or it is broken.
+    Raises CheckpointError if there is none, or it is broken.
     """
     folders = checkpoints_to_try(output, resume)
     for number, folder in enumerate(folders):
@@ -79,9 +72,7 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
     """Rename the checkpoints that are newer than the one that a run resumes from: it will write its own.
-
-    Raises:
-        OutputError: that is not possible.
+    Raises OutputError if that is not possible.
     """
     remove_unfinished(output)
     folders = all_epoch_folders(output)
@@ -113,9 +104,7 @@ def with_recorded_micro_batches(
     settings: TrainSettings, folder: Path, *, data_ranks: int, reporter: Reporter
 ) -> TrainSettings:
     """Return the settings with the micro-batches of a checkpoint's run, unless the settings name others.
-
-    Raises:
-        RequestError: the ranks cannot share as many.
+    Raises RequestError if the ranks cannot share as many.
     """
     recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("micro_batches")
     chosen = settings.loop.micro_batches

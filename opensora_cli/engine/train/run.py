@@ -73,18 +73,8 @@ def train(
     """Train what `settings.target` names, and export it to `settings.output`; on several devices in several processes.
 
     The settings are written there, too, as `settings.json`. A resumed run equals an uninterrupted one: bit for bit with
-    as many ranks, within rounding with another number.
-
-    Args:
-        settings: the run.
-        resume: the checkpoint to resume from; None: start at step 0.
-        overwrite: replace an earlier run in the folder.
-        reporter: gets progress and warnings; None: nothing is reported.
-        context: which of several ranks this process is; None: it runs alone, or starts the ranks.
-        rank_flags: for the command line of ranks that are started here.
-
-    Returns:
-        The result; None if ranks were started, of which the first has reported it.
+    as many ranks, within rounding with another number. Without a `context` the process runs alone, or starts the ranks;
+    these get `rank_flags` on their command line, the first of them reports the result, and None is returned here.
 
     Raises:
         RequestError: the request contradicts itself.
@@ -345,13 +335,8 @@ def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], boo
     """Only record the first SIGINT or SIGTERM while the block runs; the second one raises KeyboardInterrupt.
 
     Python handles signals in the main thread alone, so that a block elsewhere is never interrupted anyway. A signal
-    that is ignored, as in the background of a script, stays ignored.
-
-    Args:
-        report: called at the first one, in another thread: the main one may hold any lock.
-
-    Yields:
-        A function that returns whether there was one.
+    that is ignored, as in the background of a script, stays ignored. `report` is called at the first one, in another
+    thread: the main one may hold any lock. Yields a function that returns whether there was one.
     """
     interrupted = False
     if threading.current_thread() is not threading.main_thread():

@@ -43,11 +43,7 @@ class Schedule:
         )
 
     def factor(self, update: int) -> float:
-        """Return the share of the full rate, 0 to 1.
-
-        Args:
-            update: updates before this one, skipped ones too; from 0 to `steps` - 1.
-        """
+        """Return the share of the full rate, 0 to 1; `update` counts those before, also skipped: 0 to `steps` - 1."""
         up = _between(self.initial, warmup_share(update, self.warmup_steps))
         left = max(self.steps - update, 0)
         if left >= self.decay_steps:
@@ -68,14 +64,7 @@ def _between(lowest: float, share: float) -> float:
 
 
 class LinearWarmupLR(LRScheduler):
-    """Raises each group's rate linearly, and leaves it at its full value.
-
-    Args:
-        optimizer: whose rates.
-        initial_lr: what the warm-up rises from.
-        warmup_steps: steps below the full rate.
-        last_epoch: steps that are done, less 1.
-    """
+    """Raises each group's rate linearly, and leaves it at its full value; `last_epoch` is the steps done, less 1."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, initial_lr: float = 0, warmup_steps: int = 0, last_epoch: int = -1
@@ -91,14 +80,7 @@ class LinearWarmupLR(LRScheduler):
 
 
 class CosineWarmupLR(LRScheduler):
-    """Raises each group's rate linearly from 0, then lowers it along half a cosine to 0.
-
-    Args:
-        optimizer: whose rates.
-        total_steps: after which the rate is 0.
-        warmup_steps: steps below the full rate.
-        last_epoch: steps that are done, less 1.
-    """
+    """Raises each group's rate linearly from 0, then lowers it along half a cosine to 0."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
@@ -127,15 +109,10 @@ def create_lr_scheduler(
     use_cosine_scheduler: bool = False,
     initial_lr: float = 1e-6,
 ) -> LRScheduler | None:
-    """Return what changes an optimizer's rates, step by step; None: nothing does.
+    """Return what changes an optimizer's rates, step by step; None without warm-up and cosine.
 
-    Args:
-        optimizer: whose rates.
-        num_steps_per_epoch: for the length of the cosine.
-        epochs: likewise.
-        warmup_steps: steps below the full rate; None: none, and without the cosine nothing is returned.
-        use_cosine_scheduler: fall to 0 along half a cosine after the warm-up, which then rises from 0.
-        initial_lr: what the warm-up rises from, without the cosine.
+    With `use_cosine_scheduler` the warm-up rises from 0, and the rate then falls to 0 along half a cosine, at the end
+    of `num_steps_per_epoch` x `epochs`. Without it, the warm-up rises from `initial_lr`.
     """
     if use_cosine_scheduler:
         return CosineWarmupLR(optimizer, total_steps=num_steps_per_epoch * epochs, warmup_steps=warmup_steps or 0)

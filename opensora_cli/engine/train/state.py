@@ -102,19 +102,10 @@ def files_of(trainer: Trainer[Any]) -> dict[str, bytes]:
 
 
 def restore(trainer: Trainer[Any], folder: Path) -> Mapping[str, Any]:
-    """Restore a run from a checkpoint, in place; each rank reads its own part.
+    """Restore a run from a whole checkpoint, in place, and return the content of `running_states.json`.
 
-    Rates and other settings stay those of this run, and so may be changed by it.
-
-    Args:
-        trainer: of the run, in any state.
-        folder: the checkpoint's, known to be whole.
-
-    Returns:
-        The content of `running_states.json`.
-
-    Raises:
-        CheckpointError: it is of another model, or of other data.
+    Each rank reads its own part. Rates and other settings stay those of this run, and so may be changed by it. Raises
+    CheckpointError if it is of another model, or of other data.
     """
     try:
         running: dict[str, Any] = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8"))

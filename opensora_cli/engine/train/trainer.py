@@ -24,14 +24,7 @@ from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings
 
 
 class Learner:
-    """A module with its optimizers and their schedule.
-
-    Args:
-        module: sharded already.
-        settings: of its optimizer.
-        steps: of the run.
-        distribution: of the ranks.
-    """
+    """A module, sharded already, with its optimizers and their schedule."""
 
     def __init__(
         self, module: nn.Module, settings: OptimizerSettings, *, steps: int, distribution: Distribution
@@ -102,22 +95,9 @@ class Trainer(Generic[BatchT]):
 
     An update has M micro-batches, which the data-parallel ranks share evenly: its gradient is the mean over all of
     them, and depends on the number of ranks by rounding alone. A step whose loss or gradient is not finite on any rank
-    is skipped on all of them; several in a row end the run.
-
-    Args:
-        task: what is trained; its module and its adversary's are sharded already.
-        batches: of this rank.
-        loop: how many steps, and their seed.
-        optimizer: its settings.
-        precision: of the computation.
-        distribution: of the ranks.
-        clock: times the parts of each step.
-        observers: get a report of every step.
-        reporter: warned of skipped steps.
-        trained_only: average and save only what is trained, without frozen weights and buffers.
-
-    Raises:
-        ValueError: the ranks cannot share the micro-batches.
+    is skipped on all of them; several in a row end the run. The task's module and its adversary's are sharded already.
+    With `trained_only`, frozen weights and buffers are neither averaged nor saved. Raises ValueError if the ranks
+    cannot share the micro-batches.
     """
 
     def __init__(
@@ -163,9 +143,7 @@ class Trainer(Generic[BatchT]):
 
     def do_step(self) -> StepReport:
         """Do one step, report it to the observers, and return the report.
-
-        Raises:
-            TrainingError: loss or gradient was not finite several steps in a row.
+        Raises TrainingError if loss or gradient was not finite several steps in a row.
         """
         self.task.begin_step(self.step, self.ema)
         sums = self._find_gradients()

@@ -28,10 +28,7 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
     """Return the transformer on the meta device, in fp32, with its adapter if there is one.
 
     With an adapter, the weights that are frozen beside it are in bf16 where the run computes in that.
-
-    Raises:
-        RequestError: sizes contradict each other.
-        HardwareError: an adapter needs a library that is missing.
+    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a library that is missing.
     """
     transformer = transformer_on_meta(settings.model)
     transformer.set_attention(attention_backend(settings.train_mmdit.attention))
@@ -43,9 +40,7 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
 def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
     """Return the transformer with all of its first weights, on `device`.
 
-    Raises:
-        RequestError, HardwareError: as `empty_transformer`.
-        CheckpointError: as `first_weights`.
+    It raises what `empty_transformer` and `first_weights` raise.
     """
     transformer = empty_transformer(settings)
     dtypes = {name: weight.dtype for name, weight in transformer.named_parameters()}
@@ -60,17 +55,10 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
 
 @torch.no_grad()
 def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
-    """Give a transformer that was sharded on the meta device this rank's part of the first weights.
+    """Give `empty_transformer`, after `Distribution.shard`, this rank's part of the first weights.
 
-    Beside the parts, one whole weight is held at a time. The weights are those of one process, bit for bit.
-
-    Args:
-        transformer: `empty_transformer` after `Distribution.shard`.
-        settings: the run.
-        distribution: the ranks.
-
-    Raises:
-        CheckpointError: as `first_weights`.
+    Beside the parts, one whole weight is held at a time. The weights are those of one process, bit for bit. Raises
+    CheckpointError as `first_weights`.
     """
     parts = {distribution.whole_name(name): (name, weight) for name, weight in transformer.named_parameters()}
     for whole_name, whole in first_weights(settings):
@@ -83,10 +71,8 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     """Yield the first weights of a transformer, whole, by their names, one at a time on the host.
 
     They are those of the file `init`, of any published layout, in its dtype; or random from `loop.seed`, in fp32.
-
-    Raises:
-        CheckpointError: the file is missing or broken, or does not fit the sizes.
-        RequestError, HardwareError: as `empty_transformer`.
+    Raises CheckpointError if the file is missing or broken, or does not fit the sizes, and RequestError, HardwareError
+    as `empty_transformer`.
     """
     path = first_weights_of(settings)
     weights = _random_weights(settings) if path is None else _read(settings, path)
@@ -129,9 +115,7 @@ def weights_dtype(settings: TrainSettings) -> torch.dtype:
 
 def load_first_weights(module: nn.Module, path: Path) -> None:
     """Give an autoencoder the weights of a file, as fp32.
-
-    Raises:
-        CheckpointError: the file is missing or broken, or does not fit.
+    Raises CheckpointError if the file is missing or broken, or does not fit.
     """
     fill_module(module, open_checkpoint(path))
 
@@ -140,12 +124,8 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
     """Let a transformer's blocks run compiled from now on; names and weights stay as they are.
 
     Blocks get a class whose `forward` is compiled. So checkpoints lie around the compiled code, and so do the hooks of
-    FSDP2, which both are put on later. A kind of block that cannot be compiled runs as before.
-
-    Args:
-        transformer: its blocks share no weights and exchange nothing with other ranks.
-        warn: called once for each class that cannot be compiled.
-        backend: of torch.compile.
+    FSDP2, which both are put on later. Blocks must share no weights and exchange nothing with other ranks. A kind of
+    block that cannot be compiled runs as before, and `warn` is called once for it.
     """
     for stack in repeated_blocks(transformer.config):
         blocks = list(transformer.get_submodule(stack.module_path).children())

@@ -62,10 +62,7 @@ def _conv(before: int, after: int, *, stride: int = 1, bias: bool = True) -> nn.
 class PatchAdversary:
     """The discriminator with its loss, on the clips that `show` gave it last.
 
-    Args:
-        settings: sizes, rate and start.
-        optimizer: that of the autoencoder; the discriminator's is AdamW with a rate of its own, which rises and falls
-            with the autoencoder's.
+    It has an AdamW of its own, whose rate rises and falls with that of the autoencoder's `optimizer`.
     """
 
     def __init__(self, settings: DiscriminatorSettings, *, optimizer: OptimizerSettings) -> None:

@@ -35,10 +35,7 @@ Export = Callable[[Mapping[str, Tensor], Path], None]
 
 def export_transformer(weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write `transformer.safetensors` in half precision.
-
-    Raises:
-        CheckpointError: a weight is too large for half precision.
-        OutputError: the file cannot be written.
+    Raises CheckpointError if a weight is too large for half precision, and OutputError if the file cannot be written.
     """
     write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16)
 
@@ -64,13 +61,8 @@ class MMDiTTask:
     on the clip's path: neither on its place in the batch, nor on the other clips, nor on the device.
 
     Args:
-        module: the transformer.
-        settings: the objective.
-        grid: how the autoencoder maps clips to latents.
         empty_prompt: replaces dropped captions.
         encoders: loads the encoders; called for the first clip that comes as pixels.
-        device: where the transformer computes.
-        export: writes the trained weights.
     """
 
     adversary = None
@@ -227,16 +219,9 @@ def build_mmdit_task(
 ) -> MMDiTTask:
     """Return the transformer's task, with the frozen parts that it needs.
 
-    Args:
-        settings: the run.
-        module: the transformer.
-        device: where it computes, and where clips are encoded.
-        clips: the cache of encoded clips. With one, the frozen parts are loaded only if other clips come, as for
-            validation.
-
-    Raises:
-        CheckpointError: frozen parts are missing or broken.
-        RequestError: a text encoder has another width than the transformer reads.
+    With a cache of encoded clips, the frozen parts are loaded only if other clips come, as for validation.
+    Raises CheckpointError if frozen parts are missing or broken, and RequestError if a text encoder has another width
+    than the transformer reads.
     """
     encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=device))
     empty_prompt = encoders().empty_prompt() if clips is None else clips.empty_prompt()

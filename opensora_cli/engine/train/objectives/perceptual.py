@@ -39,9 +39,7 @@ class PerceptualDistance(nn.Module):
     def forward(self, made_BCTHW: Tensor, real_BCTHW: Tensor) -> Tensor:
         """Return the mean distance over all frames, 0 for equal ones; in fp32.
 
-        Args:
-            made_BCTHW: RGB clips in [-1,1], of at least 16 x 16 pixels; gradients flow to these alone.
-            real_BCTHW: what they are compared with.
+        Both are RGB clips in [-1,1], of at least 16 x 16 pixels; gradients flow to `made_BCTHW` alone.
         """
         with torch.no_grad():
             real = list(self._stages(real_BCTHW))
@@ -71,10 +69,7 @@ def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
     Known files are torchvision's `vgg16-397923af.pth` (keys `features.0.weight` to
     `features.28.bias`; the classifier is left unread) and the linear layers of LPIPS version 0.1, `vgg.pth` (keys
     `lin0.model.1.weight` to `lin4.model.1.weight`); or one file of a whole `lpips.LPIPS(net="vgg")`; or any of these as
-    safetensors.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or weights are missing or of another shape.
+    safetensors. Raises CheckpointError if a file is missing or broken, or weights are missing or of another shape.
     """
     found: dict[str, Entry] = {}
     for path in paths:

@@ -27,8 +27,8 @@ class SampleRng:
     def of(cls, seed: int, number: int) -> "SampleRng":
         """Return the state for the loss of a micro-batch: noise, time, condition mode, dropout.
 
-        It depends on the seed and on the micro-batch's number in the whole run alone: neither on the number of ranks
-        nor on whether the run was interrupted.
+        It depends on the seed and on the micro-batch's number in the whole run alone, not on the number of ranks, nor
+        on whether the run was interrupted.
         """
         return cls._of(seed, number, _OF_LOSS)
 
@@ -77,11 +77,7 @@ class BatchSource(Protocol[BatchT_co]):
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Raises:
-            CheckpointError: the state is of other data.
-        """
+        """Continue from there. Raises CheckpointError if the state is of other data."""
 
     def close(self) -> None:
         """End workers; may be called twice."""
@@ -123,13 +119,10 @@ class Task(Protocol[BatchT_contra]):
         """A module that learns against it, with an optimizer of its own."""
 
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
-        """Change the weights and their average in place where a new phase of training begins.
+        """Change the weights and their average in place where a new phase of training begins, after `step` updates.
 
-        It is called again for the same step after a resume: the second call must change nothing.
-
-        Args:
-            step: updates that are done.
-            ema: averaged weights by the names of the module's state, this rank's parts; None: there is no average.
+        It is called again for the same step after a resume: the second call must change nothing. `ema` holds this
+        rank's parts of the averaged weights by the names of the module's state; None: there is no average.
         """
 
     def loss(self, batch: BatchT_contra, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
@@ -142,22 +135,16 @@ class Task(Protocol[BatchT_contra]):
         """Return how many samples the micro-batch has."""
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write weights in the form that generation reads; by the main rank alone.
+        """Write weights in the form that generation reads, into the run's folder; by the main rank alone.
 
-        Args:
-            weights: whole, on the host, by the names of the module's state: the average, or the current ones without.
-            folder: the run's.
+        `weights` are whole, on the host, by the names of the module's state: the average, or the current ones without.
         """
 
 
 class SampledBatches(Generic[BatchT]):
-    """Endless micro-batches that depend on the seed and their number alone; there is one epoch.
+    """Endless micro-batches that depend on the seed and their number alone, by `make(random state, number)`; one epoch.
 
-    Args:
-        make: (random state, number) -> micro-batch.
-        seed: of the run.
-        rank: this data-parallel rank.
-        ranks: how many of them there are.
+    `rank` and `ranks` are the data-parallel ones.
     """
 
     def __init__(self, make: Callable[[SampleRng, int], BatchT], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
@@ -182,11 +169,7 @@ class SampledBatches(Generic[BatchT]):
         return {"handed_out": self._handed_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after so many.
-
-        Raises:
-            CheckpointError: the state is of other data.
-        """
+        """Continue after so many. Raises CheckpointError if the state is of other data."""
         handed_out = state_dict.get("handed_out")
         if not isinstance(handed_out, int) or state_dict.keys() != {"handed_out"}:
             raise CheckpointError(

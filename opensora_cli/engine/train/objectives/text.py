@@ -69,9 +69,8 @@ def answers(scene: Scene) -> list[int]:
 def build_tokenizer(*, max_length: int, start: bool) -> PreTrainedTokenizerFast:
     """Return a tokenizer of the world's words, in lower case; others become `<unk>`.
 
-    Args:
-        max_length: tokens after padding and cutting.
-        start: put a start token in front, as CLIP has it; an end token always follows.
+    `max_length` is in tokens, after padding and cutting. `start` puts a start token in front, as CLIP has it; an end
+    token always follows.
     """
     special = ["<pad>", "</s>", UNKNOWN, "<s>"]
     words = {word: index for index, word in enumerate([*special, ",", ".", *known_words()])}
@@ -94,13 +93,7 @@ def build_tokenizer(*, max_length: int, start: bool) -> PreTrainedTokenizerFast:
 
 
 class TextEncoders(nn.Module):
-    """Both encoders, and classification heads, which are not exported.
-
-    Args:
-        settings: sizes.
-        t5_tokenizer: what T5 reads.
-        clip_tokenizer: what CLIP reads.
-    """
+    """Both encoders, and classification heads, which are not exported."""
 
     def __init__(
         self,
@@ -144,11 +137,7 @@ def sample_captions(rng: SampleRng, number: int, *, batch_size: int) -> CaptionB
 
 
 class TextTask:
-    """Cross-entropy of every question, summed over both encoders.
-
-    Args:
-        settings: sizes of the encoders.
-    """
+    """Cross-entropy of every question, summed over both encoders."""
 
     adversary = None
 

@@ -40,16 +40,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def build_vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> "VAETask":
-    """Return the task, with random weights from torch's global generator.
+    """Return the task, with random weights from torch's global generator; autoencoder and discriminator are still on
+    the host.
 
-    Args:
-        settings: the run.
-        device: that will train; autoencoder and discriminator are still on the host.
-        reporter: warned if the perceptual term is off.
-
-    Raises:
-        RequestError: sizes contradict each other.
-        CheckpointError: the perceptual term's weights are missing or broken.
+    `reporter` is warned if the perceptual term is off.
+    Raises RequestError if sizes contradict each other, and CheckpointError if the perceptual term's weights are missing
+    or broken.
     """
     chosen = settings.train_vae
     perceptual = None
@@ -90,14 +86,7 @@ class VAETask:
     """Reconstruct clips and pictures.
 
     The loss is |error| + a·error² + b·LPIPS + c·KL + d·w·(-logit), all means: logit is the discriminator's, and w
-    balances gradients (see `adaptive_weight`).
-
-    Args:
-        autoencoder: what is trained.
-        settings: the weights a to d, and the phases.
-        scenes: the procedural clips, by which latents are whitened.
-        perceptual: LPIPS; None: without.
-        adversary: the discriminator; None: without.
+    balances gradients (see `adaptive_weight`). Latents are whitened by the procedural clips of `scenes`.
     """
 
     def __init__(
@@ -236,10 +225,7 @@ def move_to_last_tap(weights: Mapping[str, Tensor]) -> None:
 
     A picture, whose past is itself, is encoded and decoded as before; of a clip, every frame is now treated as that
     picture was. Trained on pictures alone, the taps only make sense in their sum, and would smear a clip in time.
-    A second time changes nothing.
-
-    Args:
-        weights: of a causal autoencoder, by name, or this rank's parts of them.
+    A second time changes nothing. `weights` are those of a causal autoencoder, by name, or this rank's parts of them.
     """
     for weight in map(local, weights.values()):
         if weight.ndim == 5 and weight.shape[2] > 1:
@@ -252,12 +238,8 @@ def move_to_last_tap(weights: Mapping[str, Tensor]) -> None:
 def whiten_latents(vae: HunyuanVAE, pixels_BCTHW: Tensor) -> None:
     """Fold a shift and scale of every latent channel into the 1x1 convolutions around the latents, in place.
 
-    Afterwards the posterior means of clips like `pixels_BCTHW` have mean 0 and variance 1 in each channel, and decoding
-    undoes it exactly: one scale factor for all channels, as the configuration has it, then suits them all.
-
-    Args:
-        vae: the autoencoder.
-        pixels_BCTHW: clips, in [-1,1].
+    Afterwards the posterior means of clips like `pixels_BCTHW`, in [-1,1], have mean 0 and variance 1 in each channel,
+    and decoding undoes it exactly: one scale factor for all channels, as the configuration has it, then suits them all.
     """
     means = torch.cat([vae.encode_moments(clips)[0] for clips in torch.split(pixels_BCTHW, 4)])
     mean_C = means.mean(dim=(0, 2, 3, 4)).double()

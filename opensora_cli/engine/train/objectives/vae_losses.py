@@ -18,13 +18,7 @@ _PIXEL_RANGE = 2.0  # from -1 to 1
 
 
 def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:
-    """Return the mean absolute error plus `squared_weight` times the mean squared one, and the latter alone.
-
-    Args:
-        decoded: what the decoder made of the latents.
-        pixels: what was encoded, of the same shape, in [-1,1].
-        squared_weight: 0 or more.
-    """
+    """Return the mean absolute error plus `squared_weight` times the squared one, and the latter alone, in [-1,1]."""
     squared = nn.functional.mse_loss(decoded, pixels)
     return nn.functional.l1_loss(decoded, pixels) + squared_weight * squared, squared
 
@@ -37,11 +31,7 @@ def psnr(squared_error: Tensor) -> Tensor:
 def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
     """Return the divergence of normal distributions from the standard one, in nats, as the mean over all values.
 
-    KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B).
-
-    Args:
-        mean: m.
-        logvar: log s², of the same shape.
+    KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B); `logvar` is log s².
     """
     return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
 
@@ -53,9 +43,8 @@ _MAX_WEIGHT = 1e4
 class LastLayer:
     """A decoder's last convolution, of which the inputs of the latest forward pass are known.
 
-    Args:
-        layer: its output is the pixels: of clips if it is three-dimensional, of their frames one after the other if it
-            is two-dimensional.
+    Its output is the pixels: of clips if it is three-dimensional, of their frames one after the other if it is
+    two-dimensional.
     """
 
     def __init__(self, layer: nn.Conv2d | nn.Conv3d) -> None:
@@ -79,10 +68,9 @@ class LastLayer:
             self._inputs = None
 
     def gradient_norm(self, gradient_BCTHW: Tensor) -> Tensor:
-        """Return the norm of a loss's gradient by the layer's weight, in fp32; only while the layer is watched.
+        """Return the norm of a loss's gradient by the layer's weight, in fp32, from its gradient by the pixels.
 
-        Args:
-            gradient_BCTHW: the loss's gradient by the pixels.
+        It works only while the layer is watched.
         """
         layer, inputs = self._layer, self._inputs
         if inputs is None:
@@ -108,15 +96,10 @@ def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Te
 
 
 def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
-    """Return `value` as a function of `output` whose gradient is known.
+    """Return the scalar loss `value` as a function of `output`, by which its `gradient` is known.
 
     So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations have
     been freed.
-
-    Args:
-        output: what the loss is of.
-        value: the loss, a scalar.
-        gradient: of the loss by `output`, of its shape.
     """
     joined: Tensor = _KnownGradient.apply(output, value.detach(), gradient.detach())  # type: ignore[no-untyped-call]
     return joined

@@ -19,10 +19,6 @@ class Distribution:
     A micro-batch is computed by one data-parallel rank: a process, or several that share its tokens or its features
     and are given the same one. Gradients are averaged over data-parallel ranks, so a loss has to be a mean over what
     its rank computes. Where there are several processes, all of them have to call every method, in the same order.
-
-    Args:
-        device: of this process.
-        mesh: the groups of ranks; None: there are no others.
     """
 
     divides = False
@@ -65,9 +61,8 @@ class Distribution:
     def clip_grad_norm(self, module: nn.Module, max_norm: float) -> Tensor:
         """Scale down gradients whose norm is over `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
 
-        Returns:
-            The norm of the whole gradient before that, the same on all ranks, in fp32. It is not finite if a gradient
-            is not finite on any rank; the gradients are then invalid.
+        Return the norm of the whole gradient before that, the same on all ranks, in fp32. It is not finite if a
+        gradient is not finite on any rank; the gradients are then invalid.
         """
         gradients = {
             name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None
@@ -108,15 +103,12 @@ class Distribution:
         return name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole of which every rank gives its part; on every rank, without gradients.
+        """Return the whole of which every rank gives its part: the same on every rank, bit for bit, and without
+        gradients.
 
-        Args:
-            name: of a parameter of the sharded module; what has another name is whole already.
-            tensor: this rank's part of the parameter, or of anything that is divided as it is: a moment, an average.
-                On any device, of any dtype, a plain tensor or a DTensor.
-
-        Returns:
-            The same on all ranks, bit for bit and whatever their number; it may share memory with `tensor`.
+        The part is of the parameter `name` of the sharded module, or of anything that is divided as it is: a moment, an
+        average; on any device, of any dtype, a plain tensor or a DTensor. What has another name is whole already. The
+        result may share memory with `tensor`.
         """
         return tensor.detach()
 
@@ -138,14 +130,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class ReplicatedDistribution(Distribution):
-    """The whole model on every rank.
-
-    Gradients are summed once an update, while backward is still computing others.
-
-    Args:
-        device: of this process.
-        mesh: all of its ranks lie along `replicate`.
-    """
+    """The whole model on every rank. Gradients are summed once an update, while backward is still computing others."""
 
     def __init__(self, device: torch.device, mesh: ParallelMesh) -> None:
         super().__init__(device, mesh)

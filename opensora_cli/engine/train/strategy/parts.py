@@ -26,13 +26,8 @@ class WeightLayout:
     """By features, between tensor-parallel ranks; None: all of them have all features."""
 
     def gathered(self, own: Tensor, *, rows: int, shard: dist.ProcessGroup, tensor: dist.ProcessGroup) -> Tensor:
-        """Return the whole.
-
-        Args:
-            own: what this rank holds.
-            rows: of its share of features, over the ranks of `shard`.
-            shard: the ranks that divide rows.
-            tensor: the ranks that divide features.
+        """Return the whole of `own`: over the ranks of `shard`, which divide `rows`, then over those that divide
+        features.
         """
         share = all_gather(own, shard, dim=0, sizes=row_sizes(rows, dist.get_world_size(shard)))
         if self.cut is None:
@@ -54,20 +49,12 @@ def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
 
 
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
-    """Leave a transformer this rank's share of the heads and features of its blocks.
+    """Leave a transformer this rank's share of the heads and features of its blocks; return how each parameter is
+    divided.
 
     Of the norms of queries and keys every rank then has the gradients of its own heads only: see `norms_of_heads`.
-    A hook on them, as generating a gradient has it, would not outlive that FSDP2 replaces the parameters.
-
-    Args:
-        transformer: the same on all ranks, on any device.
-        group: the tensor-parallel ranks, at most as many as there are heads.
-
-    Returns:
-        For each parameter that it then has, how it is divided.
-
-    Raises:
-        RequestError: there are more ranks than heads.
+    A hook on them, as generating a gradient has it, would not outlive that FSDP2 replaces the parameters. Raises
+    RequestError if there are more ranks than heads.
     """
     ranks = dist.get_world_size(group)
     layouts = {name: WeightLayout(name, None) for name, _ in transformer.named_parameters()}
@@ -87,10 +74,7 @@ def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, Weig
 def feature_cuts(config: MMDiTConfig, ranks: int) -> dict[str, FeatureCut]:
     """Return how so many ranks divide the features of weights and biases, by their names in the whole model.
 
-    Layers need not have all of these biases.
-
-    Raises:
-        RequestError: there are more ranks than heads.
+    Layers need not have all of these biases. Raises RequestError if there are more ranks than heads.
     """
     cuts = {}
     for stack in repeated_blocks(config):

@@ -28,7 +28,6 @@ class ShardedDistribution(Distribution):
     parallel ranks features are divided first, and tokens of a sample between those of `ring` and `ulysses`.
 
     Args:
-        device: of this process.
         mesh: `replicate` copies of weights that are divided along `shard`, `ring` and `ulysses`.
         dtype: in which weights are gathered and computed with; gradients are summed in fp32. None: that of the weights.
         gathers_twice: let go of a block's weights after its forward, and gather them again for its backward (ZeRO-3).
@@ -69,10 +68,8 @@ class ShardedDistribution(Distribution):
 
         Block by block goes to the device, so that it never holds the whole. A transformer on the meta device gets
         memory of its part only, to be filled by way of `part`.
-
-        Raises:
-            ValueError: the module is no transformer, or there was one before.
-            RequestError: there are more tensor-parallel ranks than heads.
+        Raises ValueError if the module is no transformer, or there was one before, and RequestError if there are more
+        tensor-parallel ranks than heads.
         """
         if not isinstance(module, MMDiT) or self._groups:
             raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")

@@ -52,10 +52,8 @@ Mark = Callable[[str], AbstractContextManager[object]]
 class Clock:
     """Times the parts of steps as the host sees them.
 
-    Args:
-        marks: entered around each part, to show it in profiles.
-        wait: called at the end of each part, before its time is taken, to synchronize with the device.
-        now: seconds, for tests to replace.
+    `marks` are entered around each part, to show it in profiles. `wait` synchronizes with the device at the end of each
+    part, before its time is taken.
     """
 
     def __init__(

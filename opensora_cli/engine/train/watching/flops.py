@@ -33,11 +33,7 @@ _PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a GPU in bf16 or fp16, in 1e12 operations a second; None: it is not known.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name` gives it.
-    """
+    """Return the peak of a GPU, by torch's name, in bf16 or fp16, in 1e12 operations a second; None: unknown."""
     if " MIG " in device_name or " Laptop " in device_name:
         return None  # a slice of a GPU, or one with less power
     found = (peak for name, peak in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))
@@ -54,13 +50,8 @@ def training_flops(
     scores and values, take 4·S²·width a block for S tokens of a clip, and twice that for their gradients. What is
     computed twice to save memory counts once (model FLOPs: Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-    Args:
-        config: the transformer's sizes.
-        samples: clips.
-        latent_tokens: of all of them.
-        text_tokens: of each.
-        is_frozen: only an adapter is trained: the weights beside it have no gradient, and its own, some hundredths of
-            them, do not count.
+    `latent_tokens` are those of all samples, `text_tokens` those of each. `is_frozen`: only an adapter is trained: the
+    weights beside it have no gradient, and its own, some hundredths of them, do not count.
     """
     joint = samples * text_tokens + latent_tokens
     linears = (
@@ -101,16 +92,9 @@ def _weights_of_modulation(config: MMDiTConfig) -> int:
 
 
 class ModelFlopsUtilisation:
-    """The share of the devices' peak that training makes use of.
+    """The share of the devices' peak (of one device: `peak_tflops`) that training makes use of.
 
     Of clips of different sizes in one step it is a little too low: they count as if they had the same.
-
-    Args:
-        config: the transformer's sizes.
-        text_tokens: of each clip.
-        peak_tflops: of one device.
-        devices: that train.
-        is_frozen: only an adapter is trained.
     """
 
     def __init__(

@@ -28,19 +28,12 @@ class LineSink(Protocol):
 
 
 class StepLines:
-    """Makes a line of the means of every few steps, and one of each validation and of each step that was skipped.
+    """Makes a line of the means of `every` few steps, and one of each validation and of each step that was skipped.
 
     A step that was skipped is in the mean of no loss, and is counted. On a terminal the unfinished line is shown after
-    each step.
-
-    Args:
-        sinks: keep the lines.
-        every: steps between two of them.
-        steps: of the run.
-        memory: returns the peak of memory in GiB, by the name of what it counts.
-        mfu: returns the share of the devices' peak that training makes use of, from samples and tokens of all ranks
-            and the seconds that they took; None: it cannot be known.
-        reporter: shown the lines.
+    each step. `memory` returns peaks in GiB, by the name of what they count. `mfu` returns the share of the devices'
+    peak that training makes use of, from samples and tokens of all ranks and the seconds that they took; None: it is
+    unknown.
     """
 
     def __init__(

@@ -22,11 +22,8 @@ _MOST_WAITING = 10_000
 class JsonLog:
     """Adds every line to a file as it comes.
 
-    Lines that cannot be written, as on a full disk, are kept for the next write, up to ten thousand.
-
-    Args:
-        path: of the file.
-        reporter: warned when the first line is kept back, and of lines that are lost.
+    Lines that cannot be written, as on a full disk, are kept for the next write, up to ten thousand. `reporter` is
+    warned when the first line is kept back, and of lines that are lost.
     """
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
@@ -71,11 +68,7 @@ class JsonLog:
 
 
 def cut_back(path: Path, *, step: int) -> None:
-    """Remove the lines after a step from a log.
-
-    Raises:
-        OutputError: it cannot be read or written.
-    """
+    """Remove the lines after a step from a log. Raises OutputError if it cannot be read or written."""
     if path.exists():
         try:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -100,22 +93,13 @@ def _finite(value: object) -> object:
 
 
 def require_tensorboard() -> None:
-    """Check that TensorBoard is installed.
-
-    Raises:
-        HardwareError: it is not.
-    """
+    """Check that TensorBoard is installed. Raises HardwareError if it is not."""
     _writer_class()
 
 
 class TensorBoardLog:
     """Writes `train/loss` and the other figures of steps, `seconds/data` and the other parts, and `validation/loss`.
-
-    Args:
-        folder: of the events.
-
-    Raises:
-        HardwareError: TensorBoard is not installed.
+    Raises HardwareError if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,9 +109,7 @@ class TensorBoardLog:
 
     def start(self, step: int) -> None:
         """Start a file of events, which makes earlier ones of later steps void.
-
-        Raises:
-            OutputError: it cannot be written.
+        Raises OutputError if it cannot be written.
         """
         try:
             self._writer = _writer_class()(str(self._folder), purge_step=step + 1)

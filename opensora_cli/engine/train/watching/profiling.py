@@ -12,15 +12,9 @@ from opensora_cli.engine.train.watching.clocks import StepReport
 
 
 class StepProfiler:
-    """Writes what happens in some steps of this process as a Chrome trace, `steps10-12.json`.
+    """Writes what happens from the first to the last of `steps` of this process as a Chrome trace, `steps10-12.json`.
 
     A run that ends between them writes what there is; one that is resumed between them writes nothing.
-
-    Args:
-        steps: the first and the last.
-        folder: of the trace.
-        device: what is recorded beside the host.
-        reporter: shown the path of the trace.
     """
 
     def __init__(self, steps: tuple[int, int], folder: Path, *, device: torch.device, reporter: Reporter) -> None:
@@ -40,9 +34,7 @@ class StepProfiler:
 
     def on_step(self, report: StepReport) -> None:
         """Start before the first of the steps, and write the trace after the last.
-
-        Raises:
-            OutputError: it cannot be written.
+        Raises OutputError if it cannot be written.
         """
         if self._running is not None and report.step == self._last:
             self.close()
@@ -53,11 +45,7 @@ class StepProfiler:
         """Do nothing."""
 
     def close(self) -> None:
-        """Write what was recorded, if that has not been done yet.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Write what was recorded, if that has not been done yet. Raises OutputError if it cannot be written."""
         running, self._running = self._running, None
         if running is None:
             return

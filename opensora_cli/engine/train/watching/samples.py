@@ -38,14 +38,8 @@ class SampleVideos:
     """Makes a video of each prompt with the weights that will be exported: the average, if there is one.
 
     All ranks denoise the same latents with their shares of the model; the main rank decodes and writes. The noise of a
-    prompt is the same every time. The random state and the weights of training are not changed.
-
-    Args:
-        settings: the run, whose samples have a size.
-        embeds: of each prompt, with those of the empty one; on the host.
-        autoencoder: on the host while it is not decoding.
-        folder: gets a folder for each step with videos.
-        reporter: shown progress, and warned of videos that cannot be written.
+    prompt is the same every time. The random state and the weights of training are not changed. `embeds` are those of
+    each prompt, with those of the empty one; they are on the host, as is the autoencoder while it is not decoding.
     """
 
     def __init__(
@@ -182,10 +176,8 @@ def open_samples(
     """Return what makes a run's sample videos; None: it has none.
 
     The prompts are encoded here, and the text encoders freed: call it before the model is loaded.
-
-    Raises:
-        CheckpointError: frozen parts are missing or broken.
-        RequestError: a text length does not suit its encoder.
+    Raises CheckpointError if frozen parts are missing or broken, and RequestError if a text length does not suit its
+    encoder.
     """
     chosen, trained = settings.samples, settings.train_mmdit
     if settings.target is not TrainTarget.MMDIT or chosen.every is None:

@@ -28,13 +28,8 @@ class HeldOutLoss:
     """Measures the loss with the weights that will be exported: the average, if there is one.
 
     Each rank computes every R-th micro-batch; the mean is over the samples of all of them, so that it does not depend
-    on the number of ranks. The random state and the weights of training are not changed.
-
-    Args:
-        read: returns one of the micro-batches, the same every time.
-        count: how many there are, at least 1.
-        settings: when, and the seed.
-        last_step: of the run, after which it is measured in any case.
+    on the number of ranks. The random state and the weights of training are not changed. `read` returns one of the
+    `count` micro-batches, the same every time. After `last_step` of the run, the loss is measured in any case.
     """
 
     def __init__(
@@ -52,9 +47,7 @@ class HeldOutLoss:
 
     def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
         """Return `loss` and the task's other figures, the same on all ranks, of which all call this.
-
-        Raises:
-            OsoraError: a clip cannot be read.
+        Raises OsoraError if a clip cannot be read.
         """
         distribution = trainer.distribution
         sums: dict[str, float] = {}
@@ -100,11 +93,8 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
 def open_validation(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> HeldOutLoss | None:
     """Return what validates a run; None: nothing does.
 
-    With a cache of encoded clips, held-out ones are added to it first, by all ranks.
-
-    Raises:
-        FileProblem: the table is missing or broken, or fills no micro-batch.
-        RequestError, HardwareError, CheckpointError, OutputError: as `open_batches` and `prepare_cache`.
+    With a cache of encoded clips, held-out ones are added to it first, by all ranks. Raises FileProblem if the table is
+    missing or broken, or fills no micro-batch, and what `open_batches` and `prepare_cache` raise.
     """
     if settings.validation.every is None:
         return None

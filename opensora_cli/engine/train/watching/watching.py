@@ -24,12 +24,8 @@ from opensora_cli.settings.train_loop import Compute
 
 
 class Watching:
-    """The clock and the observers of one rank.
-
-    Args:
-        clock: times the parts of each step.
-        observers: get the report of every step.
-        starts: called with the number of steps that are done, before the first.
+    """The clock and the observers of one rank; each of `starts` is called with the steps that are done, before the
+    first.
     """
 
     def __init__(
@@ -40,11 +36,7 @@ class Watching:
         self._starts = starts
 
     def start(self, step: int) -> None:
-        """Continue after `step`, and count time from now on.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
+        """Continue after `step`, and count time from now on. Raises OutputError if a file cannot be written."""
         self.clock.take()
         for start in self._starts:
             start(step)
@@ -57,9 +49,7 @@ class Watching:
 
 def open_watching(settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter) -> Watching:
     """Return what watches a run: the main rank alone writes and reports.
-
-    Raises:
-        HardwareError: TensorBoard is not installed, or a setting needs a GPU, and there is none.
+    Raises HardwareError if TensorBoard is not installed, or a setting needs a GPU, and there is none.
     """
     clock = _clock(settings, distribution.device)
     if not distribution.is_main:
@@ -89,9 +79,7 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
 
 def truncate_records(output: Path, *, step: int) -> None:
     """Remove what comes after a step from a run's log and samples; TensorBoard's events are marked void instead.
-
-    Raises:
-        OutputError: that is not possible.
+    Raises OutputError if that is not possible.
     """
     cut_back(output / LOG_FILE, step=step)
     remove_later(output / SAMPLES_FOLDER, step=step)
