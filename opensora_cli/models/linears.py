@@ -19,15 +19,11 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class ShardedLinear:
-    """One linear layer of the sharding plan.
+    """One linear layer of the sharding plan; `path` is the module path inside the block.
 
-    Args:
-        path: module path inside the block.
-        split: by output or by input features.
-        pieces: sizes of the parts that the split features consist of, in order. Each part is split by itself: a
-            rank holds its share of the first, then its share of the second.
-        units: for each piece, how many adjacent features are never split: the width of a head, or 1. Ranks need not
-            have equally many units, but each at least one.
+    The split features consist of parts of the sizes `pieces`, in order. Each part is split by itself: a rank holds its
+    share of the first, then its share of the second. `units` is, for each piece, how many adjacent features are never
+    split: the width of a head, or 1. Ranks need not have equally many units, but each at least one.
     """
 
     path: str
@@ -37,15 +33,11 @@ class ShardedLinear:
 
 
 class LowRankLinear(nn.Module):
-    """Computes with the weight W + B·A of a linear layer, without changing it.
+    """Computes with the weight W + B·A of a linear layer, without changing it. Made for inference.
 
-    W stays as it is: mapped from a file, or stored in 8 bits. The update costs rank · (in_features + out_features)
-    numbers of memory, and is not rounded to the precision of W. Made for inference.
-
-    Args:
-        base: an `nn.Linear`, or a module with its interface.
-        a_RI: (rank, in_features).
-        b_OR: (out_features, rank); the scale of the update is in it.
+    W (of `base`, an `nn.Linear` or a module with its interface) stays as it is: mapped from a file, or stored in 8
+    bits. The update costs rank · (in_features + out_features) numbers of memory, and is not rounded to the precision of
+    W. Its scale is already in `b_OR`.
     """
 
     def __init__(self, base: nn.Module, a_RI: Tensor, b_OR: Tensor) -> None:

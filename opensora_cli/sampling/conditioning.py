@@ -16,7 +16,7 @@ def prepare_inference_condition(
     *,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the conditioning mask and the reference latents of a batch.
+    """Return conditioning_mask (B,1,T,H,W), 1 = given, and reference_latents (B,C,T,H,W), zero where nothing is given.
 
     The name and the order of the first four parameters are those that the Open-Sora community knows.
 
@@ -27,9 +27,6 @@ def prepare_inference_condition(
             takes the first frames of the first, the tail the last frames of the last; a single one serves both.
         causal: whether the autoencoder keeps the first frame on its own.
         lengths: latent frames given by the video modes.
-
-    Returns:
-        conditioning_mask (B,1,T,H,W), 1 = given, and reference_latents (B,C,T,H,W), zero where nothing is given.
 
     Raises:
         RequestError: no such mode, a sample without a reference, or too few frames in a reference or in the clip.

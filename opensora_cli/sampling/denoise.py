@@ -37,11 +37,7 @@ DistilledVelocityFn = Callable[[torch.Tensor, float], torch.Tensor]
 def euler_step(latents_BND: torch.Tensor, velocity_BND: torch.Tensor, *, t: float, t_next: float) -> torch.Tensor:
     """Return the latents at `t_next`: latents + (t_next - t)·velocity, in the dtype of the latents.
 
-    Args:
-        latents_BND: at time `t`.
-        velocity_BND: noise - data, at time `t`.
-        t: 1 (noise) to 0 (data).
-        t_next: the time to go to; lower than `t` towards data.
+    The velocity is noise - data at time `t`, 1 (noise) to 0 (data); towards data `t_next` is the lower one.
     """
     return latents_BND + (t_next - t) * velocity_BND.to(latents_BND.dtype)
 
@@ -57,18 +53,10 @@ def denoise(
 ) -> torch.Tensor:
     """Return the packed latents at the last of `timesteps`, guided by three branches.
 
-    Only the branches that can change a step's result are asked for; `count_evaluations` says how many that will be.
-
-    Args:
-        velocity: the model.
-        packed_latents_BND: noise; tokens ordered by latent frame. They keep their dtype from step to step.
-        timesteps: falling, one more than there are steps.
-        guidance: scales and oscillations.
-        mode: what is given; of a clip with one latent frame `t2v`.
-        num_latent_frames: latent frames in the tokens.
-
-    Raises:
-        ValueError: fewer than two timesteps.
+    Only the branches that can change a step's result are computed; `count_evaluations` returns how many that will be.
+    `packed_latents_BND` is noise, its tokens ordered by latent frame; they keep their dtype from step to step.
+    `timesteps` fall and are one more than there are steps (fewer than two are a ValueError). `mode` is `t2v` for a clip
+    with one latent frame.
     """
     scales = [
         guidance_scales_at(
@@ -104,13 +92,7 @@ def denoise_distilled(
     *,
     timesteps: Sequence[float],
 ) -> torch.Tensor:
-    """Return the packed latents at the last of `timesteps`, from a model that has learned guidance as an input.
-
-    One evaluation a step. The arguments are those of `denoise`.
-
-    Raises:
-        ValueError: fewer than two timesteps.
-    """
+    """As `denoise`, for a model that has learned guidance as an input: one evaluation a step."""
     return _euler(lambda _step, latents_BND, t: velocity(latents_BND, t), packed_latents_BND, timesteps)
 
 

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 def shifted_time(normal_B: Tensor, *, shift: float) -> Tensor:
     """Turn normal samples into times in (0, 1): t = a·s / (1 + (a-1)·s) with s = sigmoid(normal) and a = `shift`.
 
-    Args:
-        normal_B: one number for each sample.
-        shift: over 1 for more time near the noise; see `schedule.flow_shift_for`.
+    A shift over 1 gives more time near the noise; see `schedule.flow_shift_for`.
     """
     share_B = torch.sigmoid(normal_B)
     return shift * share_B / (1.0 + (shift - 1.0) * share_B)
@@ -30,19 +28,12 @@ def flow_target(data_BND: Tensor, noise_BND: Tensor, *, sigma_min: float = 1e-5)
 
 
 def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor | None = None) -> Tensor:
-    """Return the mean squared error over samples, tokens and channels, in fp32.
+    """Return the mean squared error over samples, tokens and channels of packed latents, in fp32.
 
-    The name and the order of the parameters are those that the Open-Sora community knows.
-
-    Args:
-        velocity_BND: the model's prediction, as packed latents.
-        target_BND: what it should be.
-        masks_BTHW: 1 where latents are given. A first or a last frame that is given is then left out, unless frames
-            between them are given too. Every sample counts alike, however many of its frames are left; a sample of
-            which none is left counts as zero.
-
-    Raises:
-        ValueError: the tokens do not divide into the frames of the masks.
+    The name and the order of the parameters are those that the Open-Sora community knows. `masks_BTHW` is 1 where
+    latents are given. A first or a last frame that is given is then left out, unless frames between them are given too.
+    Every sample counts alike, however many of its frames are left; a sample of which none is left counts as zero.
+    Tokens that do not divide into the frames of the masks are a ValueError.
     """
     if masks_BTHW is None:
         return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())

@@ -77,12 +77,7 @@ def guidance_scales_at(
 ) -> GuidanceScales:
     """Return the scales of step `step`, counted from 0.
 
-    Args:
-        step: 0 to num_inference_steps - 1.
-        guidance: what was asked for.
-        mode: without a reference the image scale is 1: both unconditional branches then have the same inputs.
-        num_inference_steps: Euler steps of the whole run.
-        num_latent_frames: latent frames of the clip.
+    Without a reference in `mode` the image scale is 1: both unconditional branches then have the same inputs.
     """
     text = oscillating_scale(guidance.guidance_scale, step) if guidance.text_oscillation else guidance.guidance_scale
     if not mode.needs_reference:
@@ -119,16 +114,10 @@ def branches_needed(scales: GuidanceScales) -> tuple[Branch, ...]:
 
 
 def combine_branches(velocities: Mapping[Branch, torch.Tensor], scales: GuidanceScales) -> torch.Tensor:
-    """Return the guided velocity_BND.
+    """Return the guided velocity_BND from at least the branches in `branches_needed(scales)`.
 
-    Differences are taken before they are scaled, so that low precision loses as little as in the formula above.
-
-    Args:
-        velocities: velocity_BND of at least the branches in `branches_needed(scales)`; tokens ordered by latent frame.
-        scales: of this step.
-
-    Raises:
-        ValueError: scales for each latent frame, and tokens that do not divide into so many frames.
+    Differences are taken before they are scaled, so that low precision loses as little as in the formula above. Tokens
+    are ordered by latent frame; with scales for each frame they must divide into so many (ValueError).
     """
     (first, _), *others = _telescope(scales)
     # What drops out before the first has the first's weight, and the weights begin with 1.

@@ -5,14 +5,9 @@ from einops import rearrange
 
 
 def pack_latents(latents_BCTHW: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Cut latents into one token for each patch, (B,N,C·patch²).
+    """Cut latents into one token for each patch, (B,N,C·patch²); time is never patched.
 
-    Args:
-        latents_BCTHW: height and width divisible by `patch_size`.
-        patch_size: latent positions per token in height and in width; time is never patched.
-
-    Raises:
-        ValueError: a side is not divisible.
+    Height and width must be divisible by `patch_size`, latent positions per token (ValueError).
     """
     height, width = latents_BCTHW.shape[3:]
     if height % patch_size or width % patch_size:
@@ -28,17 +23,7 @@ def unpack_latents(
     width: int,
     patch_size: int,
 ) -> torch.Tensor:
-    """Undo `pack_latents`.
-
-    Args:
-        packed_latents_BND: the tokens.
-        num_latent_frames: latent frames.
-        height: of the latents, not of the picture.
-        width: of the latents, not of the picture.
-        patch_size: as in `pack_latents`.
-
-    Returns:
-        latents_BCTHW.
+    """Undo `pack_latents`: return latents_BCTHW. `height` and `width` are those of the latents, not of the picture.
 
     Raises:
         ValueError: the tokens are not those of this many frames of this size.
@@ -80,12 +65,7 @@ def position_ids(
 ) -> torch.Tensor:
     """Return position_ids_BN3, the (frame, row, column) of every token, in fp32 and in the order of `pack_latents`.
 
-    Args:
-        batch_size: samples.
-        num_latent_frames: latent frames.
-        rows: tokens in height.
-        columns: tokens in width.
-        device: where the ids are made.
+    `rows` and `columns` count tokens.
     """
     axes = [torch.arange(size, dtype=torch.float32, device=device) for size in (num_latent_frames, rows, columns)]
     grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)

@@ -17,12 +17,7 @@ _TOKENS_PER_UNIT_SHIFT = (4096 - 256) / 2
 
 
 def flow_shift_for(*, tokens_per_frame: int, num_latent_frames: int) -> float:
-    """Return the flow shift that the released model was trained with: (1 + (tokens - 256)·2/3840)·sqrt(frames).
-
-    Args:
-        tokens_per_frame: packed tokens of one latent frame.
-        num_latent_frames: latent frames of the clip.
-    """
+    """Return the flow shift that the released model was trained with: (1 + (tokens - 256)·2/3840)·sqrt(frames)."""
     return (1.0 + (tokens_per_frame - _BASE_TOKENS) / _TOKENS_PER_UNIT_SHIFT) * math.sqrt(num_latent_frames)
 
 
@@ -35,16 +30,9 @@ def flow_timesteps(
 ) -> list[float]:
     """Return the `num_inference_steps + 1` timesteps from 1 down to 0 between which the Euler steps lead.
 
-    Evenly spaced times t become a·t/(1 + (a-1)·t), so that a shift a > 1 spends more steps near the noise.
-
-    Args:
-        num_inference_steps: Euler steps, at least 1.
-        tokens_per_frame: packed tokens of one latent frame.
-        num_latent_frames: latent frames of the clip.
-        flow_shift: a itself, over 0; 1 spaces the times evenly. None: that of `flow_shift_for`.
-
-    Raises:
-        RequestError: no step at all, or a shift that is not positive and finite.
+    Evenly spaced times t become a·t/(1 + (a-1)·t), so that a shift a > 1 spends more steps near the noise. `flow_shift`
+    is a itself (None: that of `flow_shift_for`), and 1 spaces the times evenly. A RequestError where there is no step,
+    or the shift is not positive and finite.
     """
     if num_inference_steps < 1:
         raise RequestError(f"sampling.num_inference_steps={num_inference_steps} must be at least 1")
@@ -62,13 +50,9 @@ def flow_timesteps(
 
 
 def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_size: int = 2) -> tuple[int, int]:
-    """Return the latent (height, width) of a picture: whole patches, rounded up, so that no pixel is left out.
+    """Return the latent (height, width) of a picture of so many pixels: whole patches, rounded up.
 
-    Args:
-        height: pixels.
-        width: pixels.
-        spatial_compression: pixels per latent position, each way.
-        patch_size: latent positions per token, each way.
+    `spatial_compression` is in pixels per latent position, `patch_size` in latent positions per token, each way.
     """
     step = spatial_compression * patch_size
     return patch_size * math.ceil(height / step), patch_size * math.ceil(width / step)
@@ -86,21 +70,10 @@ def noise_latents(
     spatial_compression: int = 8,
     patch_size: int = 2,
 ) -> torch.Tensor:
-    """Return the starting noise, one sample for each seed, in latents_BCTHW.
+    """Return the starting noise in latents_BCTHW, one sample for each seed; `height` and `width` are in pixels.
 
     Each sample is one `torch.randn` from its own generator on the target device and in the target dtype, as in the
     reference. A sample therefore does not depend on what else is in its batch, but does on device and dtype.
-
-    Args:
-        seeds: one for each sample.
-        num_latent_frames: latent frames.
-        height: pixels.
-        width: pixels.
-        device: where the noise is sampled.
-        dtype: what it is sampled in.
-        latent_channels: channels of the autoencoder's latents.
-        spatial_compression: pixels per latent position, each way.
-        patch_size: latent positions per token, each way.
     """
     latent_height, latent_width = latent_size(
         height, width, spatial_compression=spatial_compression, patch_size=patch_size

@@ -26,11 +26,7 @@ ASPECT_RATIOS = tuple(dict.fromkeys([*_RATIOS, *map(mirrored_ratio, _RATIOS)]))
 
 
 def num_pixels(resolution: str) -> float:
-    """Return how many pixels a frame of `resolution` has: N² for `Npx`, N·N·16/9 for `Np`.
-
-    Raises:
-        RequestError: not of this form.
-    """
+    """Return the pixels of a frame of `resolution`: N² for `Npx`, N·N·16/9 for `Np`; else a RequestError."""
     match = re.fullmatch(r"([1-9]\d{0,4})(px|p)", resolution)
     if match is None:
         nearest = get_close_matches(resolution, RESOLUTIONS, n=1, cutoff=0.0)[0]
@@ -45,8 +41,7 @@ def num_pixels(resolution: str) -> float:
 def ratio_value(aspect_ratio: str) -> float:
     """Return width / height of one of `ASPECT_RATIOS`.
 
-    Raises:
-        RequestError: none of them; names the nearest, in shape where the text is a ratio at all, else in spelling.
+    For another one, a RequestError names the nearest, in shape where the text is a ratio at all, else in spelling.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", aspect_ratio)
     if aspect_ratio in ASPECT_RATIOS and match is not None:
@@ -99,14 +94,10 @@ def _size_table(resolution: str, *, multiple: int, training: bool) -> dict[str, 
 
 
 def inference_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[int, int]]:
-    """Return ratio -> (height, width) in pixels, for sampling.
+    """Return ratio -> (height, width) in pixels, for sampling at a resolution such as `256px` or `720p`.
 
-    Args:
-        resolution: `256px`, `720p`, ...
-        multiple: both sides divide by it: pixels per latent position times patch size; 32 for the DC-AE.
-
-    Raises:
-        RequestError: no resolution, or one too small for some ratio.
+    Both sides divide by `multiple`: pixels per latent position times patch size; 32 for the DC-AE. A RequestError where
+    there is no such resolution, or it is too small for some ratio.
     """
     return _size_table(resolution, multiple=multiple, training=False)
 
@@ -120,15 +111,10 @@ def training_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[in
 
 
 def image_size(resolution: str, aspect_ratio: str, *, multiple: int = 16) -> tuple[int, int]:
-    """Return the (height, width) in pixels to sample at.
+    """Return the (height, width) in pixels to sample at; arguments as in `inference_sizes`.
 
-    Args:
-        resolution: `256px`, `720p`, ...
-        aspect_ratio: width:height, one of `ASPECT_RATIOS`.
-        multiple: as in `inference_sizes`.
-
-    Raises:
-        RequestError: no such resolution or ratio (names the nearest), or a resolution too small for it.
+    A RequestError names the nearest resolution or ratio where there is no such one; also for one too small for its
+    ratio.
     """
     ratio_value(aspect_ratio)
     return inference_sizes(resolution, multiple=multiple)[aspect_ratio]

@@ -10,13 +10,9 @@ _ENDS_WITH_FPS = re.compile(r"\d+ FPS\.$")
 
 
 def add_fps_info_to_text(text: Sequence[str], fps: int = 16) -> list[str]:
-    """Return each prompt as a sentence followed by " {fps} FPS.".
+    """Return each prompt as a sentence followed by " {fps} FPS."; one that ends with a frame rate keeps its own.
 
-    A prompt that already ends with a frame rate keeps its own. Surrounding whitespace is dropped.
-
-    Args:
-        text: prompts.
-        fps: frames per second.
+    Surrounding whitespace is dropped.
     """
     sentences = (prompt.strip() for prompt in text)
     sentences = (sentence if sentence.endswith(".") else f"{sentence}." for sentence in sentences)
@@ -24,10 +20,8 @@ def add_fps_info_to_text(text: Sequence[str], fps: int = 16) -> list[str]:
 
 
 def add_motion_score_to_text(text: Sequence[str], motion_score: int) -> list[str]:
-    """Return each prompt followed by " {motion_score} motion score.".
+    """Return each prompt followed by " {motion_score} motion score.", from 1 (still) to 7 (very lively).
 
-    Args:
-        text: prompts, best after `add_fps_info_to_text`.
-        motion_score: 1 (still) to 7 (very lively); the presets have 4.
+    It goes after `add_fps_info_to_text`; the presets have 4.
     """
     return [f"{prompt} {motion_score} motion score." for prompt in text]

@@ -1,6 +1,6 @@
-"""Attention backends: the file `NAME.py` defines the backend `NAME`, and is imported on first use.
+"""Attention backends: `NAME.py` defines the backend `NAME` and is imported on first use.
 
-Adding a backend is adding a file.
+A new file is a new backend.
 """
 
 import difflib
@@ -17,11 +17,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """Return the backend called `name`.
-
-    Raises:
-        RequestError: there is no such backend; the message names the nearest one.
-    """
+    """Return the backend called `name`; a RequestError names the nearest one where there is none."""
     names = backend_names()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

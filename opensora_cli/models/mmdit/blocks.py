@@ -14,9 +14,7 @@ class RepeatedBlocks:
     """A stack of equal blocks.
 
     Args:
-        name: for people.
         module_path: path of the `ModuleList` in the model.
-        count: how many blocks.
         linears: the sharding plan of one block; a linear that is not named stays whole on every rank.
         used_by_all_heads: parameters of one block that are whole on every rank, but each rank has only its heads'
             gradients of them.

@@ -11,10 +11,7 @@ from torch import Tensor
 
 
 def spans(length: int, size: int | None) -> Iterator[slice]:
-    """Yield what cuts `length` tokens into chunks of `size`, the last one shorter; None is one chunk of all.
-
-    No tokens are one empty chunk.
-    """
+    """Yield slices of at most `size` of `length` tokens (None: one slice of all); no tokens are one empty slice."""
     length_or_one = max(length, 1)
     step = size or length_or_one
     return (slice(start, min(start + step, length)) for start in range(0, length_or_one, step))
@@ -27,12 +24,10 @@ def cut(whole: Tensor, span: slice, *, dim: int = 1) -> Tensor:
 
 
 def over_tokens(compute: Callable[..., Tensor], *wholes_BN: Tensor, size: int | None) -> Tensor:
-    """Return `compute(*wholes_BN)`, computed over `size` tokens at a time.
+    """Return `compute(*wholes_BN)`, computed over `size` tokens at a time; None is all at once.
 
-    Args:
-        compute: treats every token by itself.
-        wholes_BN: (B, N, ...) each, with one N, which is also that of the result.
-        size: None is all at once.
+    `compute` treats every token by itself. All `wholes_BN` are (B, N, ...) with one N, which is also that of the
+    result.
     """
     length = wholes_BN[0].shape[1]
     pieces = ((compute(*(cut(whole, span) for whole in wholes_BN)),) for span in spans(length, size))
@@ -40,14 +35,9 @@ def over_tokens(compute: Callable[..., Tensor], *wholes_BN: Tensor, size: int | 
 
 
 def joined(pieces: Iterable[tuple[Tensor, ...]], *, length: int, dim: int) -> tuple[Tensor, ...]:
-    """Join several sequences that come in pieces.
+    """Join several sequences of `length` tokens each; `pieces` has the next span of each of them, span after span.
 
     Where no gradient is recorded, each piece is written in place before the next is computed.
-
-    Args:
-        pieces: of every sequence its next span, span after span.
-        length: of a whole sequence.
-        dim: of the tokens.
     """
     if torch.is_grad_enabled():
         columns = zip(*pieces, strict=True)

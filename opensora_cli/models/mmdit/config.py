@@ -13,9 +13,7 @@ class MMDiTConfig:
         in_channels: width of one packed token: latent channels x patch_size².
         vec_in_dim: width of the pooled prompt embedding (CLIP).
         context_in_dim: width of the prompt embedding (T5).
-        hidden_size: width of the transformer.
         mlp_ratio: width of an MLP over `hidden_size`.
-        num_heads: attention heads; must divide `hidden_size`.
         depth: double-stream blocks.
         depth_single_blocks: single-stream blocks.
         axes_dim: share of a head's width that the rotary embedding gives to time, height and width; even numbers that

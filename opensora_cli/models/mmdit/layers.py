@@ -30,16 +30,10 @@ TIME_EMBEDDING_WIDTH = 256
 def sinusoidal_embedding(
     values_B: Tensor, *, dtype: torch.dtype, width: int = TIME_EMBEDDING_WIDTH, max_period: float = 10000.0
 ) -> Tensor:
-    """Embed one number per sample as cosines, then sines, of falling frequencies; (B, width) in `dtype`.
+    """Embed times in 0..1 or guidance scales as cosines, then sines, of falling frequencies; (B, width) in `dtype`.
 
     The number is rounded to `dtype` before the factor 1000, because the released weights were trained so; the product
-    and the angles stay in fp32.
-
-    Args:
-        values_B: times in 0..1, or guidance scales.
-        dtype: the model's dtype.
-        width: an even number of entries.
-        max_period: the longest wavelength over 2π.
+    and the angles stay in fp32. `width` is even; `max_period` is the longest wavelength over 2π.
     """
     half = width // 2
     exponents = torch.arange(half, dtype=torch.float32, device=values_B.device) / half
@@ -162,7 +156,6 @@ class DoubleStreamBlock(nn.Module):
     """Latent and text tokens with weights of their own and one joint attention."""
 
     chunk_tokens: int | None = None
-    """See `MMDiT.set_sequence_chunk`."""
 
     def __init__(self, config: MMDiTConfig, *, attention: AttentionFn) -> None:
         super().__init__()
@@ -177,14 +170,7 @@ class DoubleStreamBlock(nn.Module):
     def forward(
         self, latents_BND: Tensor, text_BLD: Tensor, vector_BD: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor]:
-        """Return the new latent and text tokens.
-
-        Args:
-            latents_BND: latent tokens.
-            text_BLD: text tokens.
-            vector_BD: the modulation vector.
-            rotary: cosine and sine for the L + N tokens of the joint sequence, text first.
-        """
+        """Return the new latent and text tokens; `rotary` covers the L + N tokens of the joint sequence, text first."""
         latent_mods, text_mods = self.img_mod(vector_BD), self.txt_mod(vector_BD)
         lengths = [text_BLD.shape[1], latents_BND.shape[1]]
         rotary_of_text = cut_rotary(rotary, slice(0, lengths[0]))
@@ -227,7 +213,6 @@ class SingleStreamBlock(nn.Module):
     """Text and latent tokens in one sequence; attention and MLP run in parallel (ViT-22B, Dehghani et al. 2023)."""
 
     chunk_tokens: int | None = None
-    """See `MMDiT.set_sequence_chunk`."""
 
     def __init__(self, config: MMDiTConfig, *, attention: AttentionFn) -> None:
         super().__init__()
@@ -241,13 +226,7 @@ class SingleStreamBlock(nn.Module):
         self.modulation = Modulation(config.hidden_size, branches=1)
 
     def forward(self, tokens_BND: Tensor, vector_BD: Tensor, rotary: Rotary) -> Tensor:
-        """Return the new tokens of the joint sequence.
-
-        Args:
-            tokens_BND: text tokens, then latent tokens.
-            vector_BD: the modulation vector.
-            rotary: cosine and sine for all tokens.
-        """
+        """Return the new tokens of the joint sequence: text tokens, then latent tokens."""
         mod: ChunkModulation = self.modulation(vector_BD)[0]
         size, length = self.chunk_tokens, tokens_BND.shape[1]
         if size is not None and size < length and not torch.is_grad_enabled():
@@ -310,12 +289,8 @@ class FinalLayer(nn.Module):
 def rotary_angles(position_ids_BNA: Tensor, *, axes_dim: tuple[int, ...], theta: float) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every rotation angle, both (B, 1, N, D/2) in fp32.
 
-    Axis i has axes_dim[i]/2 frequencies theta^(-2k/axes_dim[i]); the axes are concatenated.
-
-    Args:
-        position_ids_BNA: position along each of the A axes; a batch of 1 serves all samples.
-        axes_dim: share of a head's width given to each axis, A even numbers.
-        theta: base of the frequencies.
+    Axis i, of the A in `position_ids_BNA`, has axes_dim[i]/2 frequencies theta^(-2k/axes_dim[i]); the axes are
+    concatenated.
     """
     angles = []
     for axis, dim in enumerate(axes_dim):
@@ -327,12 +302,6 @@ def rotary_angles(position_ids_BNA: Tensor, *, axes_dim: tuple[int, ...], theta:
 
 
 def rotate(x_BHND: Tensor, cos_B1NE: Tensor, sin_B1NE: Tensor) -> Tensor:
-    """Rotate the pairs (j, D/2 + j) of every head by the given angles, in fp32.
-
-    Args:
-        x_BHND: queries or keys, fp32.
-        cos_B1NE: cosine of the angles, E = D/2.
-        sin_B1NE: sine of the angles.
-    """
+    """Rotate the pairs (j, D/2 + j) of every head of the fp32 queries or keys by the given angles; E = D/2."""
     first, second = x_BHND.chunk(2, dim=-1)
     return torch.cat((first * cos_B1NE - second * sin_B1NE, second * cos_B1NE + first * sin_B1NE), dim=-1)

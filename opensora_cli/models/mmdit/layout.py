@@ -50,12 +50,7 @@ _BLOCK_TENSOR = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSizes:
-    """The sizes that a layout depends on.
-
-    Args:
-        hidden_size: rows of q, of k and of v.
-        head_dim: rows of one head; divides `hidden_size`.
-    """
+    """The sizes that a layout depends on: rows of q, of k and of v, and of one head."""
 
     hidden_size: int
     head_dim: int
@@ -79,12 +74,9 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor to be made.
+    """Rows `start` to `stop` (None: to the end) of the file's tensor `key`, as a part of a tensor to be made.
 
-    Args:
-        key: the file's tensor.
-        start, stop: its rows that are taken; a `stop` of None is for all of it.
-        reordered: whether the rows of every head change their order, from one rotary layout to the other.
+    `reordered`: the rows of every head change from one rotary layout to the other.
     """
 
     key: str
@@ -103,13 +95,10 @@ def is_fused(keys: Iterable[str]) -> bool:
 
 
 def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
-    """Return how rotary pairs lie in a file.
+    """Return how rotary pairs lie in a file; a CheckpointError where its metadata name an unknown layout.
 
-    A converted file has it in its metadata. Others go by the released models: fused ones are interleaved,
-    split ones half-split.
-
-    Raises:
-        CheckpointError: the metadata name an unknown layout.
+    A converted file has it in its metadata. Others go by the released models: fused ones are interleaved, split ones
+    half-split.
     """
     stated = metadata.get(ROTARY_METADATA)
     if stated is None:
@@ -120,15 +109,10 @@ def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
 
 
 def plan_layout(shapes: Mapping[str, Shape], sizes: HeadSizes, *, qkv: QKV, reorder: bool) -> Plan:
-    """Return how the tensors of a file become those of a layout, in the file's order.
+    """Return how the tensors of a file become those of the layout `qkv`, in the file's order.
 
-    Tensors that are none of q, k and v, or whose shapes are not what `sizes` demands, pass unchanged.
-
-    Args:
-        shapes: of the file's tensors.
-        sizes: of the model.
-        qkv: the layout to make.
-        reorder: whether the rotary layout is to change.
+    Tensors that are none of q, k and v, or whose shapes are not what `sizes` demands, pass unchanged. `reorder` changes
+    the rotary layout, too.
     """
     split = {name: piece for key in shapes for name, piece in _split(key, shapes, sizes)}
     if reorder:
@@ -172,10 +156,8 @@ def planned_shapes(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
     """Bring the rows of each head into the order of `rotary`; they must be in the other one.
 
-    Args:
-        tensor: (H·D, ...) weight or bias of q or k, or (D,) scale of their norm.
-        head_dim: D, even.
-        rotary: half-split puts the even rows first, then the odd ones; interleaved puts them back.
+    `tensor` is the (H·D, ...) weight or bias of q or k, or the (D,) scale of their norm. Half-split puts the even rows
+    first, then the odd ones; interleaved puts them back.
     """
     halves = (head_dim // 2, 2) if rotary is Rotary.HALF else (2, head_dim // 2)
     return tensor.reshape(-1, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -185,12 +167,8 @@ def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> Conver
     """Return the function that converts a file's tensors to our layout: mapping -> iterator of (key, tensor).
 
     It reads one tensor at a time; pieces of fused tensors are views. Keys it has no rule for pass unchanged, so that a
-    strict loader can name them.
-
-    Args:
-        config: sizes of the model.
-        interleaved: whether rotary pairs are interleaved in the file. None goes by the released models: fused files are
-            interleaved, split ones half-split.
+    strict loader can name them. `interleaved` is about the file's rotary pairs; None goes by the released models: fused
+    files are interleaved, split ones half-split.
     """
     return partial(_convert, sizes=HeadSizes.of_config(config), interleaved=interleaved)
 

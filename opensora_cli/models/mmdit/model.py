@@ -24,17 +24,12 @@ class MMDiT(nn.Module):
     """Predicts the velocity (noise - data) of packed latents (Open-Sora 2.0, Peng et al. 2025).
 
     Weights have one layout: split q, k and v, rotary pairs (j, D/2 + j); `layout.py` converts the others.
-
-    Args:
-        config: the sizes.
-        attention: how the joint attention is computed.
     """
 
     def __init__(self, config: MMDiTConfig, *, attention: AttentionFn = sdpa) -> None:
         super().__init__()
         self.config = config
         self.attention = attention
-        """How the blocks compute their joint attention; see `set_attention`."""
         self.img_in = nn.Linear(config.in_channels, config.hidden_size)
         self.time_in = VectorEmbedder(TIME_EMBEDDING_WIDTH, config.hidden_size)
         self.vector_in = VectorEmbedder(config.vec_in_dim, config.hidden_size)
@@ -53,24 +48,17 @@ class MMDiT(nn.Module):
         """Initialise weights for training from scratch, as DiT does (Peebles & Xie 2023).
 
         Every block starts as the identity and the velocity at zero (zero modulation and output), and the condition is
-        ignored at first (zero `cond_in`), so that a model trained without it starts where it stood.
-
-        Args:
-            generator: source of randomness on the weights' device; None is torch's global one.
+        ignored at first (zero `cond_in`), so that a model trained without it starts where it stood. `generator` is on
+        the weights' device; None is torch's global one.
         """
         for name, parameter in self.named_parameters():
             self.initialise_weight(name, parameter, generator=generator)
 
     @torch.no_grad()
     def initialise_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
-        """Initialise one parameter, which may itself be on the meta device.
+        """Initialise one parameter by filling `out`; the parameter itself may be on the meta device.
 
         One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.
-
-        Args:
-            name: of the parameter.
-            out: of its shape; is filled.
-            generator: as in `reset_parameters`, on the device of `out`.
         """
         path, _, kind = name.rpartition(".")
         parent = self.get_submodule(path.rpartition(".")[0])
@@ -93,13 +81,8 @@ class MMDiT(nn.Module):
         """Limit how many tokens blocks compute at a time, in all but attention, so that they need less memory.
 
         Results differ by rounding alone. It takes effect where no gradient is recorded: what autograd keeps would not
-        get less.
-
-        Args:
-            tokens: at least 1; some thousands cost hardly any time on a GPU. None, as at first, is all at once.
-
-        Raises:
-            ValueError: `tokens` is below 1.
+        get less. Some thousands cost hardly any time on a GPU; under 1 is a ValueError. None, as at first, is all at
+        once.
         """
         if tokens is not None and tokens < 1:
             raise ValueError(f"tokens={tokens} must be at least 1")
@@ -128,12 +111,11 @@ class MMDiT(nn.Module):
             timesteps_B: 1 (noise) to 0 (data), in any floating dtype.
             prompt_embeds_BLC: T5 states, context_in_dim wide. Text tokens stand at position zero.
             pooled_prompt_embeds_BV: CLIP embedding, vec_in_dim wide.
-            conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide; needed
-                exactly where the model has a condition embedding.
-            embedded_guidance_B: guidance scale; needed exactly where the model is guidance-distilled.
+            conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
+            embedded_guidance_B: guidance scale.
 
         Raises:
-            ValueError: an input is missing that the model needs, or given and not used by it.
+            ValueError: one of the last two is missing though the model needs it, or given to one that does not use it.
         """
         if (conditioning_BNK is None) != (self.cond_in is None):
             raise ValueError(

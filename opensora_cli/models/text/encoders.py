@@ -35,10 +35,7 @@ class _FolderEncoder:
             return len(self.tokenizer(text, truncation=False).input_ids) > self.max_length
 
     def unknown_words(self, text: str) -> list[str]:
-        """Return the words of `text` that the vocabulary cannot spell, each once, in their order.
-
-        Symbols such as emoji count as words, punctuation does not.
-        """
+        """Return the words of `text` (emoji, too) that the vocabulary cannot spell, each once, in their order."""
         unknown_id = self.tokenizer.unk_token_id
         if unknown_id is None:
             return []
@@ -72,13 +69,9 @@ class T5Encoder(_FolderEncoder):
     ) -> Self:
         """Load a transformers folder without any request to a network.
 
-        Args:
-            path: folder with config.json, weights, and spiece.model or tokenizer.json. A full T5's decoder is skipped.
-            max_length: tokens that every text is padded or cut to.
-            device: where the model goes.
-            dtype: of its weights and of `encode`.
-            blocks_on_host: leave `blocks` on the CPU, mapped from a safetensors file where that has `dtype`. Until they
-                are brought to the device, block by block or as a whole, the encoder cannot be used there.
+        The folder has config.json, weights, and spiece.model or tokenizer.json; a full T5's decoder is skipped. Every
+        text is padded or cut to `max_length` tokens. With `blocks_on_host`, `blocks` stay on the CPU, mapped from a
+        safetensors file where that has `dtype`; the encoder cannot be used until they are brought to the device.
 
         Raises:
             CheckpointError: files are missing (all are named) or broken, or contradict each other.
@@ -125,12 +118,8 @@ class ClipEncoder(_FolderEncoder):
     def from_folder(cls, path: str | Path, *, max_length: int, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Load a transformers folder without any request to a network.
 
-        Args:
-            path: folder with config.json, weights, and tokenizer.json or vocab.json + merges.txt. A full CLIP's image
-                tower is skipped.
-            max_length: tokens that every text is padded or cut to; at most the model's positions.
-            device: where the model goes.
-            dtype: of its weights and of `encode`.
+        The folder has config.json, weights, and tokenizer.json or vocab.json + merges.txt; a full CLIP's image tower is
+        skipped. Every text is padded or cut to `max_length` tokens.
 
         Raises:
             CheckpointError: files are missing (all are named) or broken, or contradict each other.

@@ -24,12 +24,7 @@ _BROKEN = (OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, Saf
 
 
 def missing_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> list[str]:
-    """Return what a transformers folder lacks, as paths; empty where it is complete. Reads no weight.
-
-    Args:
-        folder: the folder, which need not exist.
-        vocabularies: sets of files; one whole set is enough.
-    """
+    """Return what a transformers folder lacks, reading no weight; one whole set of `vocabularies` is enough."""
     missing = [] if (folder / "config.json").is_file() else [str(folder / "config.json")]
     if not any((folder / name).is_file() for name in _WEIGHT_FILES):
         indexes = [folder / name for name in _INDEX_FILES if (folder / name).is_file()]
@@ -90,16 +85,8 @@ def load_config(config_class: Any, folder: Path) -> Any:
 def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_prefixes: tuple[str, ...]) -> Any:
     """Return the frozen model of `model_class` in `folder`, on the CPU in `dtype`, in evaluation mode.
 
-    Weights of a safetensors file that have this dtype already stay a map of the file.
-
-    Args:
-        model_class: a transformers model class.
-        folder: a complete folder.
-        dtype: of its weights.
-        ignored_prefixes: starts of keys that belong to other parts of a larger model in the same file.
-
-    Raises:
-        CheckpointError: a broken file, or weights that do not fit the model.
+    Weights of a safetensors file that have this dtype already stay a map of the file. Keys with `ignored_prefixes`
+    belong to other parts of a larger model. A broken file, or weights that do not fit the model, are a CheckpointError.
     """
     with quiet():
         try:
@@ -121,11 +108,7 @@ def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_pr
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
-    """Return the tokenizer in `folder`.
-
-    Args:
-        folder: a complete folder.
-        vocab_size: rows of the model's embedding table.
+    """Return the tokenizer in `folder` of a model whose embedding table has `vocab_size` rows.
 
     Raises:
         CheckpointError: a broken vocabulary, one without words, or one that is larger than the model's table.

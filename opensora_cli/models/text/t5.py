@@ -13,11 +13,8 @@ class FusedRMSNorm(nn.Module):
     """RMS norm (Zhang & Sennrich 2019) with a scale for each feature, accumulated in fp32.
 
     transformers' `T5LayerNorm` computes the same in five steps, each of which writes a tensor of fp32; in half
-    precision it also rounds before the scale. Both have one parameter, `weight`.
-
-    Args:
-        weight: the scales, (D,); shared, not copied.
-        eps: is added to the mean of squares.
+    precision it also rounds before the scale. Both have one parameter, `weight`, which is shared with the module that
+    this one replaces.
     """
 
     def __init__(self, weight: nn.Parameter, *, eps: float) -> None:
@@ -55,11 +52,7 @@ _MLP = "layer.1.DenseReluDense"
 
 
 def t5_linears(config: Any) -> tuple[ShardedLinear, ...]:
-    """Return the sharding plan of one block of the encoder; its norms stay whole on every rank.
-
-    Args:
-        config: a `T5Config`.
-    """
+    """Return the sharding plan of one block of a `T5Config`'s encoder; its norms stay whole on every rank."""
     heads, mlp = (config.num_heads * config.d_kv,), (config.d_ff,)
     inward = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
     return (
@@ -71,12 +64,7 @@ def t5_linears(config: Any) -> tuple[ShardedLinear, ...]:
 
 
 def keep_heads(block: nn.Module, heads: slice) -> None:
-    """Adapt a block to projections that have only some of the heads, and cut its position biases to theirs.
-
-    Args:
-        block: of the encoder; its linear layers have been cut by themselves.
-        heads: those that stay.
-    """
+    """Adapt a block whose projections have been cut to `heads`, and cut its position biases to theirs."""
     attention: Any = block.get_submodule(_ATTENTION)
     attention.n_heads = heads.stop - heads.start
     attention.inner_dim = attention.n_heads * attention.key_value_proj_dim

@@ -68,64 +68,38 @@ class Autoencoder(nn.Module, ABC):
     @property
     @abstractmethod
     def last_layer(self) -> nn.Conv2d | nn.Conv3d:
-        """The decoder's last convolution, whose output is the pixels; adaptive loss weights are measured at it.
-
-        If it is two-dimensional, the frames of all clips are its batch.
-        """
+        """The decoder's last convolution, where adaptive loss weights are measured; if 2D, its batch is all frames."""
 
     @abstractmethod
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
         """Encode and decode, for training: no tiling, and one call that wrappers of modules can watch.
 
-        Args:
-            pixels_BCTHW: see `encode`.
-            generator: of the sample from the posterior, on its own device; None takes the posterior's mean.
+        `generator`, on its own device, samples the posterior; None takes its mean.
         """
 
     @abstractmethod
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
-        """Encode a clip, or a picture as a clip of one frame, to scaled latents.
+        """Encode a clip in [-1, 1], or a picture as a clip of one frame, to scaled latents; `grid` gives their size.
 
-        Args:
-            pixels_BCTHW: (B, in_channels, T, H, W) in [-1, 1], of sizes that `grid` knows.
-            generator: of the sample from the posterior, on the pixels' device; None takes the posterior's mode.
-                Changes nothing where there is no posterior.
-            tiling: the axes along which to encode tile by tile, which changes the result.
-
-        Returns:
-            (B, latent_channels, t, h, w), sized as `grid` says.
-
-        Raises:
-            RequestError: the clip has a shape that cannot be encoded.
+        `generator`, on the pixels' device, samples the posterior, where there is one; None takes its mode. Tiling
+        changes the result. A shape that cannot be encoded is a RequestError.
         """
 
     @abstractmethod
     def decode_pieces(
         self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
     ) -> Iterator[Tensor]:
-        """Decode as `decode` does, and yield frames as they are finished: a piece for each tile in time.
-
-        Raises:
-            RequestError: see `decode`; before anything is computed.
-        """
+        """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""
 
     def decode(
         self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
     ) -> Tensor:
-        """Decode scaled latents to pixels.
+        """Decode scaled latents to pixels of the size that `grid` returns; about [-1, 1], not clamped.
 
-        Args:
-            latents_BCTHW: (B, latent_channels, t, h, w), as `encode` returns them.
-            tiling: the axes along which to decode tile by tile, which changes the result.
-            canvas: where pixels are gathered; None is the device of the latents.
-
-        Returns:
-            (B, out_channels, T, H, W), sized as `grid` says, on the canvas; about [-1, 1], not clamped.
-
-        Raises:
-            RequestError: the latents have a shape that cannot be decoded.
+        Tiling changes the result. Pixels are gathered on `canvas`; None is the device of the latents. A shape that
+        cannot be decoded is a RequestError.
         """
         return joined_in_time(self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas))
 
@@ -154,11 +128,7 @@ class PosteriorAutoencoder(Autoencoder):
 
     @abstractmethod
     def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the posterior, unscaled, each of the shape of the latents (see `encode`).
-
-        Raises:
-            RequestError: the clip has a shape that cannot be encoded.
-        """
+        """Return mean and log variance of the posterior, unscaled, each shaped as the latents; see `encode`."""
 
     @abstractmethod
     def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
@@ -216,17 +186,12 @@ class VideoAutoencoder(Autoencoder):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Decode as `decode` does, and yield frames as they are finished: a piece for each tile in time.
+        """Yield the frames of `decode` as they are finished, a piece for each tile in time.
 
-        Args:
-            latents_BCTHW: these three as in `decode`.
-            tiling: see there.
-            canvas: see there.
-            chunk_frames: frames that each layer computes at a time; None: all.
-            store: where, with `chunk_frames`, the frames wait between two layers; None: where the latents are.
+        Errors come before any work.
 
-        Raises:
-            RequestError: see `decode`; before anything is computed.
+        With `chunk_frames`, each layer computes so many frames at a time, and between two layers they wait on `store`
+        (None: where the latents are).
         """
 
 

@@ -19,11 +19,9 @@ from opensora_cli.models.vae.resample import CarriedFrames
 
 
 class StoredClip:
-    """A clip between two layers: chunks (B,C,t,H,W) in order of time, and what a group norm must know of them.
+    """A clip between two layers, kept on `store`: chunks (B,C,t,H,W) in order of time, and its group norm statistics.
 
-    Args:
-        chunks: are taken as they are computed.
-        store: the device where they are kept.
+    The chunks are taken as they are computed.
     """
 
     def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
@@ -107,15 +105,8 @@ def decode_in_chunks(
 ) -> Tensor:
     """Return the pixels (B,out_channels,T,H,W) of projected latents, on the canvas; no gradient is recorded.
 
-    Args:
-        latents_BCTHW: as the decoder takes them.
-        conv_in: the decoder's first layer.
-        layers: those between, in their order: resnets, attentions and upsamplings.
-        norm_out: before the last convolution.
-        conv_out: the last convolution.
-        chunk_frames: frames that a layer computes at a time; those that upsample in time give up to twice as many.
-        store: where the clip waits between two layers.
-        canvas: where pixels go.
+    `layers` are those between `conv_in` and `norm_out`. A layer computes `chunk_frames` frames at a time; those that
+    upsample in time give up to twice as many. Between two layers the clip waits on `store`.
     """
     clip = StoredClip(convolve(torch.split(latents_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):

@@ -43,12 +43,8 @@ class DCAEConfig:
     The lists have an entry for each stage, finest first. Between two stages space is halved.
 
     Args:
-        in_channels: colour channels.
-        latent_channels: channels of the latents; divides the last width.
+        latent_channels: divides the last width.
         block_types: what the stages are made of.
-        width_list: their widths.
-        encoder_depth_list: blocks of the encoder's stages.
-        decoder_depth_list: blocks of the decoder's stages.
         temporal: whether time is halved, too, after a stage.
         spatial_tile_size: edge of a spatial tile in pixels.
         temporal_tile_size: length of a temporal tile in frames.

@@ -11,7 +11,6 @@ from torch.nn import functional
 from opensora_cli.models.vae.resample import fast_layout
 
 HEAD_DIM = 32
-"""Channels of an attention head."""
 _NORM_EPS = 1e-5
 _ATTENTION_EPS = 1e-15
 _GLU_EXPANSION = 4
@@ -82,12 +81,7 @@ class ConvLayer(nn.Module):
 
 
 class Residual(nn.Module):
-    """What `main` gives, added to a shortcut without weights.
-
-    Args:
-        main: the layer.
-        shortcut: to the shape that `main` gives; None is the identity.
-    """
+    """What `main` gives, added to `shortcut`: a layer without weights, or None for the identity."""
 
     def __init__(self, main: nn.Module, shortcut: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -143,7 +137,7 @@ class LinearAttention(nn.Module):
 
 
 def relu_attention(q_BHCN: Tensor, k_BHCN: Tensor, v_BHCN: Tensor) -> Tensor:
-    """Return the mean of the values, weighted by relu(q)·relu(k), for every query: (B,H,C,N) in fp32 at least.
+    """Return for every query the mean of the values, weighted by relu(q)·relu(k): (B,H,C,N) in fp32 at least.
 
     The sums over positions run over thousands of terms, which half precision cannot add.
     """

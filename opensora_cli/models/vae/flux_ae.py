@@ -22,7 +22,6 @@ from opensora_cli.models.vae.tiling import (
 )
 
 NORM_GROUPS = 32
-"""Groups of every group norm of the released weights."""
 _NORM_EPS = 1e-6
 # Every frame is a tile of its own, which changes nothing but the memory that it takes.
 _FRAME_BY_FRAME = TileAxis(size=1, stride=1, blend=0, kept=1)
@@ -41,7 +40,6 @@ class FluxAEConfig:
         num_res_blocks: residual blocks of an encoder level; a decoder level has one more.
         z_channels: channels of the latents.
         scale_factor: latents = scale_factor * (posterior - shift_factor).
-        shift_factor: see `scale_factor`.
         tile_size: edge of a spatial tile in pixels.
         tile_overlap_factor: share of a tile that overlaps with the next, in [0, 1).
 

@@ -29,9 +29,6 @@ class HunyuanVAEConfig:
     """Sizes of the autoencoder; the defaults are those of the released `hunyuan_vae.safetensors`.
 
     Args:
-        in_channels: colour channels that are encoded.
-        out_channels: colour channels that are decoded.
-        latent_channels: channels of the latents.
         block_out_channels: width of every resolution level, finest first.
         layers_per_block: residual blocks of an encoder level; a decoder level has one more.
         norm_num_groups: groups of every group norm; must divide every width.
@@ -39,7 +36,6 @@ class HunyuanVAEConfig:
         sample_tsize: length of a temporal tile in frames, not counting the first, causal one.
         tile_overlap_factor: share of a tile that overlaps with the next, in [0, 1).
         scale_factor: latents = scale_factor * (posterior - shift_factor).
-        shift_factor: see `scale_factor`.
         time_compression_ratio: frames to latent frames, a power of two.
         spatial_compression_ratio: pixels to latents along height and width, a power of two.
 
@@ -113,7 +109,7 @@ class HunyuanVAEConfig:
 
     @property
     def level_factors(self) -> tuple[tuple[int, int], ...]:
-        """(time, space) factor between every level and the next, in the order of the blocks, in encoder and decoder.
+        """(time, space) factor between every level and the next, in the order of the blocks.
 
         Encoder and decoder share the order: the decoder is not the encoder's mirror image in this respect.
         """
@@ -251,20 +247,17 @@ class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
         store: torch.device | None = None,
         canvas: torch.device | None = None,
     ) -> Tensor:
-        """Decode scaled latents to pixels.
+        """Decode scaled latents to pixels (B, out_channels, (T-1)*r + 1, H*s, W*s), r and s the compression ratios.
+
+        The pixels lie in about [-1, 1] and are not clamped.
 
         Args:
-            latents_BCTHW: (B, latent_channels, T, H, W), as `encode` returns them.
             tiling: the axes along which to decode tile by tile, which changes the result.
             chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
                 result is the same but for rounding, and no gradient is recorded.
             store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
             canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
                 of one tile, or with `chunk_frames` those of one chunk.
-
-        Returns:
-            (B, out_channels, (T-1)*r + 1, H*s, W*s) with r and s as in `encode`, on the canvas; about [-1, 1], not
-            clamped.
 
         Raises:
             RequestError: the latents have a shape that cannot be decoded, or `chunk_frames` is below 1.
@@ -282,11 +275,7 @@ class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
         store: torch.device | None = None,
         canvas: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Decode as `decode` does, and yield frames as they are finished: a piece for each tile in time.
-
-        Raises:
-            RequestError: see `decode`; before anything is computed.
-        """
+        """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""
         config = self.config
         self.check_latents(latents_BCTHW)
         if chunk_frames is not None and chunk_frames < 1:

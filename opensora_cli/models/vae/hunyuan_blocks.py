@@ -27,9 +27,7 @@ class CausalConv3d(nn.Module):
     def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
         """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up.
 
-        Args:
-            hidden_BCTHW: a clip, or the next chunk of one if the stride in time is 1.
-            carried: the chunk before it.
+        The input may be the next chunk of a clip, after the one in `carried`, if the stride in time is 1.
         """
         out_BCTHW: Tensor = self.conv(replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried))
         return out_BCTHW
@@ -139,9 +137,8 @@ class Upsample(nn.Module):
     def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
         """Return the same channels, H and W times `space`; of T frames, (T-1) times `time`, plus 1.
 
-        Args:
-            hidden_BCTHW: a clip, or the next chunk of one: T times `time` frames come out of any but the first.
-            carried: the chunk before it.
+        The input may be the next chunk of a clip, after the one in `carried`: all but the first give T times `time`
+        frames.
         """
         return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self.time, space=self.space, carried=carried)
 

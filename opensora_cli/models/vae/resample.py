@@ -31,12 +31,7 @@ class CarriedFrames:
         return self._padded_BCTHW is None
 
     def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
-        """Put what the chunk before ended with in place of the padding in time, and keep what this one ends with.
-
-        Args:
-            padded_BCTHW: the chunk with its padding, of which `num_frames` frames are before it; changed.
-            num_frames: how many frames the convolution looks back.
-        """
+        """Replace the padding, the first `num_frames` frames, by the chunk before's last ones; keep this one's."""
         if self._padded_BCTHW is not None:
             padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
         # A copy: a view would keep the whole chunk.
@@ -66,21 +61,14 @@ def conv_of_upsampled(
 ) -> Tensor:
     """Causal 3x3x3 convolution of the nearest-upsampled clip, without ever building the upsampled clip.
 
-    Height and width are repeated `space` times, every frame but the first `time` times. Where an axis is doubled, two
-    of the three taps of the kernel always meet the same low-resolution value, so that two kernels of two taps on the
-    low-resolution clip, one for even positions and one for odd, give the same sums: with all axes doubled 8 products
-    instead of 27 for each output value, and no padded copy of the large clip. It is the sub-pixel convolution of
-    https://arxiv.org/abs/1609.05158 with kernels that come from a full one.
+    Height and width are repeated `space` times, every frame but the first `time` times (1 or 2 each): (B, C_out, 1 +
+    (T-1)*time, H*space, W*space), or T*time frames of a chunk that is not the first. Stride and padding of `conv` are
+    ignored.
 
-    Args:
-        hidden_BCTHW: (B, C, T, H, W).
-        conv: a 3x3x3 convolution of C to C_out channels; stride and padding are not looked at.
-        time: 1 or 2.
-        space: 1 or 2.
-        carried: for a clip that comes in chunks.
-
-    Returns:
-        (B, C_out, 1 + (T-1)*time, H*space, W*space); T*time frames of a chunk that is not the first.
+    Where an axis is doubled, two of the three taps of the kernel always meet the same low-resolution value, so that two
+    kernels of two taps on the low-resolution clip, one for even positions and one for odd, give the same sums: with all
+    axes doubled 8 products instead of 27 for each output value, and no padded copy of the large clip. It is the
+    sub-pixel convolution of https://arxiv.org/abs/1609.05158 with kernels that come from a full one.
     """
     factors = (time, space, space)
     is_start = carried is None or carried.is_empty

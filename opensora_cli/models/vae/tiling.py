@@ -14,11 +14,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Which axes are cut into tiles.
+    """Which axes are cut: space into tiles of `sample_size` pixels, time into tiles of `sample_tsize` frames.
 
-    Args:
-        spatial: cut height and width into tiles of `sample_size` pixels, where one of them is larger.
-        temporal: cut clips of more than `sample_tsize` frames into tiles of that many, for a causal model of one more.
+    An axis that is no longer than a tile stays whole. A causal model's tiles in time have one frame more.
     """
 
     spatial: bool = False
@@ -57,11 +55,8 @@ class TileAxis:
 def tile_axes(size: int, *, ratio: int, overlap: float, shortest: int = 1) -> tuple[TileAxis, TileAxis]:
     """Return how pixels or frames are cut into tiles of `size` to encode them, and their latents to decode them.
 
-    Args:
-        size: pixels or frames of a tile.
-        ratio: of these to a latent.
-        overlap: share of a tile that overlaps with the next.
-        shortest: latents of the shortest last tile.
+    A latent stands for `ratio` of them; the last tile has at least `shortest` latents. `overlap` is the share of a tile
+    that overlaps with the next.
     """
     latent_size = size // ratio
     return (
@@ -73,11 +68,7 @@ def tile_axes(size: int, *, ratio: int, overlap: float, shortest: int = 1) -> tu
 def tiles_fit(size: int, *, ratio: int, overlap: float, shortest_overlap: int = 0) -> bool:
     """Return whether tiles of pixels or frames and those of their latents are cut and joined at the same places.
 
-    Args:
-        size: pixels or frames of a tile.
-        ratio: of these to a latent.
-        overlap: share of a tile that overlaps with the next.
-        shortest_overlap: latents that two tiles must share at least.
+    Arguments as in `tile_axes`; two tiles must share at least `shortest_overlap` latents.
     """
     encoded, decoded = tile_axes(size, ratio=ratio, overlap=overlap)
     places = {encoded.stride, decoded.stride * ratio, encoded.kept * ratio, decoded.kept}
@@ -86,13 +77,7 @@ def tiles_fit(size: int, *, ratio: int, overlap: float, shortest_overlap: int = 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """The cut of space and time of one direction, encoding or decoding.
-
-    Args:
-        space: of height and of width.
-        time: of the frames.
-        is_causal: whether a tile in time has one frame more than its size, for a causal model.
-    """
+    """The cut of space and time of one direction, encoding or decoding; causal models have one more frame in a tile."""
 
     space: TileAxis
     time: TileAxis
@@ -100,16 +85,10 @@ class TileGrid:
 
 
 def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling) -> Tensor:
-    """Apply `run` to the clip, tile by tile along the axes that `tiling` names and that are longer than a tile.
+    """Return `run(clip_BCTHW)`, computed tile by tile along the axes in `tiling` that are longer than a tile.
 
-    Args:
-        run: the encoder or decoder of a whole (B, C, T, H, W) tile.
-        clip_BCTHW: pixels or latents.
-        grid: the cut that belongs to `run`.
-        tiling: the axes to cut.
-
-    Returns:
-        What `run` would return for a clip of that size, on the device on which `run` returns it.
+    `run` is the encoder or decoder of a whole tile, and `grid` the cut that belongs to it. The result has the size that
+    `run` would return for the whole clip, on the device of its results.
     """
     return joined_in_time(tiled_pieces(run, clip_BCTHW, grid=grid, tiling=tiling))
 
@@ -176,8 +155,7 @@ def _run_temporal_tiles(
 def blend(before: Tensor, after: Tensor, *, length: int, dim: int) -> Tensor:
     """Fade from the last positions of `before` into the first of `after` along `dim`: position i weighs i / length.
 
-    Returns:
-        A tensor of the shape of `after`. Fewer than `length` positions are blended where one of both is shorter.
+    The result has the shape of `after`. Fewer than `length` positions are blended where one of both is shorter.
     """
     length = min(length, before.shape[dim], after.shape[dim])
     if length == 0:
