@@ -20,16 +20,14 @@ _KILLED = "DataLoader worker"
 class BatchStream(Generic[T]):
     """This rank's micro-batches, epoch after epoch.
 
-    Of every group of `micro_batches` that follow each other in an epoch, this rank has those at `rank`,
-    `rank + ranks`, ... What is left at an epoch's end, too few for a group, is not used.
+    Of every group of `micro_batches` that follow each other in an epoch, this rank has those at `rank`, `rank + ranks`,
+    ... What is left at an epoch's end, too few for a group, is not used.
 
     Args:
         plan_epoch: the order of each epoch.
         load: reads a micro-batch; called in the workers, and so picklable.
         fingerprint: of the data and of all else that the order depends on.
         micro_batches: of an update, over all ranks; a multiple of `ranks`.
-        rank: of the data-parallel ranks.
-        ranks: how many there are.
         workers: processes that read; 0: this process does.
         prefetch: micro-batches that each worker keeps ready.
         warn: called when a state of other data is loaded.
@@ -73,12 +71,7 @@ class BatchStream(Generic[T]):
         return self._last_epoch
 
     def next(self) -> T:
-        """Return this rank's next micro-batch.
-
-        Raises:
-            OsoraError: what `load` raised in a worker.
-            HardwareError: a worker was ended from outside.
-        """
+        """Return this rank's next micro-batch; raise what `load` raised, or a HardwareError if a worker was killed."""
         if self._reading is None:
             with _interrupts_blocked(), _garbage_kept():
                 self._reading = iter(self._data_loader())
@@ -110,11 +103,7 @@ class BatchStream(Generic[T]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there. If the data are others by now, with their next epoch: the order of this one is gone.
-
-        Raises:
-            CheckpointError: this is no such state.
-        """
+        """Continue from a state (with the next epoch, if the data have changed); a CheckpointError if it is none."""
         try:
             epoch, position, number = (int(state_dict[name]) for name in ("epoch", "position", "number"))
             fingerprint = str(state_dict["data"])
@@ -180,14 +169,7 @@ class BatchStream(Generic[T]):
 
 
 class PicturesFirst(Generic[T]):
-    """Micro-batches of one stream for the first updates, then those of another.
-
-    Args:
-        pictures: for the first updates.
-        clips: for the others.
-        updates: how many take `pictures`.
-        batches_of_update: micro-batches that this rank has of an update.
-    """
+    """Micro-batches of `pictures` for the first `updates`, of which each has `batches_of_update`, then of `clips`."""
 
     def __init__(
         self, pictures: BatchStream[T], clips: BatchStream[T], *, updates: int, batches_of_update: int
@@ -222,11 +204,7 @@ class PicturesFirst(Generic[T]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            CheckpointError: this is no such state.
-        """
+        """Continue from a state; a CheckpointError if it is none."""
         try:
             updates, pictures, clips = int(state_dict["updates"]), state_dict["pictures"], state_dict["clips"]
         except (KeyError, TypeError, ValueError) as error:

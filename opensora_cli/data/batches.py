@@ -37,10 +37,7 @@ class MicroBatch:
 class EpochPlan:
     """The micro-batches of one epoch, in order, without those that their bucket could not fill.
 
-    Args:
-        bucket_of_sample: index of each sample's bucket; negative: none.
-        batch_sizes: samples of a micro-batch, by bucket.
-        rng: shuffles samples and micro-batches.
+    `bucket_of_sample` is negative for a sample without a bucket, and `batch_sizes` has an entry for each bucket.
     """
 
     def __init__(self, bucket_of_sample: NDArray[np.int32], batch_sizes: NDArray[np.int64], *, rng: Generator) -> None:
@@ -144,7 +141,6 @@ class ClipRequest:
     path: str
     """A file, or the name of a procedural scene."""
     caption: str
-    """As in the table."""
     motion_score: float | None
     start: int
     """First frame, from 0."""
@@ -164,7 +160,6 @@ class Replacement:
     path: str
     reason: str
     by: str
-    """Path of the other sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +167,6 @@ class ClipBatch:
     """One micro-batch: clips of one bucket."""
 
     number: int
-    """In the whole run, over all ranks and epochs; from 0."""
     epoch: int
     paths: tuple[str, ...]
     captions: tuple[str, ...]

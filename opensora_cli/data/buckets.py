@@ -71,12 +71,9 @@ class Buckets:
     """Sorts samples into buckets.
 
     A sample goes to the largest resolution of which it has 80 % of the pixels, there to the longest clip that it covers
-    at the reduced frame rate, and then to the nearest shape. If it covers no length, or is rejected by the length's
-    probability, the next smaller resolution is tried. Single frames go to buckets of one frame, and videos never do.
-
-    Args:
-        resolutions: in any order.
-        fps_max: frame rate that faster videos are reduced to.
+    at the reduced frame rate (at most `fps_max`), and then to the nearest shape. If it covers no length, or is rejected
+    by the length's probability, the next smaller resolution is tried. Single frames go to buckets of one frame, and
+    videos never do.
     """
 
     def __init__(self, resolutions: list[Resolution], *, fps_max: float) -> None:
@@ -107,10 +104,8 @@ class Buckets:
     def assign(self, samples: Samples, draws_NR: NDArray[np.float64]) -> NDArray[np.int32]:
         """Return the index of each sample's bucket, or `NO_BUCKET`.
 
-        Args:
-            samples: what is known of them.
-            draws_NR: for each sample and resolution, the largest first, a number in [0, 1): the sample is rejected
-                by a bucket whose probability is not over it.
+        `draws_NR` has for each sample and resolution, the largest first, a number in [0, 1): the sample is rejected by
+        a bucket whose probability is not over it.
         """
         fitting_NR = self.fitting(samples)
         taken_NR = (fitting_NR != NO_BUCKET) & (draws_NR < self._probabilities[fitting_NR])
@@ -193,11 +188,8 @@ def map_target_fps(fps: float, max_fps: float) -> tuple[float, int]:
     """Return the frame rate that a video is reduced to, and every how many-th of its frames that takes.
 
     A video slower than `max_fps` stays as it is. Any other takes the smallest interval that brings it down to
-    `max_fps`, and the rate that this gives is rounded down to a whole number.
-
-    Args:
-        fps: frames per second, or NaN where that is unknown: then the rate is 0, and no frame is left out.
-        max_fps: frames per second, over 0.
+    `max_fps`, and the rate that this gives is rounded down to a whole number. An unknown rate, NaN, gives 0 and no
+    frame is left out.
     """
     if math.isnan(fps):
         return 0.0, 1

@@ -65,14 +65,10 @@ class Canvas:
 
 
 def paint_place(canvas: Canvas, place: str, time: str, weather: str, rng: Generator) -> Array:
-    """Return the empty place, (T, H, W, 3).
+    """Return the empty place, (T, H, W, 3); of the weather, only clouds and white ground are painted here.
 
-    Args:
-        canvas: size and moments.
-        place: `sea`, `city`, `forest` or `desert`.
-        time: `day`, `sunset` or `night`, which determines the light.
-        weather: `clear`, `rain` or `snow`, of which only clouds and white ground are painted here.
-        rng: determines the details.
+    The places are `sea`, `city`, `forest` and `desert`, the times `day`, `sunset` and `night`, which determine the
+    light, the weathers `clear`, `rain` and `snow`.
     """
     clouded = weather != "clear"
     horizon = float(rng.uniform(0.48, 0.54))
@@ -90,17 +86,14 @@ def paint_place(canvas: Canvas, place: str, time: str, weather: str, rng: Genera
 def paint_thing(
     frames: Array, canvas: Canvas, *, shape: str, colour: str, heading: float, fast: bool, night: bool, rng: Generator
 ) -> None:
-    """Paint the moving thing into `frames`, in place.
+    """Paint the moving thing into `frames`, (T, H, W, 3), in place; `rng` determines height, starting point and phase.
 
     Args:
-        frames: (T, H, W, 3).
-        canvas: size and moments.
         shape: `ball`, `boat`, `bird` or `car`.
         colour: `red`, `yellow`, `green` or `blue`.
         heading: 1 to the right, -1 to the left.
         fast: half of the picture's width in 17 frames at 12 fps, else a quarter.
         night: whether to paint it a little darker; it keeps its colour.
-        rng: determines height, starting point and phase.
     """
     altitude, spread = _ALTITUDE[shape]
     y = altitude + float(rng.uniform(-spread, spread))

@@ -181,10 +181,8 @@ def is_held_out(scene: Scene) -> bool:
 def sample_scene(rng: Generator, *, held_out: bool = False, thing_share: float = 0.85) -> Scene:
     """Sample a scene, uniformly over places, weathers, times and things.
 
-    Args:
-        rng: the random state.
-        held_out: sample only combinations that training never sees (True) or only those that it may see (False).
-        thing_share: probability, 0 to 1, of a moving thing; held-out scenes always have one.
+    `held_out` samples only combinations that training never sees (True) or only those that it may see (False).
+    `thing_share` is the probability of a moving thing; held-out scenes always have one.
     """
     while True:
         thing = None
@@ -207,16 +205,9 @@ def sample_scene(rng: Generator, *, held_out: bool = False, thing_share: float =
 
 
 def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: float = 12.0) -> NDArray[np.uint8]:
-    """Render a scene.
+    """Render a scene as uint8 RGB (num_frames, size, size, 3); `size` is 32 or more.
 
-    Args:
-        scene: what to show.
-        size: width and height in pixels, 32 or more.
-        num_frames: how many frames, 1 or more.
-        fps: frames per second, which determines how far things move between frames.
-
-    Returns:
-        uint8 array (num_frames, size, size, 3), RGB.
+    `fps` determines how far things move between frames.
     """
     rng = np.random.default_rng(scene.seed)
     canvas = painting.Canvas(size=size, seconds=np.arange(num_frames) / fps)
@@ -238,12 +229,9 @@ def render_scene(scene: Scene, *, size: int = 64, num_frames: int = 17, fps: flo
 
 
 def caption_scene(scene: Scene, rng: Generator, *, complete: bool = False) -> str:
-    """Describe a scene in words.
+    """Describe a scene in words; `rng` chooses phrasing, word order and what is left out.
 
-    Args:
-        scene: what to describe.
-        rng: chooses phrasing, word order and what is left out.
-        complete: mention place, weather, time and the thing's colour and direction.
+    A `complete` caption mentions place, weather, time and the thing's colour and direction.
     """
     mention = _Mentions.sample(scene, rng, complete=complete)
     return _tags(scene, mention, rng) if rng.random() < 0.45 else _sentence(scene, mention, rng)

@@ -25,9 +25,6 @@ class TextColumn:
 
     A list of a million strings is a million objects, whose reference counts make every worker process copy the memory
     that it shared with its parent. Here they are one array of bytes.
-
-    Args:
-        texts: the texts, in order.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -75,7 +72,6 @@ class ClipTable:
     rows: NDArray[np.int64]
     """Their numbers in the table, from 1."""
     paths: TextColumn
-    """As in the table."""
     texts: TextColumn
     samples: Samples
     motion_scores: NDArray[np.float64]

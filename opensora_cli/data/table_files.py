@@ -22,11 +22,9 @@ _LOOKED_AT = 4096
 
 
 def check_table_name(path: Path) -> str:
-    """Return how a table of this name is stored, `.csv` or `.parquet`.
+    """Return how a table of this name is stored, `.csv` or `.parquet`; other endings are a RequestError.
 
-    Raises:
-        RequestError: the name has another ending.
-        HardwareError: parquet, and pyarrow is not installed.
+    Parquet without pyarrow is a HardwareError.
     """
     kind = path.suffix.lower()
     if kind not in (CSV, PARQUET):
@@ -39,12 +37,7 @@ def check_table_name(path: Path) -> str:
 def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return columns of a table by name; cells are text, or what parquet holds, and None where there is nothing.
 
-    A row of a CSV file with too few cells has None in the others.
-
-    Args:
-        path: the table.
-        wanted: columns that it must have.
-        optional: columns that are left out where it has them not.
+    `optional` columns may be missing. A row of a CSV file with too few cells has None in the others.
 
     Raises:
         FileProblem: it is missing, broken, or has not these columns.
@@ -56,12 +49,7 @@ def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] =
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table, whole or not at all; None becomes an empty cell.
-
-    Raises:
-        OutputError: that is not possible.
-        RequestError, HardwareError: as `check_table_name`.
-    """
+    """Write a table, whole or not at all (OutputError); None becomes an empty cell. Names: see `check_table_name`."""
     kind = check_table_name(path)
     with atomic_path(path) as temporary:
         if kind == CSV:

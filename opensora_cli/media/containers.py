@@ -72,11 +72,7 @@ class VideoSource:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[VideoSource]:
-    """Open a video file.
-
-    Raises:
-        MediaError: broken, not a video, or without a picture track; also while its frames are read.
-    """
+    """Open a video file; a MediaError, also while frames are read, if it is broken or has no picture track."""
     with _opened(path) as (container, track):
         track.thread_type = "AUTO"
         rate = _mean_rate(track)
@@ -88,9 +84,6 @@ def open_video_at(path: Path, *, start: int) -> Iterator[VideoSource]:
     """Open a video file at its frame number `start`, from 0, by seeking to it; one thread decodes.
 
     Where times are missing, or the file cannot be entered before that frame, all before it are decoded and counted.
-
-    Raises:
-        MediaError: as `open_video`.
     """
     if start:
         with _opened(path) as (container, track):
@@ -122,11 +115,7 @@ class VideoFacts:
 
 
 def probe_video(path: Path) -> VideoFacts:
-    """Read a video file to its end, decoding the first frame alone.
-
-    Raises:
-        MediaError: broken, cut off, not a video, or without a picture track.
-    """
+    """Read a video file to its end, decoding the first frame alone; a MediaError if it is broken or cut off."""
     with _opened(path) as (container, track):
         track.codec_context.thread_count = 1
         first: av.VideoFrame | None = None

@@ -15,14 +15,10 @@ def file_stem(prompt: str, *, seed: int, index: int | None = None) -> str:
     """Return the name, without ending, of the video that `prompt` makes: `raining-sea_seed42`, or `..._seed42_001`.
 
     Letters, digits and vowel signs of every script stay (in lower case, since two names that differ only in case are
-    one file on some systems); anything else becomes one `-`. Different prompts keep different names: where the
-    prompt is cut, where nothing remains, or where symbols such as emoji are dropped, a short hash of the whole prompt
-    is appended. The seed at the end also keeps names such as `con` or `nul`, reserved on Windows, from standing alone.
-
-    Args:
-        prompt: any text, also empty or thousands of characters long.
-        seed: the seed of this video.
-        index: its number among several of one request; None: there is only one.
+    one file on some systems); anything else becomes one `-`. Different prompts keep different names: where the prompt
+    is cut, where nothing remains, or where symbols such as emoji are dropped, a short hash of the whole prompt is
+    appended. The seed at the end also keeps names such as `con` or `nul`, reserved on Windows, from standing alone.
+    `index` numbers several videos of one request.
     """
     words, lost_something = _words(prompt)
     text = _cut(words, MAX_PROMPT_BYTES)

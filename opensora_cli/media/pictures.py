@@ -57,11 +57,7 @@ _UPRIGHT: Mapping[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
 
 
 def num_pictures(path: Path) -> int:
-    """Return 1 for a still picture, more for an animated one, 0 if `path` is no picture at all.
-
-    Raises:
-        MediaError: a picture that is broken.
-    """
+    """Return 1 for a still picture, more for an animated one, 0 if `path` is none; a MediaError if it is broken."""
     try:
         with Image.open(path, formats=_FORMATS) as picture:
             return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED_FORMATS else 1
@@ -72,22 +68,14 @@ def num_pictures(path: Path) -> int:
 
 
 def read_first(path: Path) -> torch.Tensor:
-    """Return the picture, or the first of an animation, as uint8 (H, W, 3).
-
-    Raises:
-        MediaError: broken.
-    """
+    """Return the picture, or the first of an animation, as uint8 (H, W, 3); a MediaError if it is broken."""
     with _opened(path) as picture:
         return _rgb(picture, path, 0)
 
 
 @contextmanager
 def open_animation(path: Path) -> Iterator[VideoSource]:
-    """Open an animated picture as a video.
-
-    Raises:
-        MediaError: broken; also while its frames are read.
-    """
+    """Open an animated picture as a video; a MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
         durations_ms = _durations_ms(picture)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)

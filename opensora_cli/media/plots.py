@@ -21,10 +21,7 @@ _METADATA: dict[str, dict[str, None]] = {
 def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
     """Return an empty figure of so many inches. It belongs to no window and to no global state of matplotlib.
 
-    Call it before long work, too, to find out early that matplotlib is missing.
-
-    Raises:
-        HardwareError: matplotlib cannot be imported.
+    Call it before long work, too, to find out early (by a HardwareError) that matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -36,13 +33,7 @@ def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
 def write_figure(figure: "Figure", path: str | os.PathLike[str], *, replace: bool = False) -> None:
     """Write a figure, whole or not at all; the ending of `path` (.png, .svg or .pdf) is its format.
 
-    Args:
-        figure: of `new_figure`.
-        path: the file; missing folders are made.
-        replace: whether it may take the place of an existing file.
-
-    Raises:
-        OutputError: it cannot be written, or exists and must not be replaced.
+    Missing folders are made. An OutputError if it cannot be written, or exists without `replace`.
     """
     import matplotlib
 

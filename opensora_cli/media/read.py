@@ -23,21 +23,14 @@ class VideoClip:
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
-    """Return True for a still picture, False for a video or an animated GIF, WebP or PNG.
-
-    Raises:
-        MediaError: there is no such file, or it is neither.
-    """
+    """Return True for a still picture, False for a video or an animated GIF, WebP or PNG; else a MediaError."""
     return pictures.num_pictures(_readable_file(path)) == 1
 
 
 def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
-    """Read a picture, or the first frame of an animated one, as uint8 (H, W, 3) RGB.
+    """Read a picture, or the first frame of an animated one, as uint8 (H, W, 3) RGB; a MediaError if that fails.
 
     The orientation that a camera noted is applied. Transparency is dropped, sixteen bits become eight.
-
-    Raises:
-        MediaError: missing, empty, broken, or no picture.
     """
     file = _readable_file(path)
     if pictures.num_pictures(file) == 0:
@@ -48,19 +41,15 @@ def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
 def read_video(
     path: str | os.PathLike[str], *, num_frames: int | None = None, from_end: bool = False, fps: float | None = None
 ) -> VideoClip:
-    """Read frames of a video, or of an animated GIF, WebP or PNG.
+    """Read frames of a video, or of an animated GIF, WebP or PNG, upright, with `fps` or the video's own mean rate.
 
     The file is read as a stream: of a long video only the frames asked for are ever held.
 
     Args:
-        path: the file.
         num_frames: how many frames; None: all.
         from_end: the last `num_frames` instead of the first.
         fps: resample to this constant rate, beginning with the first frame: each frame is the one that the video shows
             at that time, so a faster video loses frames and a slower one repeats them. None: the frames as stored.
-
-    Returns:
-        the frames in the order of showing, turned upright as the file asks; and `fps`, or the video's own mean rate.
 
     Raises:
         MediaError: missing, empty, broken, a still picture, without a picture track, or shorter than `num_frames`.
@@ -99,11 +88,7 @@ class MediaFacts:
 
 
 def probe(path: str | os.PathLike[str]) -> MediaFacts:
-    """Look into a picture or video, reading all of it and decoding little: an animated picture whole.
-
-    Raises:
-        MediaError: missing, empty, broken, cut off, or neither.
-    """
+    """Read all of a picture or video but decode little (an animated picture whole); a MediaError if that fails."""
     file = _readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 0:
@@ -118,18 +103,10 @@ def probe(path: str | os.PathLike[str]) -> MediaFacts:
 
 
 def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, interval: int = 1) -> Iterator[torch.Tensor]:
-    """Yield the frames `start`, `start + interval`, ... of a picture or video, as uint8 (H, W, 3) of one size.
+    """Yield the `num_frames` frames `start`, `start + interval`, ... (from 0), as uint8 (H, W, 3) of one size.
 
-    A video is entered as near to `start` as it can be, and no frame is kept here.
-
-    Args:
-        path: the file.
-        start: first frame, from 0.
-        num_frames: how many frames.
-        interval: 1 or more.
-
-    Raises:
-        MediaError: missing, empty, broken, neither picture nor video, too short, or of several sizes.
+    A video is entered as near to `start` as it can be, and no frame is kept here. A MediaError where the file is
+    missing, broken, neither picture nor video, too short, or of several sizes.
     """
     file = _readable_file(path)
     num_pictures = pictures.num_pictures(file)

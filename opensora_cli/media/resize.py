@@ -18,21 +18,12 @@ class Fit(StrEnum):
 def fit_frames(
     frames_THWC: torch.Tensor, *, height: int, width: int, fit: Fit | str = Fit.CROP, picture: bool | None = None
 ) -> torch.Tensor:
-    """Resize frames to `height` x `width` as the reference does.
+    """Resize uint8 RGB frames as the reference does; return float32 (C, T, height, width) in [-1, 1].
 
     `crop` covers the target and cuts the middle out, `pad` fits inside it on black, `stretch` ignores the shape.
     Pictures are resized bicubically with antialiasing, and rounded to eight bits before the crop; clips bilinearly
-    without antialiasing, and not rounded: the released weights learned from both kinds.
-
-    Args:
-        frames_THWC: uint8 RGB.
-        height: target height in pixels.
-        width: target width in pixels.
-        fit: crop, pad or stretch.
-        picture: take the way of pictures; None: if there is one frame.
-
-    Returns:
-        float32 (C, T, height, width) in [-1, 1].
+    without antialiasing, and not rounded: the released weights learned from both kinds. `picture` chooses the way;
+    None: that of pictures if there is one frame.
     """
     num_frames, source_height, source_width, _ = frames_THWC.shape
     as_picture = num_frames == 1 if picture is None else picture

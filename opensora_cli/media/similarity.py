@@ -26,11 +26,9 @@ def psnr_db(picture_HWC: Tensor, other_HWC: Tensor) -> float:
 def ssim(picture_HWC: Tensor, other_HWC: Tensor) -> float:
     """Return the structural similarity of the luma (BT.601) of two uint8 RGB pictures, 1 for identical ones.
 
-    The mean over all places of an 11x11 Gaussian window of sigma 1.5 that lies inside the picture, as in Wang et al.
-    2004, "Image quality assessment: from error visibility to structural similarity".
-
-    Raises:
-        ValueError: a side is under 11 pixels.
+    The mean over all places of an 11x11 Gaussian window of sigma 1.5 that lies inside the picture (a side under 11
+    pixels is a ValueError), as in Wang et al. 2004, "Image quality assessment: from error visibility to structural
+    similarity".
     """
     if min(picture_HWC.shape[:2]) < SSIM_WINDOW:
         raise ValueError(f"SSIM needs sides of at least {SSIM_WINDOW} pixels, not {tuple(picture_HWC.shape[:2])}")

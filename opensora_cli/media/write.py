@@ -54,7 +54,7 @@ def write_media(
     format: MediaFormat | str,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write exactly these frames, in one step that leaves no half file; the same frames give the same bytes.
+    """Write exactly these frames, whole or not at all, and return the file or folder; same frames, same bytes.
 
     Each piece is written before the next is asked for, and not kept; only `gif` gathers all frames, to choose the
     palette that they share, and `webp` what they are compressed to.
@@ -64,16 +64,12 @@ def write_media(
     named as `path` without its ending, with `frame_0001.png` and so on.
 
     Args:
-        pieces: the video, cut along time: uint8 RGB (t, H, W, 3), all of one size. What goes wrong while they are made
-            is raised as it is.
-        path: where to; what is there is replaced.
-        fps: frames a second.
+        pieces: the video, cut along time: uint8 RGB (t, H, W, 3), all of one size. Errors while they are made pass
+            unchanged.
+        path: what is there is replaced.
         format: mp4, gif, webp or png, whatever the ending of `path`.
         metadata: stored in the file, in an MP4 and in a PNG under these keys, elsewhere as JSON. In an MP4, `prompt` is
             also the title, and the rest the comment, unless given.
-
-    Returns:
-        the file or folder made (`media_path`).
 
     Raises:
         OutputError: it cannot be written, or H.264 cannot have this size.

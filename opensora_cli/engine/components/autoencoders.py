@@ -72,8 +72,7 @@ AUTOENCODERS: Mapping[VAEKind, AutoencoderKind] = {
 def new_autoencoder(settings: VAESettings) -> Autoencoder:
     """Return the chosen autoencoder with random weights, on torch's default device.
 
-    Raises:
-        RequestError: its sizes contradict each other.
+    Sizes that contradict each other are a RequestError.
     """
     return AUTOENCODERS[settings.kind].make(settings)
 
@@ -85,11 +84,7 @@ def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
 
 
 def new_video_autoencoder(settings: VAESettings) -> VideoAutoencoder:
-    """Return the autoencoder that videos are generated with, as `new_autoencoder` does.
-
-    Raises:
-        RequestError: the chosen one is not made for generating, or its sizes contradict each other.
-    """
+    """Return `new_autoencoder`'s result for generating videos; a RequestError if it is not made for that."""
     autoencoder = new_autoencoder(settings)
     if not isinstance(autoencoder, VideoAutoencoder):
         raise RequestError(f"vae.kind={settings.kind} is not made for generating: use {VAEKind.HUNYUAN}")
@@ -128,14 +123,9 @@ def load_autoencoder(
     dtype: torch.dtype,
     advance: Callable[[int], None] | None = None,
 ) -> Autoencoder:
-    """Return the chosen autoencoder with the weights of a file, for use without training.
+    """Return the chosen autoencoder with the weights of a file in `dtype`, for use without training.
 
-    Args:
-        settings: which, and its sizes.
-        path: of its weights.
-        device: where it goes.
-        dtype: of its weights.
-        advance: called with the bytes of each tensor.
+    `advance` is called with the bytes of each tensor.
 
     Raises:
         RequestError: the sizes contradict each other.
@@ -147,16 +137,12 @@ def load_autoencoder(
 
 
 def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
-    """Return where the weights of an autoencoder are.
+    """Return where the weights of an autoencoder are; a CheckpointError names where they were looked for.
 
     Args:
-        kind: which it is.
         file: the name of its file.
         hub_repo: the Hub repository in whose cache it may be; None: it is the demo's, which is part of osora.
         named: the folder to look in, and in no other; None: `./ckpts`, then the Hugging Face cache.
-
-    Raises:
-        CheckpointError: it is not there; names where it was looked for, and how to get it.
     """
     if named is not None:
         folders = [Path(named)]

@@ -17,11 +17,7 @@ _RELEASED_PARAMETERS = {Component.T5: 4_762_310_656, Component.CLIP: 123_060_480
 
 
 def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
-    """Return the transformer's sizes.
-
-    Raises:
-        RequestError: they contradict each other.
-    """
+    """Return the transformer's sizes; a RequestError if they contradict each other."""
     return MMDiTConfig(
         in_channels=settings.in_channels,
         vec_in_dim=settings.vec_in_dim,
@@ -49,11 +45,8 @@ def transformer_on_meta(settings: ModelSettings) -> MMDiT:
 def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[Component, int]:
     """Return the parameters of every component; no weight is read.
 
-    Text encoders that are not there yet are taken for the released ones.
-
-    Raises:
-        RequestError: sizes in `settings` contradict each other.
-        CheckpointError: a text encoder's configuration is broken.
+    Text encoders that are not there yet are taken for the released ones. Contradicting sizes are a RequestError, a
+    broken text encoder's configuration a CheckpointError.
     """
     return {
         Component.TRANSFORMER: _count(transformer_on_meta(settings.model)),

@@ -33,19 +33,14 @@ class Hardware:
     device_name: str
     dtype: torch.dtype
     free_bytes: int
-    """Free memory of the device."""
     total_bytes: int
 
 
 def pick_hardware(device: str, dtype: str) -> Hardware:
     """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.
 
-    Args:
-        device: `auto` (CUDA where there is any, else the CPU), `cpu`, `cuda` or `cuda:N`.
-        dtype: a name, or `auto`: bfloat16 on CUDA, float32 on a CPU.
-
-    Raises:
-        HardwareError: there is no such device here.
+    The device `auto` is CUDA where there is any, else the CPU; the dtype `auto` is bfloat16 on CUDA, float32 on a CPU.
+    A HardwareError where there is no such device.
     """
     chosen = _device(device)
     is_cuda = chosen.type == "cuda"

@@ -36,7 +36,6 @@ class Lora:
     """An adapter that fits the transformer; its tensors have not been read."""
 
     path: Path
-    """As it was given."""
     scale: float
     sha256: str
     """Of what `sha256sum` prints of its two files, the configuration first."""
@@ -187,13 +186,9 @@ def _can_be_scaled(update: LowRank) -> bool:
 def add_loras(
     transformer: MMDiT, loras: Sequence[Lora], *, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Put adapters beside the transformer's layers, in place, where the layers' weights are.
+    """Put all adapters beside the transformer's layers, in place, where the layers' weights are.
 
-    Args:
-        transformer: with its weights; its blocks may be sharded, or in 8 bits.
-        loras: all adapters that it gets.
-        dtype: what it computes in.
-        group: ranks by which `shard_transformer` has sharded it.
+    The transformer computes in `dtype`; its blocks may be sharded (by `shard_transformer`, over `group`), or in 8 bits.
 
     Raises:
         CheckpointError: a file cannot be read, or has numbers that are too large for `dtype`.
@@ -233,11 +228,7 @@ def factor_sizes(
 ) -> list[int]:
     """Return how many numbers each small matrix has on one of `tensor` ranks.
 
-    Args:
-        ranks: with paths inside `block`.
-        block: has the linear layers, of whole size.
-        linears: of these, the sharded ones.
-        tensor: over how many ranks they are sharded.
+    `ranks` has paths inside `block`, which is of whole size; `linears` are its sharded layers.
     """
     splits = {linear.path: linear.split for linear in linears}
     sizes = []

@@ -24,16 +24,9 @@ _EVEN = 1.05
 def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     """Return the axes along which ranks share the transformer's work: what was asked for, and the best of the rest.
 
-    Ranks that nothing was asked for share the tokens. By Ulysses as many as divide the heads evenly and are on one
-    machine, since that moves the fewest bytes, in bursts that want fast links; the rest by ring attention, which
-    works for any number and computes while it waits.
-
-    Args:
-        settings: how many devices, and what was asked for.
-        video_tokens: of one sample.
-
-    Raises:
-        RequestError: there are more ranks than tokens.
+    Ranks that nothing was asked for share the tokens of one sample. By Ulysses as many as divide the heads evenly and
+    are on one machine, since that moves the fewest bytes, in bursts that want fast links; the rest by ring attention,
+    which works for any number and computes while it waits. More ranks than tokens are a RequestError.
     """
     parallel = settings.parallel
     tensor, guidance = parallel.tensor_parallel_degree or 1, parallel.cfg_parallel_degree or 1
@@ -92,12 +85,8 @@ def _named(settings: GenerateSettings) -> str:
 def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
     """Leave a transformer this rank's share of its blocks; the rest stays whole.
 
-    Args:
-        transformer: the same on all ranks, on any device; before its blocks are stored in 8 bits or streamed.
-        group: the ranks, at most as many as there are heads.
-
-    Raises:
-        RequestError: there are more ranks than heads.
+    The transformer is the same on all ranks, on any device, and its blocks are not yet stored in 8 bits or streamed.
+    More ranks than heads are a RequestError.
     """
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
@@ -107,14 +96,8 @@ def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
 def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
     """Leave a T5 this rank's share of its layers; the table of tokens and the norms stay whole.
 
-    CLIP has a fortieth of its weights, which is not worth the exchanges: every rank has all of it.
-
-    Args:
-        t5: the same on all ranks, on any device; before its layers are streamed.
-        group: the ranks, at most as many as there are heads.
-
-    Raises:
-        RequestError: there are more ranks than heads.
+    The T5 is the same on all ranks, on any device, and its layers are not yet streamed. More ranks than heads are a
+    RequestError. CLIP has a fortieth of its weights, which is not worth the exchanges: every rank has all of it.
     """
     config = t5.model.config
     linears = t5_linears(config)
@@ -133,11 +116,7 @@ def largest_share(linear: ShardedLinear, ranks: int) -> float:
 
 
 def require_branches(mesh: MeshShape, settings: GenerateSettings, guidance: Guidance, mode: ConditionMode) -> None:
-    """Refuse ranks that would never have a branch of guidance to compute.
-
-    Raises:
-        RequestError: there are such.
-    """
+    """Raise a RequestError for ranks that would never have a branch of guidance to compute."""
     branches = 1
     if not settings.model.guidance_embed:
         steps = settings.sampling.num_inference_steps

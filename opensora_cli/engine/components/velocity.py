@@ -24,13 +24,8 @@ class GuidedVelocity:
     One after the other and not as a batch: one clip fills a GPU, and on a CPU a batch was a tenth faster at most. So
     neither the peak of memory nor the result depends on the step.
 
-    Args:
-        transformer: on its device; called like `MMDiT`.
-        embeds: the two prompts.
-        conditioning_1NK: packed mask and reference latents; None for a model without a condition embedding.
-        position_ids_1N3: frame, row and column of every token.
-        embedded_guidance: for a guidance-distilled model.
-        on_evaluation: called after each evaluation, for progress.
+    `conditioning_1NK` is None for a model without a condition embedding; `embedded_guidance` is for a
+    guidance-distilled one. `on_evaluation` is called after each evaluation, for progress.
     """
 
     def __init__(

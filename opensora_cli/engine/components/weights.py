@@ -68,8 +68,7 @@ class WeightFiles:
     def require(self, components: Iterable[Component] = ALL_COMPONENTS) -> None:
         """Check that the weights of `components` are there.
 
-        Raises:
-            CheckpointError: names everything that is missing at once, where it was looked for, and how to get it.
+        A CheckpointError names everything that is missing at once, where it was looked for, and how to get it.
         """
         lacking = [component for component in components if component in self.missing]
         if not lacking:
@@ -106,12 +105,7 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
 
 
 def find_released(files: FileSettings, named: str | None) -> WeightFiles:
-    """Return where the released model's weights are; see `find_weights`.
-
-    Args:
-        files: their names.
-        named: the folder to look in, and in no other.
-    """
+    """Return where the released model's weights are; see `find_weights`. A folder `named` is the only one searched."""
     model = ModelName.OPEN_SORA_V2
     if named is not None:
         return _located(files, [Path(named)], model=model, looked_in=named, download_folder=named)
@@ -205,13 +199,8 @@ class ModelDecision:
 def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str = "auto") -> ModelDecision:
     """Return the model to run.
 
-    `auto` takes the released model where its weights and a CUDA device are there, and the demo otherwise. Its weights
-    are looked for under their published names.
-
-    Args:
-        choice: `runtime.model_choice`.
-        weights: `runtime.weights`.
-        device: `runtime.device`; the released model is not chosen for a CPU.
+    `auto` takes the released model where its weights, under their published names, and a CUDA device are there
+    (`device` may rule that out), and the demo otherwise.
     """
     if choice is not ModelChoice.AUTO:
         return ModelDecision(ModelName(choice), "as asked")

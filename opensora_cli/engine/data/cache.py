@@ -42,8 +42,8 @@ class CacheReport(Document):
 def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
     """Encode what `train_mmdit.cache` lacks of the clips that `data` has, with one process.
 
-    What it has of a file that was replaced since is encoded again. Interrupted, it keeps what is finished, and goes on
-    there the next time.
+    What it has of a file that was replaced since is encoded again. Interrupted, it keeps what is finished, and
+    continues there the next time.
 
     Raises:
         RequestError: the transformer is not what is trained, or no cache is named.
@@ -51,7 +51,7 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
         FileProblem: the cache was made with other parts, or the table cannot be read.
         OutputError: the cache cannot be written.
         HardwareError: there is no such device.
-        KeyboardInterrupt: its argument says how to go on.
+        KeyboardInterrupt: its argument is how to continue.
     """
     if settings.target is not TrainTarget.MMDIT:
         raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")

@@ -89,9 +89,7 @@ class DataReport(Document):
 
 
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
-    """Return what the first epoch of a run has.
-
-    Every file of a table is looked for, and none is read.
+    """Return what the first epoch of a run has; every file of a table is looked for, and none is read.
 
     Raises:
         FileProblem: the table is missing or broken.

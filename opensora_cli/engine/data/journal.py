@@ -21,7 +21,6 @@ class Finding:
 
     path: str
     size: int
-    """Bytes."""
     mtime_ns: int
     """When it was changed."""
     facts: MediaFacts
@@ -42,9 +41,6 @@ class ScanJournal:
     """The findings of a scan in a file beside its table, one line each, written as they come.
 
     Files that cannot be read are not among them: the cause may be gone the next time, with the same size and time.
-
-    Args:
-        table: the table that the scan makes.
     """
 
     def __init__(self, table: Path) -> None:
@@ -81,11 +77,7 @@ class ScanJournal:
 
     @contextmanager
     def appending(self) -> Iterator[IO[str]]:
-        """Open the journal to add lines to it.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Open the journal to add lines to it; an OutputError if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -94,11 +86,7 @@ class ScanJournal:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def finish(self, findings: list[Finding]) -> None:
-        """Rewrite the journal: these findings, and a hash of the table.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Rewrite the journal: these findings, and a hash of the table. An OutputError if it cannot be written."""
         last = json.dumps({"table_sha256": _sha256(self._table)}) + "\n"
         write_bytes_atomic(self.path, "".join([*(finding.to_line() for finding in findings), last]).encode())
 

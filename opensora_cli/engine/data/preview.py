@@ -56,11 +56,7 @@ def preview(
 ) -> PreviewResult:
     """Make a contact sheet of some samples of a table: frames, caption, size and bucket.
 
-    Args:
-        settings: which table, and where to.
-        data: its buckets.
-        multiple: side of a token in pixels, which sizes of buckets are multiples of.
-        reporter: shown progress.
+    Sizes of buckets are multiples of `multiple`, the side of a token in pixels.
 
     Raises:
         FileProblem: the table is missing, broken or empty.

@@ -64,19 +64,15 @@ class ScanResult(Document):
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
     """Write the table of a folder.
 
-    Findings are appended to a journal beside the table: after an interruption, or when files were added or
-    changed, the next scan reads those alone, and retries what it could not read. Captions are read every time.
-    Files whose names begin with a dot are left out.
-
-    Args:
-        settings: which folder, and where to.
-        reporter: shown progress.
+    Findings are appended to a journal beside the table: after an interruption, or when files were added or changed, the
+    next scan reads those alone, and retries what it could not read. Captions are read every time. Files whose names
+    begin with a dot are left out.
 
     Raises:
         FileProblem: the folder is missing, or has neither pictures nor videos.
         OutputError: the table exists and is not as a scan left it, or cannot be written.
         HardwareError: the table is parquet, and pyarrow is not installed.
-        KeyboardInterrupt: its argument says how to go on.
+        KeyboardInterrupt: its argument is how to continue.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
@@ -195,12 +191,9 @@ def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], 
 
 
 def read_caption(path: Path) -> str:
-    """Return the caption of a picture or video, in one line; empty if it has none.
+    """Return the caption of a picture or video, in one line; empty if it has none. Unreadable is a FileProblem.
 
     A text file wins. A JSON file holds a text, or an object with one under `text`, `caption` or `prompt`.
-
-    Raises:
-        FileProblem: it has one that cannot be read.
     """
     text = _content(path.with_suffix(".txt"))
     if text is None:

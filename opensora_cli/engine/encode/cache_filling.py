@@ -45,19 +45,14 @@ def prepare_cache(
 ) -> ClipCache | None:
     """Return the cache that a training run reads, after what it lacks was encoded; None if the run has none.
 
-    Args:
-        settings: the run.
-        device: where clips are encoded.
-        rank: of this process.
-        ranks: processes, all of which call this and encode a share each.
-        barrier: returns when all ranks have called it.
-        reporter: shown progress, and warned about clips that cannot be read.
+    All `ranks` processes call this and encode a share each; `barrier` returns when all have called it. Clips that
+    cannot be read become warnings.
 
     Raises:
         CheckpointError: frozen parts, or files of the cache, are missing or broken.
         FileProblem: the cache was made with other parts, or the table cannot be read.
         OutputError: the cache cannot be written.
-        KeyboardInterrupt: its argument says how to go on.
+        KeyboardInterrupt: its argument is how to continue.
     """
     if settings.train_mmdit.cache is None:
         return None

@@ -40,13 +40,9 @@ _CLIPS = "osora.clips"
 
 
 class ClipCache:
-    """A cache that is read. It may be handed to other processes.
+    """A cache that is read (see `is_cache_of`). It may be handed to other processes.
 
-    Args:
-        folder: of the cache; see `is_cache_of`.
-
-    Raises:
-        CheckpointError: a file of it is broken.
+    A broken file of it is a CheckpointError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,23 +64,16 @@ class ClipCache:
         return {**self.__dict__, "_open": {}}  # open files stay in their process
 
     def names(self, request: ClipRequest, *, file: FileState | None = None) -> Set[str]:
-        """Return what there is of a clip; nothing where the cache does not have it.
+        """Return the names of the tensors that there are of a clip; none where the cache does not have it.
 
-        Args:
-            request: the clip.
-            file: its file as it is now, of which it must be; None: of whatever file it is.
+        `file` is the clip's file as it is now, from which they must have been made; None: from any version of it.
         """
         key = key_of(request)
         is_other = file is not None and self._files.get(key, file) != file
         return set() if is_other else self._clips.get(key, {}).keys()
 
     def clip(self, request: ClipRequest) -> CachedClip:
-        """Return a clip, on the host.
-
-        Raises:
-            FileProblem: the cache does not have it.
-            CheckpointError: its file is broken.
-        """
+        """Return a clip, on the host; a FileProblem if it is not cached, a CheckpointError if its file is broken."""
         key = key_of(request)
         if key not in self._clips:
             raise FileProblem(f"{self._folder} lacks {request.path}", hint="run `osora data cache` again")
@@ -96,11 +85,7 @@ class ClipCache:
         return CachedClip(tensors)
 
     def empty_prompt(self) -> EmptyPrompt:
-        """Return the embeddings of the empty prompt.
-
-        Raises:
-            CheckpointError: they are missing.
-        """
+        """Return the embeddings of the empty prompt; a CheckpointError if they are missing."""
         path = self._folder / HEADER_FILE
         file = _opened(path)
         return EmptyPrompt(_tensor(file, path, PROMPT_EMBEDS), _tensor(file, path, POOLED_PROMPT_EMBEDS))
@@ -113,12 +98,7 @@ class ClipCache:
 
 
 class CacheWriter:
-    """Adds clips to a cache, in files of up to some hundred megabytes.
-
-    Args:
-        folder: of the cache, which has its header.
-        shard_bytes: how much a file holds.
-    """
+    """Adds clips to a cache that has its header, in files of about `shard_bytes`."""
 
     def __init__(self, folder: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
         self._folder = folder
@@ -127,15 +107,9 @@ class CacheWriter:
         self._bytes = 0
 
     def add(self, request: ClipRequest, tensors: Mapping[str, Tensor], *, file: FileState | None = None) -> None:
-        """Keep what is new of a clip, and write a file when there is enough for one.
+        """Keep what is new of a clip, and write a file when there is enough for one (OutputError).
 
-        Args:
-            request: the clip.
-            tensors: what was made of it.
-            file: its file as it was before it was read; None: it has none.
-
-        Raises:
-            OutputError: it cannot be written.
+        `file` is the clip's file as it was before it was read; None: it has none.
         """
         self._waiting[key_of(request)] = tensors, file
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -143,11 +117,7 @@ class CacheWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Write what was added since the last file; an OutputError if that fails."""
         if not self._waiting:
             return
         clips = {key: {"names": [*clip], "file": file} for key, (clip, file) in self._waiting.items()}
@@ -175,11 +145,7 @@ def file_state(path: str) -> FileState | None:
 
 
 def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) -> None:
-    """Begin a cache.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Begin a cache; an OutputError if it cannot be written."""
     tensors = {
         PROMPT_EMBEDS: empty_prompt.prompt_embeds_LC,
         POOLED_PROMPT_EMBEDS: empty_prompt.pooled_prompt_embeds_V,
@@ -190,11 +156,9 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
 
 
 def is_cache_of(folder: Path, identity: Identity) -> bool:
-    """Return whether there is a cache, made with `identity`; False if there is none.
+    """Return whether there is a cache in `folder`, made with `identity`.
 
-    Raises:
-        FileProblem: there is one, and something else made it.
-        CheckpointError: its first file is broken.
+    A FileProblem if something else made it, a CheckpointError if its first file is broken.
     """
     path = folder / HEADER_FILE
     if not path.exists():

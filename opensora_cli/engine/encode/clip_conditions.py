@@ -31,8 +31,7 @@ def fitting_modes(
 ) -> dict[ConditionMode, float]:
     """Return the modes with a weight that leave something of such a clip to learn; of a single frame, `t2v` alone.
 
-    Raises:
-        RequestError: no such mode.
+    An unknown mode is a RequestError.
     """
     modes = {condition_mode(name): weight for name, weight in weights.items() if weight > 0}
     fitting = {
@@ -51,10 +50,7 @@ def sample_mode(
     rng: np.random.Generator,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> ConditionMode:
-    """Return a condition mode for a clip, sampled by weight from `fitting_modes`; `t2v` where none fits.
-
-    It takes one random number in every case.
-    """
+    """Sample a clip's condition mode by weight from `fitting_modes` (`t2v` where none fits), with one random number."""
     fitting = fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths)
     shares = np.cumsum(list(fitting.values()))
     index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
@@ -79,15 +75,10 @@ def condition_clip(
     temporal_compression: int,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the conditioning mask (1,T,H,W), 1 = given, and the reference latents (C,T,H,W) of a clip.
+    """Return the conditioning mask (1,T,H,W), 1 = given, and the reference latents (C,T,H,W) of an encoded clip.
 
-    Args:
-        latents_CTHW: the whole clip, encoded.
-        mode: what is given.
-        encode_part: returns the latents_CTHW of a run of the clip's frames, encoded on its own.
-        causal: whether the autoencoder keeps the first frame on its own.
-        temporal_compression: frames per latent frame.
-        lengths: latent frames given by the video modes.
+    `encode_part` returns the latents_CTHW of a run of the clip's frames, encoded on its own. `causal` means that the
+    autoencoder keeps the first frame on its own, and `lengths` are the latent frames given by the video modes.
     """
     parts = encoded_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references = [encode_part(part) for part in parts]
@@ -115,17 +106,13 @@ def prepare_visual_condition_causal(
 ) -> tuple[Tensor, Tensor]:
     """Encode clips, and their given frames in a mode sampled for each.
 
-    The name and the order of the first three parameters are those that the Open-Sora community knows.
+    Returns latents (B,C,T,H,W), and (B,1+C,T,H,W): mask and reference latents, for `packing.pack_latents`. The name and
+    the order of the first three parameters are those that the Open-Sora community knows.
 
     Args:
         x: pixels_BCTHW in [-1, 1].
         condition_config: weight of each condition mode by its name. Modes that would give a whole clip are left out.
-        model_ae: the autoencoder.
-        rng: samples the modes.
         lengths: latent frames given by the video modes.
-
-    Returns:
-        latents (B,C,T,H,W), and (B,1+C,T,H,W): mask and reference latents, for `packing.pack_latents`.
 
     Raises:
         RequestError: no such mode, or clips that the autoencoder cannot encode.

@@ -78,12 +78,7 @@ class SceneRequests:
 
 
 class AllRequests(Sequence[ClipRequest]):
-    """Every request of a dataset, computed on access.
-
-    Args:
-        requests: of the dataset, with fixed starts.
-        places: a sample and a bucket that it may land in, for each.
-    """
+    """Every request of a dataset with fixed starts, computed on access; `places` are samples with their buckets."""
 
     def __init__(self, requests: ClipRequests, places: Sequence[tuple[int, int]]) -> None:
         self._requests = requests
@@ -128,11 +123,8 @@ class ClipDataset:
 def open_dataset(data: DataSettings, *, seed: int, multiple: int, fixed_starts: bool) -> ClipDataset:
     """Return the table's clips, or those of the procedural world.
 
-    Args:
-        data: which.
-        seed: of the order and the starts of clips, and of the scenes.
-        multiple: heights and widths of buckets are multiples of it: the side of a token, in pixels.
-        fixed_starts: cut every clip from its file's first frame on, instead of a random place.
+    Heights and widths of buckets are multiples of `multiple`, the side of a token in pixels. With `fixed_starts` every
+    clip begins with its file's first frame, instead of at a random place.
 
     Raises:
         FileProblem: the table is missing or broken.
@@ -154,8 +146,7 @@ def open_dataset(data: DataSettings, *, seed: int, multiple: int, fixed_starts: 
 def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Buckets:
     """Return buckets in the shapes that the model is trained at.
 
-    Raises:
-        RequestError: a resolution is too small for `multiple`.
+    A resolution that is too small for `multiple` is a RequestError.
     """
     return Buckets([_resolution(name, table, multiple=multiple) for name in table], fps_max=fps_max)
 

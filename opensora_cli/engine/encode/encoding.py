@@ -56,15 +56,9 @@ class EmptyPrompt:
 
 
 class Encoders:
-    """The frozen autoencoder and text encoders.
+    """The frozen autoencoder (the mode of its posterior is taken) and text encoders.
 
-    Args:
-        vae: on `device`; the mode of its posterior is taken.
-        t5: makes embeddings of captions.
-        clip: makes pooled embeddings of captions.
-        device: where pixels are encoded.
-        dtype: what the autoencoder computes in.
-        tiling: how the autoencoder cuts large clips.
+    `dtype` is what the autoencoder computes in, and `tiling` how it cuts large clips.
     """
 
     def __init__(
@@ -97,11 +91,7 @@ class Encoders:
 
     @torch.no_grad()
     def latents(self, pixels_THWC: Tensor) -> Tensor:
-        """Return the latents (C,T,H,W) of frames in uint8.
-
-        Raises:
-            RequestError: the autoencoder cannot encode a clip of this shape.
-        """
+        """Return the latents (C,T,H,W) of frames in uint8; a RequestError for a shape that cannot be encoded."""
         pixels_CTHW = pixels_THWC.permute(3, 0, 1, 2).to(self._device)
         pixels_BCTHW = (pixels_CTHW[None].float() / 127.5 - 1.0).to(self._dtype)
         with torch.autocast(self._device.type, enabled=False):
@@ -179,14 +169,8 @@ def training_caption(
     """Return the caption followed by " {fps} FPS, {motion score} motion score.", or by what is known of the two.
 
     Unlike a prompt (see `sampling.text`) it is joined by a comma, and the caption's own end is left as it is: so the
-    released model was trained.
-
-    Args:
-        caption: as it is in the table.
-        fps: frames per second of the clip as it is shown; 0 for a picture, which gets none.
-        motion_score: 1 (still) to 7 (very lively), rounded to a whole number, halves upwards; None: unknown.
-        add_fps: whether the frame rate is mentioned.
-        add_motion_score: whether the motion score is mentioned.
+    released model was trained. `fps` is 0 for a picture, which gets none; the score, 1 (still) to 7 (very lively), is
+    rounded to a whole number, halves upwards.
     """
     suffixes = []
     if add_fps and fps > 0:
@@ -198,10 +182,7 @@ def training_caption(
 
 @dataclass(frozen=True, slots=True)
 class CachedClip:
-    """A clip that was encoded before, with all its parts.
-
-    Its methods raise a FileProblem for what the cache does not have of it.
-    """
+    """A clip that was encoded before; a FileProblem for parts that the cache does not have."""
 
     tensors: Mapping[str, Tensor]
 
@@ -237,10 +218,7 @@ def encode_for_cache(
 ) -> dict[str, Tensor]:
     """Return all that a cache keeps of a clip, on the host: what `CachedClip` holds.
 
-    Args:
-        clip: fresh.
-        parts: the runs of frames that some condition mode needs, by `part_name`.
-        known: names of what the cache has already.
+    `parts` are the runs of frames that some condition mode needs, by `part_name`; what is `known` is left out.
     """
     makers: dict[str, Callable[[], Tensor]] = {
         LATENTS: clip.latents,

@@ -49,11 +49,7 @@ def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
 
 
 def require_frozen_parts(settings: TrainSettings) -> FrozenParts:
-    """Return where the frozen parts are.
-
-    Raises:
-        CheckpointError: some are missing; all of these are named.
-    """
+    """Return where the frozen parts are; a CheckpointError names all that are missing."""
     found = find_frozen_parts(settings)
     missing = [name for name, path in found.items() if path is None]
     if missing:
@@ -69,9 +65,7 @@ def require_frozen_parts(settings: TrainSettings) -> FrozenParts:
 def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
     """Return the frozen autoencoder and text encoders, loaded.
 
-    Raises:
-        CheckpointError: parts are missing or broken.
-        RequestError: a text length does not suit its encoder.
+    A CheckpointError for missing or broken parts, a RequestError for a text length that does not suit its encoder.
     """
     parts, chosen = require_frozen_parts(settings), settings.train_mmdit
     dtype = frozen_dtype(chosen, device)
@@ -91,8 +85,7 @@ def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
 def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:
     """Return what makes the encoded clips what they are, but for the clips: files by their SHA-256, and settings.
 
-    Raises:
-        CheckpointError: frozen parts are missing, or cannot be read.
+    A CheckpointError if frozen parts are missing, or cannot be read.
     """
     parts, chosen, text = require_frozen_parts(settings), settings.train_mmdit, settings.text
     files = {name: _files_of(path) for name, path in (("vae", parts.vae), ("t5", parts.t5), ("clip", parts.clip))}

@@ -32,8 +32,7 @@ LoadClip = Callable[[ClipRequest], Any]
 def read_clip(request: ClipRequest, *, fit: Fit | str = Fit.CROP) -> Tensor:
     """Return the frames of a request, uint8 (T, H, W, 3): decoded and resized, or rendered.
 
-    Raises:
-        MediaError: the file is missing or broken, or too short.
+    A MediaError if the file is missing, broken or too short.
     """
     scene = SceneClip.named(request.path)
     if scene is not None:
@@ -55,11 +54,7 @@ def _fitted(frame_HWC: Tensor, *, height: int, width: int, fit: Fit | str, pictu
 
 
 class ReadingNotes:
-    """What each worker is reading, in shared memory: a decoder that crashes cannot name its file.
-
-    Args:
-        workers: how many there are; 0: none.
-    """
+    """What each worker is reading, in shared memory: a decoder that crashes cannot name its file."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -95,11 +90,7 @@ class ClipLoader:
     notes: ReadingNotes
 
     def __call__(self, asked: MicroBatch) -> ClipBatch:
-        """Read one micro-batch.
-
-        Raises:
-            FileProblem: a sample cannot be read, and none of its substitutes either.
-        """
+        """Read one micro-batch; a FileProblem if a sample cannot be read, and none of its substitutes either."""
         substitutes = iter(asked.substitutes)
         replaced: list[Replacement] = []
         clips = [self._read(asked, place, substitutes, replaced) for place in range(len(asked.samples))]
@@ -149,18 +140,7 @@ class ClipLoader:
 def open_batches(
     settings: TrainSettings, *, data_rank: int, data_ranks: int, reporter: Reporter, load: LoadClip | None = None
 ) -> "ClipBatches":
-    """Return this rank's micro-batches of a training run.
-
-    Args:
-        settings: the run.
-        data_rank: of the data-parallel ranks.
-        data_ranks: how many there are.
-        reporter: warned of samples that cannot be read, and of data that have changed since a checkpoint.
-        load: see `open_clips`.
-
-    Raises:
-        FileProblem, RequestError, HardwareError: as `open_clips`.
-    """
+    """Return this rank's micro-batches of a training run; for `load`, warnings and errors see `open_clips`."""
     vae_phase = settings.target is TrainTarget.VAE
     return open_clips(
         settings.data,
@@ -191,14 +171,12 @@ def open_clips(
 ) -> "ClipBatches":
     """Return this rank's micro-batches of a table or of the procedural scenes.
 
+    Warnings are about samples that cannot be read, and data that have changed since a checkpoint.
+
     Args:
-        data: which clips.
         seed: of their order and of where they begin in their files, and of the scenes.
-        micro_batches: of an update, over all ranks.
+        micro_batches: of an update, over all ranks; a multiple of `data_ranks`.
         multiple: side of a token in pixels.
-        data_rank: of the data-parallel ranks.
-        data_ranks: how many there are; divides `micro_batches`.
-        reporter: warned of samples that cannot be read, and of data that have changed since a checkpoint.
         load: called in the workers in place of decoding, with clips that begin with the first frame of their file.
         picture_updates: first updates, which are fed with single frames of scenes.
         picture_batch_size: single frames of such a micro-batch.
@@ -260,9 +238,7 @@ def _warn_of_what_is_left_out(data: DataSettings, dataset: ClipDataset, *, repor
 class ReplacementWarnings:
     """Warns of samples that could not be read: of each once, and of no more than the first twenty.
 
-    Args:
-        reporter: warned.
-        where: they were to be used, as in ` in validation`.
+    `where` is appended to a warning, as in ` in validation`.
     """
 
     def __init__(self, reporter: Reporter, *, where: str = "") -> None:
@@ -283,13 +259,7 @@ class ReplacementWarnings:
 
 
 class ClipBatches:
-    """A stream of clips that warns about samples that could not be read.
-
-    Args:
-        batches: the stream.
-        notes: what its workers are reading.
-        reporter: warned of them; see `ReplacementWarnings`.
-    """
+    """A stream of clips that warns about samples that could not be read."""
 
     def __init__(
         self,
@@ -310,9 +280,8 @@ class ClipBatches:
     def next(self) -> ClipBatch:
         """Return this rank's next micro-batch.
 
-        Raises:
-            FileProblem: a sample cannot be read, nor those that would take its place.
-            HardwareError: a worker was killed or crashed; the files that workers were reading are named.
+        A FileProblem if a sample and its substitutes cannot be read; a HardwareError if a worker was killed or crashed,
+        which names the files that workers were reading.
         """
         try:
             batch = self._batches.next()
@@ -329,11 +298,7 @@ class ClipBatches:
         return self._batches.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there.
-
-        Raises:
-            CheckpointError: this is no such state.
-        """
+        """Continue from a state; a CheckpointError if it is none."""
         self._batches.load_state_dict(state_dict)
 
     def close(self) -> None:

@@ -57,17 +57,11 @@ class _Seen(NamedTuple):
 
 
 class FakeDecoder(nn.Module):
-    """Allocates what the decoder does; to be called inside `fake_device`.
+    """Allocates what the decoder of `vae`, which has fake weights, does; to be called inside `fake_device`.
 
     In chunks, a clip passes from stage to stage: each is run by itself, on two short clips, and what a longer one needs
-    follows from them.
-
-    Args:
-        vae: whose decoder it stands for; with empty weights.
-        counter: looks for the peak while tiles are decoded: stages that cannot change it are left out.
-        chunk_frames: these three as in `HunyuanVAE.decode`.
-        store: see there.
-        canvas: see there.
+    follows from them. `counter` looks for the peak while tiles are decoded: stages that cannot change it are left out.
+    The other arguments are those of `HunyuanVAE.decode`.
     """
 
     def __init__(

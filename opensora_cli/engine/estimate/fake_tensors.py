@@ -44,14 +44,8 @@ class Need:
 def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
     """Inside the block, tensors are fake, and operations make what they make on a device of that type.
 
-    The first time takes a second, for what torch imports then.
-
-    Args:
-        device_type: `cpu` or `cuda`; none need be there.
-        gradients: whether autograd records what is done.
-
-    Yields:
-        The device that stands for it: the host itself, or another one beside it.
+    Yields the device that stands for it, which need not be there: the host itself, or another one beside it. The first
+    time takes a second, for what torch imports then. `gradients` lets autograd record what is done.
     """
     is_cpu = device_type == "cpu"
     kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
@@ -74,12 +68,10 @@ def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: tor
 
 
 def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Put fake tensors in the place of parameters and buffers; to be called inside `fake_device`.
+    """Replace parameters and buffers by fake tensors; to be called inside `fake_device`.
 
-    Args:
-        module: built on the meta device; layouts and shared weights are kept.
-        device: where the tensors go.
-        dtype: of those that are floating point numbers; None: as they are.
+    The module is built on the meta device; layouts and shared weights are kept. `dtype` is for floating point numbers;
+    None: as they are.
     """
     made: dict[int, Tensor] = {}
 
@@ -98,8 +90,7 @@ def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.d
 class Repeated(nn.Module):
     """Runs a module once for each shape of its inputs, and afterwards only allocates what it did then.
 
-    Args:
-        module: has no state, and returns new tensors.
+    The module has no state, and returns new tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:

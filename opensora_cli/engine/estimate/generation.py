@@ -57,9 +57,7 @@ class GenerationSizes:
     """What a plan has settled of the sizes of a video."""
 
     height: int
-    """Pixels."""
     width: int
-    """Pixels."""
     latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
     mode: ConditionMode
@@ -68,7 +66,6 @@ class GenerationSizes:
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
     loras: LoraRanks = field(default_factory=LoraRanks)
-    """Adapters of the transformer."""
 
 
 def estimate_generation(
@@ -83,19 +80,9 @@ def estimate_generation(
 ) -> tuple[StageMemory, ...]:
     """Return what each stage needs of the device's memory, in the order in which they run.
 
-    What repeats is remembered, so that many offload plans for one video cost little more than one.
-
-    Args:
-        settings: what is generated.
-        sizes: what has been settled of it.
-        dtype: of weights and activations.
-        device_type: `cpu` or `cuda`.
-        offload: what is kept where.
-        parameters: how many each component has; see `configs.count_parameters`.
-        text_folders: where the text encoders are; the released ones are taken for those that it lacks.
-
-    Raises:
-        RequestError: sizes in `settings` contradict each other.
+    What repeats is remembered, so that many offload plans for one video cost little more than one. `parameters` are
+    counts (see `configs.count_parameters`), and `dtype` is that of weights and activations. Text encoders that
+    `text_folders` lacks are taken for the released ones. Contradicting sizes in `settings` are a RequestError.
     """
     weights = {component: count * dtype.itemsize for component, count in parameters.items()}
     vae, tiling = settings.vae, vae_tiling(settings.vae)

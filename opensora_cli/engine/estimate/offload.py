@@ -102,12 +102,7 @@ def choose_offload(
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
-    Args:
-        memory: what was asked for.
-        estimate: what a plan needs.
-        budget: bytes of the device.
-        num_blocks: of the transformer.
-        host_weights: where offloaded blocks are kept, unless `memory` names it.
+    `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it.
     """
     plan = OffloadPlan(host_weights=memory.host_weights or host_weights, fp8_storage=memory.fp8_storage)
     most = int(budget * (1 - _HEADROOM))
@@ -126,13 +121,7 @@ def choose_offload(
 
 
 def stronger_offload(plan: OffloadPlan, stage: str, *, num_blocks: int) -> OffloadPlan | None:
-    """Return a plan under which `stage` needs much less memory, or None where there is none.
-
-    Args:
-        plan: under which the memory was not enough.
-        stage: where that happened.
-        num_blocks: of the transformer.
-    """
+    """Return a plan under which `stage`, which ran out of memory under `plan`, needs much less; None: there is none."""
     match stage:
         case "text" if not plan.stream_text:
             return replace(plan, stream_text=True)

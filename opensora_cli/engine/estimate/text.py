@@ -31,14 +31,8 @@ def text_memory(
 ) -> StageMemory:
     """Return what the stage needs that encodes the prompts.
 
-    Args:
-        weights: bytes of each component.
-        lengths: tokens that T5 and CLIP read.
-        folders: of T5 and CLIP, for their sizes; None: the released ones.
-        dtype: of weights and activations.
-        device_type: `cpu` or `cuda`.
-        streamed: whether T5's layers come to the device one by one.
-        ranks: that share them otherwise, if there are enough heads.
+    Weights are in bytes; lengths (in tokens) and folders are those of T5 and CLIP, None for the released ones' sizes.
+    T5's layers come to the device one by one if `streamed`; otherwise `ranks` share them, if there are enough heads.
     """
     t5, t5_blocks, saved, largest_share = _t5(lengths[0], folders[0], dtype, device_type, ranks)
     clip = _clip(lengths[1], folders[1], dtype, device_type)
@@ -83,10 +77,9 @@ def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str
 
 
 def t5_model(folder: Path | None) -> Any:
-    """Return a T5 encoder of the sizes in a folder, the released one's without a folder, with fresh weights.
+    """Return a T5 encoder with fresh weights, of the sizes in `folder` (None: the released one's).
 
-    Raises:
-        CheckpointError: the folder's configuration is broken.
+    A broken configuration is a CheckpointError.
     """
     # Imported here, since transformers takes seconds to load.
     from transformers import T5Config, T5EncoderModel

@@ -24,15 +24,9 @@ from opensora_cli.settings.enums import OffloadMode
 def transformer_bytes(
     config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
 ) -> int:
-    """Return what of the transformer's weights, adapters included, is on the device of a rank.
+    """Return the bytes of the transformer's weights, adapters included, on the device of a rank.
 
-    Args:
-        config: of the transformer.
-        whole: bytes of all of its weights, without adapters.
-        dtype: of the weights.
-        offload: what is kept where.
-        tensor: ranks that share the blocks.
-        loras: the adapters.
+    `whole` counts all of its weights, without adapters; `tensor` ranks share the blocks.
     """
     stacks = _stacks(config, dtype)
     outside, factors = _factor_bytes(config, dtype, loras, tensor)
@@ -123,9 +117,7 @@ def _aligned(nbytes: int) -> int:
 class FakeSequenceParallel:
     """Allocates what `SequenceParallel` does on a rank with the most tokens; to be called inside `fake_device`.
 
-    Args:
-        model: has the attention of `fake_attention`.
-        mesh: how many share the tokens.
+    The model has the attention of `fake_attention`.
     """
 
     def __init__(self, model: MMDiT, mesh: MeshShape) -> None:

@@ -54,16 +54,8 @@ def process_and_save(
 ) -> tuple[GeneratedVideo, ...]:
     """Decode and save every sample; the latents that this run saved are removed once their result is complete.
 
-    The name is the one that the Open-Sora community knows.
-
-    Args:
-        plan: what is made.
-        files: of every sample.
-        denoised: the latents of every sample.
-        references: what was given, to measure how well it came back.
-        vae: decodes them.
-        record: shows the stages, and remembers results.
-        ranks: that share the tiles; rank 0 saves, and the others return nothing. None: there is only this one.
+    The name is the one that the Open-Sora community knows. `references` are what was given, to measure how well it came
+    back. `ranks` share the tiles: rank 0 saves, and the others return nothing. None: there is only this one.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
@@ -173,11 +165,7 @@ def decode_latents(
 ) -> Iterator[torch.Tensor]:
     """Yield the frames (t, H, W, 3), uint8 on the CPU, cut to what was asked for, in pieces as they are finished.
 
-    Args:
-        plan: sizes and tiling.
-        vae: on the plan's device.
-        latents_CTHW: of one sample.
-        on_tile: called after each run of the decoder, for progress.
+    `on_tile` is called after each run of the decoder, for progress.
     """
 
     def shown(piece_1CTHW: torch.Tensor) -> torch.Tensor:

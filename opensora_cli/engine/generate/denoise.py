@@ -44,14 +44,8 @@ def denoise_samples(
 ) -> list[DenoisedSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
-    Args:
-        plan: what to make; its weights are there.
-        files: of every sample.
-        embeds: the two prompts.
-        reference_latents: latents_CTHW of each reference; None without any.
-        vae: leaves the device where models are offloaded.
-        record: shows the stages, and remembers saved latents.
-        ranks: that share the work; references and files are rank 0's. None: there is only this one.
+    `ranks` share the work; references and files are rank 0's. None: there is only this one. `vae` leaves the device
+    where models are offloaded.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -111,14 +105,9 @@ def sample_latents(
 ) -> torch.Tensor:
     """Return latents_1CTHW of one sample, given frames put back.
 
-    Args:
-        plan: sizes, timesteps and guidance.
-        transformer: on the plan's device; called like `MMDiT`.
-        embeds: the two prompts.
-        reference_latents: latents_CTHW of each reference; None without any.
-        seed: of the noise.
-        ranks: that share it; all get the latents. None: there is only this one.
-        on_evaluation: called after each evaluation of the transformer.
+    `transformer` is on the plan's device and called like `MMDiT`. `reference_latents` has the latents_CTHW of each
+    reference. All `ranks` that share the sample get the latents; None: there is only this one. `on_evaluation` is
+    called after each evaluation of the transformer.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape

@@ -43,12 +43,8 @@ Advance = Callable[[int], None]
 def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
     """Return the T5 encoder; with `stream_text` its layers stay on the CPU, for `streamed_layers`.
 
-    Args:
-        plan: where it goes.
-        group: ranks that share its layers, if these don't stay on the CPU and have a head for each.
-
-    Raises:
-        CheckpointError: its folder is missing, incomplete or broken.
+    Otherwise the ranks of `group` share its layers, if they have a head for each. A folder that is missing, incomplete
+    or broken is a CheckpointError.
     """
     streams = plan.offload.stream_text
     t5 = T5Encoder.from_folder(
@@ -68,9 +64,8 @@ def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T
 def load_clip(plan: ExecutionPlan) -> ClipEncoder:
     """Return the CLIP encoder.
 
-    Raises:
-        CheckpointError: its folder is missing, incomplete or broken.
-        RequestError: `text.clip_max_length` is over what the model can read.
+    A CheckpointError if its folder is missing, incomplete or broken, a RequestError if `text.clip_max_length` is over
+    what the model can read.
     """
     return ClipEncoder.from_folder(
         plan.weights.path(Component.CLIP),
@@ -92,7 +87,6 @@ def load_transformer(
     Where blocks are offloaded they stay on the CPU, for `streamed_blocks`.
 
     Args:
-        plan: what goes where.
         group: ranks that share each block's heads and features.
         machine_group: the ranks of this machine, which hold one copy of what is offloaded to the CPU.
         advance: called with the bytes of each tensor.
@@ -157,10 +151,7 @@ def streamed_blocks(
 ) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the offloaded blocks of `load_transformer` come to the device and go again.
 
-    Args:
-        plan: how many are there at a time.
-        transformer: on the device, but for its blocks.
-        source: where the others are kept; None: as planned.
+    The rest of the transformer is on the device. `source` is where the blocks are kept; None: as planned.
     """
     return stream_blocks(
         _stacks(transformer),
@@ -181,11 +172,7 @@ def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
 
 
 def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> VideoAutoencoder:
-    """Return the autoencoder.
-
-    Raises:
-        CheckpointError: the file is missing or broken, or its keys or shapes do not fit the settings.
-    """
+    """Return the autoencoder; a CheckpointError for a file that is missing, broken, or does not fit the settings."""
     vae = load_autoencoder(
         plan.settings.vae,
         plan.weights.path(Component.VAE),
@@ -207,13 +194,7 @@ def loaded_transformer(
 ) -> Iterator[MMDiT]:
     """Yield the transformer, ready to run, with as much of it on the device as planned.
 
-    Its loading is shown as part of the stage `load`.
-
-    Args:
-        plan: what goes where.
-        record: shows the stages.
-        group: ranks that share each block's heads and features.
-        machine_group: the ranks of this machine.
+    Its loading is shown as part of the stage `load`. For the groups see `load_transformer`.
     """
     with ExitStack() as stack:
         with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
@@ -237,9 +218,7 @@ def _stream(plan: ExecutionPlan, transformer: MMDiT, stack: ExitStack, record: R
 class KeptVAE:
     """The autoencoder: loaded when it is first needed, and kept for the next time, on the device or beside it.
 
-    Args:
-        plan: where it goes.
-        record: its loading is shown as part of the stage `load`.
+    Its loading is shown as part of the stage `load`.
     """
 
     def __init__(self, plan: ExecutionPlan, record: RunRecord) -> None:
@@ -248,11 +227,9 @@ class KeptVAE:
         self._vae: VideoAutoencoder | None = None
 
     def on_device(self) -> VideoAutoencoder:
-        """Return it, on the device; it stays there until it is offloaded.
+        """Return it, on the device, where it stays until it is offloaded; an OutOfMemoryError if there is no room.
 
-        Raises:
-            CheckpointError: its weights are missing or broken, or do not fit the settings.
-            OutOfMemoryError: there is no room for it.
+        A CheckpointError if its weights are missing or broken, or do not fit the settings.
         """
         if self._vae is None:
             with _loading(self._plan.weights.path(Component.VAE), self._record) as advance:

@@ -78,13 +78,8 @@ def sample_files(plan: ExecutionPlan) -> tuple[SampleFiles, ...]:
 def check_outputs(files: tuple[SampleFiles, ...], plan: ExecutionPlan, *, create: bool) -> None:
     """Refuse what could only fail at the end: results that exist, a folder that cannot be written, a full disk.
 
-    Args:
-        files: of every sample.
-        plan: what is made.
-        create: whether to make the folder and try to write in it; else only look.
-
-    Raises:
-        OutputError: names which, and what to do.
+    With `create` the folder is made and a file tried in it; else it is only looked at. An OutputError names what is
+    wrong, and what to do.
     """
     overwrite = plan.settings.output.overwrite
     for sample in files:
@@ -189,17 +184,10 @@ def write_sidecar(
     peak_memory_gib: Mapping[str, float],
     given_frames_psnr_db: float | None,
 ) -> None:
-    """Write the sidecar of `sample`, if one is wanted.
+    """Write the sidecar of `sample`, if one is wanted; an OutputError if that fails.
 
-    Args:
-        plan: of the run.
-        sample: whose file it is.
-        timings_s: stage to seconds; loading and text are those of the whole run.
-        peak_memory_gib: of the run so far, as `hardware.peak_memory_gib` returns it.
-        given_frames_psnr_db: how well the references came back.
-
-    Raises:
-        OutputError: it cannot be written.
+    `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
+    `hardware.peak_memory_gib` of the run so far.
     """
     if sample.sidecar is not None:
         write_json_atomic(
@@ -252,7 +240,7 @@ def sidecar_document(
 
 
 def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:
-    """Return what is written into the media file itself; empty where no metadata is wanted.
+    """Return the metadata of the media file itself; empty where none is wanted.
 
     No time and no place: the same request makes the same bytes.
     """
@@ -281,21 +269,13 @@ class SavedLatents:
 
 
 def save_latents(path: Path, latents_CTHW: torch.Tensor, settings: GenerateSettings) -> None:
-    """Write the latents of one sample, with the settings that made them; whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write the latents of one sample, with the settings that made them; whole or not at all (OutputError)."""
     metadata = {"schema": LATENTS_SCHEMA, "settings": json.dumps(settings.model_dump(mode="json"))}
     write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
 
 
 def load_latents(path: str | Path) -> SavedLatents:
-    """Read a file of `save_latents`.
-
-    Raises:
-        CheckpointError: it is missing, truncated, or not such a file.
-    """
+    """Read a file of `save_latents`; a CheckpointError if it is missing, truncated, or not such a file."""
     hint = "--from-latents takes the .latents.safetensors file of an unfinished run"
     if not Path(path).is_file():
         raise CheckpointError(f"{path} does not exist or is no file", hint=hint)

@@ -40,21 +40,17 @@ class ExecutionPlan:
     lengths: ReferenceLengths
     guidance: Guidance
     height: int
-    """Pixels."""
     width: int
-    """Pixels."""
     latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
     timesteps: tuple[float, ...]
     evaluations_per_sample: int
     """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
     mesh: MeshShape = field(default_factory=MeshShape)
-    """How ranks share it."""
     offload: OffloadPlan
     stages: tuple[StageMemory, ...]
     """With that offload, on each of the ranks; rank 0 alone encodes references."""
     loras: tuple[Lora, ...] = ()
-    """Added to the transformer."""
 
     @property
     def decodes_only(self) -> bool:
@@ -230,13 +226,10 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
 
 
 def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -> ExecutionPlan:
-    """Return the plan for `settings` on this machine.
+    """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
 
-    Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`.
-
-    Args:
-        settings: with the condition mode filled in (`references.with_mode`).
-        hardware: where one of several ranks runs; None: what `settings` name, of which each rank has its share.
+    Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`. `hardware`
+    is where one of several ranks runs; None: what `settings` name, of which each rank has its share.
 
     Raises:
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
@@ -323,14 +316,9 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
 
 
 def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
-    """Return the device of a rank; ranks on the CPU of one machine share its memory.
+    """Return the device of a rank (None: the one in `settings`); ranks on the CPU of one machine share its memory.
 
-    Args:
-        settings: what was asked for.
-        device: the rank's; None: what `settings` say.
-
-    Raises:
-        HardwareError: there is no such device.
+    A HardwareError if there is no such device.
     """
     parallel = settings.parallel
     if device is None and parallel.devices is not None and parallel.world_size == 1:

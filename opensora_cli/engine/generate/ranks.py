@@ -72,16 +72,13 @@ def _machine_group() -> dist.ProcessGroup:
 class Ranks:
     """All processes of a run, of which rank 0 alone reads references, prints and writes files.
 
-    Args:
-        shape: how they share the transformer's work.
-        device: of this one.
+    `device` is that of this process.
     """
 
     def __init__(self, shape: MeshShape, device: torch.device) -> None:
         self.mesh = ParallelMesh(shape, device_type=device.type)
         self.device = device
         self.machine_group = _machine_group()
-        """The ranks of this machine."""
 
     @property
     def is_main(self) -> bool:
@@ -108,12 +105,7 @@ class Ranks:
         )
 
     def share_branches(self, velocity: VelocityFn, *, on_evaluation: Callable[[], None]) -> VelocityFn:
-        """Return the same velocity, of which this rank computes its share of the branches.
-
-        Args:
-            velocity: what one rank alone would use; calls `on_evaluation` itself.
-            on_evaluation: called for each branch that another computes.
-        """
+        """Return the same velocity, of which this rank computes its share of the branches; see `SharedBranches`."""
         if self.mesh.shape.guidance == 1:
             return velocity
         return SharedBranches(velocity, self.mesh.group("guidance"), on_evaluation=on_evaluation)
@@ -122,10 +114,8 @@ class Ranks:
 class SharedBranches:
     """A velocity of which each rank of a group computes some branches, and gets the others' from them.
 
-    Args:
-        velocity: what one rank alone would use.
-        group: the ranks; all ask for the same.
-        on_evaluation: called for each branch that another computes.
+    All ranks ask for the same. `velocity` is what one rank alone would use, and calls `on_evaluation` itself; here it
+    is called for each branch that another rank computes.
     """
 
     def __init__(
@@ -154,9 +144,6 @@ class SharedDecoder(nn.Module):
 
     All ranks ask for the same tiles in the same order. One that is another's costs a rank nothing, so that it is ahead
     of rank 0 with the next of its own. What it gets itself are outlines without pixels.
-
-    Args:
-        vae: whose decoder it stands for.
     """
 
     def __init__(self, vae: VideoAutoencoder) -> None:
@@ -206,12 +193,7 @@ class SharedDecoder(nn.Module):
 def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> None:
     """Generate in processes of their own, of which the first prints; return when all are done.
 
-    Args:
-        settings: as validated here; the ranks read them from a file.
-        flags: of the command line, for the ranks too.
-
-    Raises:
-        RequestError, HardwareError, OutputError, RankFailure, KeyboardInterrupt: as `launch`.
+    The ranks read the validated settings from a file, and get the `flags` of the command line. Errors as `launch`.
     """
     with log_folder("generate") as log_dir:
         request = _ranks_to_start(settings, log_dir)
@@ -223,11 +205,7 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> Non
 
 
 def require_devices(settings: GenerateSettings) -> None:
-    """Check that this machine has the devices on which ranks are to be started.
-
-    Raises:
-        HardwareError: it has fewer.
-    """
+    """Raise a HardwareError if this machine has too few devices for the ranks to be started."""
     _ranks_to_start(settings, Path()).check()
 
 
@@ -253,10 +231,7 @@ def planned_on_ranks(
 ) -> Iterator[tuple[ExecutionPlan, Ranks]]:
     """Join the other ranks, and yield the plan on which all have agreed, for this rank's device.
 
-    Args:
-        settings: rank 0's count; where it is not set, that of `context`.
-        context: which rank this is.
-        reporter: shown which mode was chosen.
+    Rank 0's settings count; where they are not set, those of `context`.
 
     Raises:
         RequestError: the settings ask for another number of ranks, or contradict themselves.

@@ -51,11 +51,8 @@ class Reference:
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
     """Return `settings` with the condition mode filled in.
 
-    Without a mode: `t2v` for no reference, `i2v_head` for a picture, `i2v_loop` for two, `v2v_head` for a video.
-
-    Raises:
-        RequestError: the mode breaks a rule, or nothing suits the references.
-        MediaError: a reference is missing or broken.
+    Without a mode: `t2v` for no reference, `i2v_head` for a picture, `i2v_loop` for two, `v2v_head` for a video. A
+    RequestError if the mode breaks a rule, or nothing suits the references; a MediaError for a broken one.
     """
     if settings.condition.mode is not None:
         return settings
@@ -108,24 +105,16 @@ def read_references(
     fps: float | None = None,
     reporter: Reporter | None = None,
 ) -> list[Reference]:
-    """Read what `mode` needs of the files, and fit it to the video.
+    """Read what `mode` needs of the files, fit to the video: one for each of `reference_parts(mode)`, in their order.
 
     Frames of a video are taken as they are stored, whatever their rate: so the released model was trained.
 
     Args:
-        paths: the reference files.
-        mode: which frames of them are given, and where.
-        height: of the video, in pixels.
-        width: of the video, in pixels.
-        fit: what happens to references of another shape.
+        height: of the video, in pixels; so is `width`.
         causal: whether the autoencoder keeps the first frame on its own.
         temporal_compression: frames per latent frame.
         lengths: latent frames given by the video modes.
-        fps: of the video; a reference of another rate is reported.
-        reporter: warned about such references.
-
-    Returns:
-        one for each of `reference_parts(mode)`, in their order.
+        fps: of the video; a reference of another rate causes a warning.
 
     Raises:
         MediaError: a file is missing, broken, of the wrong kind, or too short (with the frames that are needed).
@@ -174,15 +163,9 @@ def encode_references(
     tiling: Tiling = NO_TILING,
     on_encoded: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
-    """Return the latents_CTHW of each reference, encoded on its own.
+    """Return the latents_CTHW of each reference, encoded on its own, with `on_encoded` called after each.
 
     The mode of the posterior is taken, not a sample of it: a given frame should come back as it is.
-
-    Args:
-        references: what is given.
-        vae: on its device, in its dtype.
-        tiling: how large frames are cut.
-        on_encoded: called after each, for progress.
     """
     weight = next(vae.parameters())
     latents = []
@@ -216,22 +199,16 @@ def collect_references_batch(
     tiling: Tiling = NO_TILING,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> list[list[torch.Tensor] | None]:
-    """Read and encode the references of a batch, for `prepare_inference_condition`.
+    """Return each sample's encoded references (C,T,H,W), or None, for `prepare_inference_condition`.
 
     The name and the order of the first five parameters are those that the Open-Sora community knows.
 
     Args:
         reference_paths: for each sample its files, separated by `;`, or an empty text for none.
         cond_type: the condition mode.
-        model_ae: the autoencoder.
         image_size: (height, width) of the video in pixels.
         is_causal: whether the autoencoder keeps the first frame on its own.
-        fit: what happens to references of another shape.
-        tiling: how the autoencoder cuts large frames.
         lengths: latent frames given by the video modes.
-
-    Returns:
-        for each sample the latents (C,T,H,W) of its references, or None.
 
     Raises:
         RequestError: no such mode.
@@ -260,12 +237,7 @@ def collect_references_batch(
 
 
 class GivenFramesPSNR:
-    """How well given frames came back in a video that passes piece by piece; none of it is kept.
-
-    Args:
-        references: what was given.
-        num_frames: of the video.
-    """
+    """How well given frames came back in a video that passes piece by piece; none of it is kept."""
 
     def __init__(self, references: Sequence[Reference], *, num_frames: int) -> None:
         # In pairs: what was given, and the position of its first frame in the video.

@@ -63,7 +63,6 @@ class GenerateResult:
     plan: ExecutionPlan
     videos: tuple[GeneratedVideo, ...]
     timings_s: Mapping[str, float]
-    """Stage to seconds."""
     peak_memory_gib: Mapping[str, float]
     """As `hardware.peak_memory_gib` returns it."""
 
@@ -102,18 +101,9 @@ def generate_from_request(
 ) -> GenerateResult | None:
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
-    Args:
-        request: what was asked for.
-        reporter: shown progress and warnings.
-        context: which of several ranks this process is; None: it runs alone.
-        rank_flags: of the command line of ranks that are started here.
-
-    Returns:
-        The result; None where ranks were started, of which the first has printed it.
-
-    Raises:
-        RankFailure: a rank failed.
-        OsoraError: as `generate` and the next two.
+    `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here. None where
+    ranks were started, of which the first has printed the result; a RankFailure where one failed. Other errors as in
+    `generate` and the next two.
     """
     if context is not None:
         request = request_of_rank(request, context)
@@ -161,11 +151,7 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
 def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:
     """Return what `generate` would do, after the checks that need neither weights nor enough memory.
 
-    Raises:
-        RequestError: sizes that contradict each other, or a mode that does not suit the references.
-        MediaError: a reference is missing, broken or too short.
-        OutputError: a result exists already, or cannot be written.
-        HardwareError: there is no such device.
+    Errors as `generate`, but for those of missing weights and of too little memory.
     """
     plan = make_plan(with_mode(settings, reporter))
     check_outputs(sample_files(plan), plan, create=False)
@@ -178,14 +164,9 @@ def generate(
 ) -> GenerateResult:
     """Make the videos that `settings` describe.
 
-    Everything that can be checked is checked before the first weight is read. The latents of all samples are made
-    first and saved; then they are decoded and saved as videos, one by one, and their files removed. With
-    `from_latents` only the latter happens, and that file stays.
-
-    Args:
-        settings: what to make.
-        reporter: shown progress and warnings; None: neither is shown.
-        context: which of several ranks this process is; all call this. None: it runs alone.
+    Everything that can be checked is checked before the first weight is read. The latents of all samples are made first
+    and saved; then they are decoded and saved as videos, one by one, and their files removed. With `from_latents` only
+    the latter happens, and that file stays. `context` is set in one of several ranks, all of which call this.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
@@ -193,7 +174,7 @@ def generate(
         CheckpointError: weights are missing (all are named) or broken, or saved latents are.
         OutputError: a result exists already, or cannot be written.
         HardwareError: there is no such device, or not enough memory.
-        KeyboardInterrupt: its argument lists what is finished and how to go on.
+        KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
     reporter = reporter or SilentReporter()
     if context is not None:

@@ -15,32 +15,18 @@ T = TypeVar("T")
 
 
 class RunRecord:
-    """Times the stages of a run, and remembers what it has finished.
-
-    Args:
-        reporter: shows the stages.
-    """
+    """Times and shows the stages of a run, and remembers what it has finished."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
         self.timings_s: dict[str, float] = {}
         self.finished: list[Path] = []
-        """Results that are complete."""
         self.kept_latents: list[Path] = []
         """Latents whose results are not; those that were being saved when the run ended may not exist."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Show a stage, and time it.
-
-        Args:
-            name: of the stage.
-            total: units of work; None: unknown.
-            unit: what they are.
-
-        Raises:
-            OutOfMemoryError: the memory was not enough.
-        """
+        """Show a stage of `total` units of work (None: unknown), and time it; may raise an OutOfMemoryError."""
         with self.timed(name), self.reporter.stage(name, total=total, unit=unit) as progress:
             yield progress
 
@@ -48,11 +34,7 @@ class RunRecord:
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of the block to `timings_s[name]`, but for what is timed inside it.
 
-        Args:
-            name: of the stage to which the block belongs.
-
-        Raises:
-            OutOfMemoryError: the memory was not enough.
+        Running out of memory inside is an OutOfMemoryError.
         """
         start, timed_s = time.perf_counter(), sum(self.timings_s.values())
         try:
@@ -103,14 +85,8 @@ def retried(
 ) -> tuple[T, ExecutionPlan]:
     """Run `run`; when it runs out of memory, again with stronger offload. Returns its result, and the plan of that.
 
-    Args:
-        run: does the work of a stage, and leaves nothing on the device when it fails.
-        plan: the first attempt's.
-        stage: which stage that is, of those that the plan names.
-        record: its reporter shows the second attempt.
-
-    Raises:
-        OutOfMemoryError: the second attempt ran out of memory too, or there is nothing left to offload.
+    `run` does the work of `stage`, and leaves nothing on the device when it fails. An OutOfMemoryError if the second
+    attempt runs out of memory too, or there is nothing left to offload.
     """
     try:
         return run(plan), plan

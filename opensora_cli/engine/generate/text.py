@@ -49,12 +49,7 @@ def warn_about_prompts(
 ) -> None:
     """Warn, once each, about what the encoders cut off and which words they do not know.
 
-    Args:
-        settings: with the prompts.
-        t5: the encoder of the prompt's tokens.
-        clip: the encoder of its pooled meaning.
-        reporter: shows the warnings.
-        vocabulary: kind to words; what the model knows, where that can be listed.
+    `vocabulary` maps kinds to the words that the model knows, where these can be listed.
     """
     prompts = [full_prompt(settings), settings.negative_prompt]
     cutting = [
@@ -91,10 +86,7 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
 def encode_text(plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGroup | None = None) -> PromptEmbeds:
     """Return the embeddings of both prompts; the encoders are loaded for this, and freed.
 
-    Args:
-        plan: what is made.
-        record: shows the stages.
-        group: ranks that share the layers of T5.
+    The ranks of `group` share the layers of T5.
     """
     with ExitStack() as stack:
         with record.stage("load", total=2, unit="encoders") as progress:

@@ -145,10 +145,6 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     The mode of the posterior is taken, where there is one. A long video is encoded in clips, of which no more than two
     are in memory. A file that fails does not stop the others.
 
-    Args:
-        settings: which files, with which autoencoder.
-        reporter: shown progress; None: none is shown.
-
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
         CheckpointError: its weights are missing or broken, or do not fit the settings.
