@@ -50,10 +50,6 @@ def _osora(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Args:
-        args: what follows the program's name; None takes it from `sys.argv`.
-    """
+    """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
     command = typer.main.get_command(app)
     return errors.run(lambda: command.main(args=args, prog_name="osora", standalone_mode=False))

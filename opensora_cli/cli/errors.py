@@ -28,12 +28,9 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 @dataclass(frozen=True)
 class Failure:
-    """How a command ends when it did not succeed.
+    """How a command ends when it did not succeed: what is wrong, one problem a line, and how to fix it.
 
-    Args:
-        lines: what is wrong, one problem a line.
-        hint: how to fix it.
-        exit_code: 2 a bad request, 3 a bad or missing file, 4 this machine cannot do it, 130 interrupted.
+    Exit codes: 2 a bad request, 3 a bad or missing file, 4 this machine cannot do it, 130 interrupted.
     """
 
     lines: tuple[str, ...]
@@ -53,9 +50,7 @@ def interruptible() -> Iterator[None]:
 
     A request to end (SIGTERM: `kill`, a container that stops, a job whose time is up) counts as Ctrl-C, and leaves as
     little behind. The engine may hand in lines on how to go on, as the argument of `KeyboardInterrupt`.
-
-    Raises:
-        InterruptError: Ctrl-C was pressed.
+    Raises InterruptError if Ctrl-C was pressed.
     """
     with _watching() as was_pressed, _terminating_as_interrupting():
         try:
@@ -123,9 +118,7 @@ def _watching() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block, as for the import of torch: interrupted, that can abort the program.
-
-    Raises:
-        KeyboardInterrupt: at the end, if Ctrl-C was pressed.
+    Raises KeyboardInterrupt at the end if Ctrl-C was pressed.
     """
     pressed = False
 
@@ -173,9 +166,7 @@ def run(command: Callable[[], object]) -> int:
     prints the traceback and exits with 1.
 
     Where this process is one of several ranks, the launcher that started it gets the message and prints it once.
-
-    Args:
-        command: returns an exit code, or anything else for success.
+    `command` returns an exit code, or anything else for success.
     """
     context = _context()
     with rank_link.linked(context):

@@ -18,12 +18,7 @@ Clock = Callable[[], float]
 
 
 class Pace:
-    """How far a stage is, how fast it goes, and what is left of it.
-
-    Args:
-        total: units to do; None when that is unknown.
-        clock: seconds, for tests to replace.
-    """
+    """How far a stage is, how fast it goes, and what is left of it; `total` is None when that is unknown."""
 
     def __init__(self, total: int | None, *, clock: Clock = time.monotonic) -> None:
         self.total = total
@@ -62,12 +57,7 @@ class Pace:
 
 
 class LineReporter:
-    """Plain lines for logs: one when a stage ends, and one every few seconds while it runs.
-
-    Args:
-        every: seconds between two lines of a running stage.
-        clock: seconds, for tests to replace.
-    """
+    """Plain lines for logs: one when a stage ends, and one every few seconds while it runs."""
 
     def __init__(self, *, every: float = 10.0, clock: Clock = time.monotonic) -> None:
         self._every = every
@@ -111,12 +101,7 @@ class _LineStage:
 
 
 class BarReporter:
-    """Bars on a terminal, one per running stage; a finished stage leaves a line.
-
-    Args:
-        console: where to; None: stderr.
-        clock: seconds, for tests to replace.
-    """
+    """Bars on a terminal, stderr by default, one per running stage; a finished stage leaves a line."""
 
     def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
         self._console = console or Console(stderr=True, highlight=False)

@@ -16,13 +16,7 @@ class AttentionFn(Protocol):
     """Softmax attention without a mask, scaled by D^-0.5."""
 
     def __call__(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
-        """Return softmax(q k^T D^-0.5) v with shape (B, H, N, D), in the dtype of `v_BHMD`.
-
-        Args:
-            q_BHND: queries.
-            k_BHMD: keys; M equals N in self-attention.
-            v_BHMD: values.
-        """
+        """Return softmax(q k^T D^-0.5) v with shape (B, H, N, D), in `v_BHMD`'s dtype; M is N in self-attention."""
 
 
 @dataclass(frozen=True, slots=True)

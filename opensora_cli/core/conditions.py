@@ -151,9 +151,7 @@ class ReferencePart:
 
 def condition_mode(name: str, *, num_latent_frames: int | None = None) -> ConditionMode:
     """Return the row called `name`; `t2v` if the clip has a single latent frame, of which nothing can be given.
-
-    Raises:
-        RequestError: no such mode.
+    Raises RequestError if there is no such mode.
     """
     mode = CONDITION_MODES.get(name)
     if mode is None:
@@ -173,11 +171,7 @@ def reference_parts(
 ) -> tuple[ReferencePart, ...]:
     """Return what to read for `mode`, the head before the tail: one entry of `ref_list[i]` for each part.
 
-    Args:
-        mode: the row.
-        causal: whether the autoencoder keeps the first frame on its own.
-        temporal_compression: frames per latent frame.
-        lengths: latent frames given by the video modes.
+    A `causal` autoencoder keeps the first frame on its own. `lengths` are latent frames.
     """
     num_frames = lengths.pixel_frames(mode, causal=causal, temporal_compression=temporal_compression)
     parts = []

@@ -4,9 +4,7 @@
 class OsoraError(Exception):
     """A failure that a user can understand and act on.
 
-    Args:
-        message: what is wrong, in one line, naming the setting or file and its value.
-        hint: how to fix it, in one line.
+    The message names the setting or file and its value, and the hint how to fix it, each in one line.
     """
 
     exit_code = 1

@@ -29,11 +29,8 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
 
     Missing parent folders are made. The temporary file is flushed to the disk before it is renamed, and removed when
     the block fails or is interrupted, so `path` never holds half a result. The temporary name has no extension: a
-    writer that guesses its format from the name needs the format as an argument.
-
-    Args:
-        path: the file.
-        replace: whether the file takes the place of one that is there. If not, what appears there meanwhile is kept.
+    writer that guesses its format from the name needs the format as an argument. Without `replace`, a file that is
+    there, or appears there meanwhile, is kept.
 
     Raises:
         OutputError: an operating system error while making, writing (in the block, too), flushing or renaming, with
@@ -57,15 +54,9 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
 
     A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
     in one step. Elsewhere the old one is renamed first, and a crash in that instant leaves both complete, the old one
-    under a temporary name. A link to a folder is replaced by a folder of its own; what it points to stays.
-
-    Args:
-        path: the folder.
-        replace: whether the folder takes the place of one that is there. If not, what appears there meanwhile is kept,
-            unless it is an empty folder.
-
-    Raises:
-        OutputError: as `atomic_path`.
+    under a temporary name. A link to a folder is replaced by a folder of its own; what it points to stays. Without
+    `replace`, a folder that is there, or appears there meanwhile, is kept unless it is empty. Raises OutputError as
+    `atomic_path`.
     """
     target = Path(path)
     with _temporary_beside(target) as temporary:
@@ -84,9 +75,7 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
 
 def replace_folder(temporary: Path, target: Path) -> None:
     """Let a folder whose files are on the disk take the name of another beside it, which goes away if it is there.
-
-    Raises:
-        OSError: that is not possible.
+    Raises OSError if that is not possible.
     """
     for folder in [*sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _flush_to_disk(folder)
@@ -105,11 +94,7 @@ def _take_place(temporary: Path, target: Path) -> None:
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
-    """Make `content` the whole of `path`, through `atomic_path`.
-
-    Raises:
-        OutputError: as `atomic_path`.
-    """
+    """Make `content` the whole of `path`, through `atomic_path`. Raises OutputError as `atomic_path`."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
 
@@ -118,10 +103,7 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
     """Write `document` as indented UTF-8 JSON, through `atomic_path`.
 
     NaN and infinity are refused, since no other JSON reader takes them.
-
-    Raises:
-        OutputError: as `atomic_path`.
-        ValueError, TypeError: `document` is not JSON.
+    Raises OutputError as `atomic_path`, and ValueError, TypeError if `document` is not JSON.
     """
     text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
     # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
@@ -130,9 +112,7 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
 
 def refuse_special(path: Path) -> None:
     """Refuse a device, a pipe or a socket as the place of a result: renaming would replace it.
-
-    Raises:
-        OutputError: `path` is one.
+    Raises OutputError if `path` is one.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OutputError(f"{path} is neither a file nor a folder", hint=_ANOTHER_NAME)
@@ -140,9 +120,7 @@ def refuse_special(path: Path) -> None:
 
 def require_space(path: Path, needed: int) -> None:
     """Check that the disk of `path`, which need not exist, has room for `needed` bytes more.
-
-    Raises:
-        OutputError: it has not.
+    Raises OutputError if it has not.
     """
     place = next((place for place in (path, *path.absolute().parents) if place.exists()), Path("/"))
     try:

@@ -18,10 +18,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Keep other processes that do the same out of a folder for the length of the block.
 
     The system lets go of the lock when the process ends, however it ends; a file `.lock` that is left then means
-    nothing by itself. On Windows, and on file systems without locks, the lock has no effect.
-
-    Args:
-        folder: is made if it is not there, and removed again if nothing is in it at the end.
+    nothing by itself. On Windows, and on file systems without locks, the lock has no effect. The folder is made if it
+    is not there, and removed again if nothing is in it at the end.
 
     Raises:
         OutputError: another process is in the folder, which is named with its number; or the folder cannot be made.

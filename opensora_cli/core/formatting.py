@@ -23,9 +23,7 @@ _JOINERS = "\u200c\u200d"
 
 def parse_bytes(text: str) -> int:
     """Return the bytes that `text` means: `4096`, `4GB` (powers of 1000), `4GiB` (powers of 1024), `1.5 GB`.
-
-    Raises:
-        ValueError: it is no size, or one that no file can have.
+    Raises ValueError if it is no size, or one that no file can have.
     """
     found = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(found.group(2).upper()) if found else None
@@ -43,12 +41,7 @@ def best_unit(count: int) -> str:
 
 
 def format_bytes(count: int, *, unit: str | None = None) -> str:
-    """Return `count` bytes for people: `23.8 GB`.
-
-    Args:
-        count: bytes.
-        unit: one of `UNITS`; None: what suits the number.
-    """
+    """Return `count` bytes for people: `23.8 GB`. The unit is one of `UNITS`; None: what suits the number."""
     unit = unit or best_unit(count)
     return f"{count} bytes" if unit == "bytes" else f"{count / UNITS[unit]:.1f} {unit}"
 

@@ -7,14 +7,10 @@ from opensora_cli.core.exceptions import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentGrid:
-    """Sizes of the latents of a clip.
+    """Sizes of the latents of a clip. Ratios are frames to a latent frame, and pixels to a latent along each side.
 
-    Args:
-        latent_channels: channels of the latents.
-        time_compression_ratio: frames to a latent frame.
-        spatial_compression_ratio: pixels to a latent along height and width.
-        is_causal: whether the first latent frame is the first frame alone, and a clip so has 1 more frame than a
-            multiple of `time_compression_ratio`. If not, a clip has a multiple of it, and a single frame is a picture.
+    If `is_causal`, the first latent frame is the first frame alone, and a clip so has 1 more frame than a multiple of
+    `time_compression_ratio`. If not, a clip has a multiple of it, and a single frame is a picture.
     """
 
     latent_channels: int
@@ -41,9 +37,7 @@ class LatentGrid:
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of the latents of a picture.
-
-        Raises:
-            RequestError: they are no multiples of the compression.
+        Raises RequestError if they are no multiples of the compression.
         """
         ratio = self.spatial_compression_ratio
         if min(height, width) < 1 or height % ratio or width % ratio:

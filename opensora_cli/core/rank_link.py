@@ -47,14 +47,10 @@ Kind = Literal["error", "bug", "lost", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Why a rank ends.
+    """Why a rank ends; `exit_code` is that of the whole run, and `message` has one problem a line.
 
-    Args:
-        kind: `error`: a user can act on it; `lost`: another rank is gone, which is seldom the cause; `interrupted`:
-            it was asked to end; `bug`: anything else.
-        message: what is wrong, one problem a line.
-        hint: how to fix it.
-        exit_code: of the whole run.
+    The kinds: `error`, a user can act on it; `lost`, another rank is gone, which is seldom the cause; `interrupted`, it
+    was asked to end; `bug`, anything else.
     """
 
     kind: Kind
@@ -93,7 +89,6 @@ def linked(
     a step's time and the next takes far longer.
 
     Args:
-        context: which rank this is.
         silence_s: seconds that are too long without progress, if ten steps are not longer.
         silent_steps: how many steps' time that is.
     """
@@ -147,21 +142,13 @@ def current_stage() -> str | None:
 
 
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
-    """Report to the launcher an error that a user can act on.
-
-    Returns:
-        Whether there is a launcher, which then prints it. If not, the caller must.
-    """
+    """Report to the launcher an error that a user can act on; False: there is none, and the caller must print it."""
     kind: Kind = "interrupted" if exit_code == INTERRUPTED else "error"
     return _report(RankReport(kind=kind, message=message, hint=hint, exit_code=exit_code))
 
 
 def report_bug(error: BaseException) -> bool:
-    """Report to the launcher an error that is not ours, and write its traceback to the rank's log.
-
-    Returns:
-        As `report_failure`.
-    """
+    """Report an error that is not ours, and write its traceback to the rank's log; returns as `report_failure`."""
     if _link is None or not _link.has_launcher:
         return False
     _link.log("".join(traceback.format_exception(error)))

@@ -46,9 +46,6 @@ def find_context(environment: Mapping[str, str]) -> RankContext | None:
     a Slurm job have both. Of Slurm only what `srun` started counts: the script of a batch job has most of the
     variables too, but is no rank.
 
-    Args:
-        environment: as of `os.environ`.
-
     Raises:
         RequestError: variables are missing, no numbers, or contradict each other; they are named.
     """
@@ -61,9 +58,7 @@ def find_context(environment: Mapping[str, str]) -> RankContext | None:
 
 def first_host(nodelist: str) -> str:
     """Return the first host that Slurm's short form of a list of hosts means: `node01` of `node[01-04,7],login`.
-
-    Raises:
-        RequestError: it is no such list.
+    Raises RequestError if it is no such list.
     """
     match = re.fullmatch(r"((?:[^,\[\]\s]|\[[\d,-]+\])+)(?:,.*)?", nodelist)
     first = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[1]) if match else ""

@@ -48,9 +48,8 @@ def shown_value(name: str, value: str) -> str:
 class Redactor:
     """Hides one user's and one machine's names.
 
-    Args:
-        names: what to hide, and what to write instead: a user, a host.
-        folders: folders that are known to come up, which blanks in their names must not save.
+    `names` maps what to hide to what to write instead: a user, a host. `folders` are known to come up, and blanks in
+    their names must not save them.
     """
 
     def __init__(self, names: Mapping[str, str], *, folders: Iterable[str] = ()) -> None:

@@ -22,17 +22,10 @@ class Slot:
 
 
 class HostStack:
-    """Flat memory of one dtype that is used as a stack.
+    """Flat memory of one dtype that is used as a stack; on `meta` it only counts.
 
-    Space is taken at the top. It may be released in any order: the top falls as soon as nothing there is live.
-
-    Args:
-        numel: elements.
-        dtype: of all of them.
-        device: `cpu`, or `meta` to count only.
-
-    Raises:
-        RuntimeError: there is too little memory.
+    Space is taken at the top. It may be released in any order: the top falls as soon as nothing there is live. Raises
+    RuntimeError if there is too little memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, device: str) -> None:
@@ -47,9 +40,7 @@ class HostStack:
 
     def lock_pages(self, device: torch.device) -> None:
         """Let a CUDA device copy beside the computation; again has no effect.
-
-        Raises:
-            HardwareError: the memory cannot be page-locked.
+        Raises HardwareError if the memory cannot be page-locked.
         """
         if self._lock is None:
             self._lock = PageLock(self.elements, device)
@@ -62,11 +53,7 @@ class HostStack:
         return self._slots[-1].stop if self._slots else 0
 
     def push(self, numel: int) -> Slot:
-        """Take space at the top.
-
-        Raises:
-            RuntimeError: there is too little.
-        """
+        """Take space at the top. Raises RuntimeError if there is too little."""
         start, size = self.used, self.elements.numel()
         if start + numel > size:
             raise RuntimeError(
@@ -118,11 +105,7 @@ class PlainCopies:
 
 
 class StreamCopies:
-    """Copies beside the computation, on two CUDA streams of their own: one for each direction.
-
-    Args:
-        device: the CUDA device.
-    """
+    """Copies beside the computation, on two CUDA streams of their own: one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation there

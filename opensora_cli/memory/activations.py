@@ -58,16 +58,11 @@ class ActivationManager:
         return self
 
     def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
-        """Allocate the buffer, in place of an earlier one.
+        """Allocate a buffer of `numel` numbers, in place of an earlier one; `peak_bytes` is what a run needed.
 
-        Args:
-            numel: numbers that it holds; `peak_bytes` is what a run needed.
-            dtype: of the tensors that are offloaded.
-            device: `cpu`; or `meta` for a buffer of no memory, with which a model on meta shows what it needs.
-
-        Raises:
-            ValueError: the buffer would hold nothing.
-            RuntimeError: the earlier buffer is in use, or there is too little memory.
+        On the device `meta` it has no memory, and a model on meta shows what it needs.
+        Raises ValueError if the buffer would hold nothing, and RuntimeError if the earlier buffer is in use, or there
+        is too little memory.
         """
         if numel <= 0:
             raise ValueError(f"numel={numel} must be over 0")
@@ -80,13 +75,7 @@ class ActivationManager:
 
     def offload(self, x: Tensor) -> OffloadedActivation:
         """Copy a tensor to the buffer; its own memory is free when the caller forgets it.
-
-        Args:
-            x: any shape, of the buffer's dtype.
-
-        Raises:
-            RuntimeError: there is no buffer, or it is full.
-            ValueError: x has another dtype.
+        Raises RuntimeError if there is no buffer, or it is full, and ValueError if x has another dtype.
         """
         stack = self._require_stack()
         if x.dtype != stack.elements.dtype:
@@ -101,11 +90,8 @@ class ActivationManager:
     def onload(self, x: OffloadedActivation) -> Tensor:
         """Return a tensor on the device that it came from, without its graph, and release its space.
 
-        Args:
-            x: the last that was offloaded of those that are left.
-
-        Raises:
-            RuntimeError: it is not the last one, or is not offloaded any more.
+        Raises RuntimeError if it is not the last that was offloaded of those that are left, or is not offloaded any
+        more.
         """
         if x._entry is None:
             raise RuntimeError("this activation was onloaded before, or dropped by reset(): offload it again")
@@ -124,9 +110,7 @@ class ActivationManager:
         """Offload what autograd saves inside the block: the block of code is one step of the prefetch in backward.
 
         Tensors of another dtype stay where they are, and count in `outside_bytes`; parameters stay and do not count.
-
-        Raises:
-            RuntimeError: there is no buffer, or it is full.
+        Raises RuntimeError if there is no buffer, or it is full.
         """
         self._require_stack()
         while self._regions and not any(entry() for entry in self._regions[-1]):
@@ -224,13 +208,7 @@ class _Saved(NamedTuple):
 
 
 class _Entry:
-    """A saved tensor, offloaded or left on its device; its space is released with it.
-
-    Args:
-        manager: whose.
-        source: the tensor, without its graph.
-        stack: the buffer that it goes to; None: it stays.
-    """
+    """A saved tensor, offloaded or left on its device; its space is released with it."""
 
     def __init__(self, manager: ActivationManager, source: Tensor, *, stack: HostStack | None) -> None:
         self._manager = manager
@@ -263,11 +241,7 @@ class _Entry:
             self._manager.copied_to_device += self._num_bytes
 
     def fetch(self) -> Tensor:
-        """Return it on its device, for the current stream to use.
-
-        Raises:
-            RuntimeError: it was dropped.
-        """
+        """Return it on its device, for the current stream to use. Raises RuntimeError if it was dropped."""
         self.start()
         if self._tensor is None or (self._slot is not None and not self._slot.live):
             raise RuntimeError("this activation was dropped by reset(): run the forward pass again")

@@ -34,11 +34,7 @@ class _Policy:
 
 
 class GradCheckpoint:
-    """The checkpointing of one model; `remove`, or the end of a `with` block, undoes it.
-
-    Args:
-        paths: of the modules that are checkpointed, called by any other.
-    """
+    """The checkpointing of the modules at `paths`; `remove`, or the end of a `with` block, undoes it."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
@@ -76,23 +72,18 @@ def set_grad_checkpoint(
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model: the modules in its `ModuleList`s, called by any other.
 
-    Any other module of the model is checkpointed where it is called through `auto_grad_checkpoint`. Inside a
-    checkpoint there are no further ones, and without gradients there are none.
+    Any other module of the model is checkpointed where it is called through `auto_grad_checkpoint`. Inside a checkpoint
+    there are no further ones, and without gradients there are none. Offloading with `activations` needs its buffer
+    before the first forward pass.
 
     Args:
-        model: it stays as it is but for the way in which its blocks are called.
-        use_fp32_attention: hand queries, keys and values to the `attention` function of the checkpointed blocks in
-            fp32 and with autocast off, and give its result the dtype of the values again. A function that casts its
+        use_fp32_attention: hand queries, keys and values to the `attention` function of the checkpointed blocks in fp32
+            and with autocast off, and give its result the dtype of the values again. A function that casts its
             arguments itself still does.
         gc_step: blocks for each checkpoint where `auto_grad_checkpoint` runs a sequence. Blocks that a model calls one
             by one have a checkpoint each.
         depth: path of a `ModuleList` -> how many of its blocks, from the first; None, or no entry: all. The last ones
             are the best to leave out: backward frees what they keep before it computes the others again.
-        others: paths of further modules that are checkpointed, called by any other.
-        activations: offloads the inputs of what is checkpointed; it needs its buffer before the first forward pass.
-
-    Returns:
-        What undoes it.
 
     Raises:
         ValueError: gc_step is under 1, a path is not there, a depth is not possible, no attention could be wrapped, or
@@ -128,12 +119,8 @@ def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **
     """Call a module, or modules one after the other, with checkpoints where `set_grad_checkpoint` has set them.
 
     In a sequence, what a block returns takes the place of as many arguments of the next, from the first; the others
-    stay, so that `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` is the whole stack.
-
-    Args:
-        module: a module, or a sequence (`nn.ModuleList`, `nn.Sequential`, a list).
-        args: of the first block.
-        kwargs: of every block.
+    stay, so that `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` is the whole stack. Every
+    block gets `kwargs`.
     """
     if isinstance(module, nn.ModuleList | nn.Sequential | Sequence):
         return _run_sequence(list(module), args, kwargs)

@@ -119,10 +119,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:
         """Count tensors that existed before, and set their owner.
 
-        Args:
-            held: a module (its parameters and buffers), a tensor or several.
-            owner: in whose name it counts from its beginning, also what is counted already; None: nobody's, or as it
-                was.
+        The owner also counts as that from the beginning of what is counted already; None: it has none, or the one it
+        had.
         """
         if isinstance(held, nn.Module):
             held = [*held.parameters(), *held.buffers()]
@@ -137,9 +135,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def watch(self, module: nn.Module, name: str = "") -> Iterator[None]:
         """Inside the block, own what `module` and the modules in it make in their forward in their names.
 
-        Args:
-            module: the root.
-            name: of the root; the others follow, as in `transformer.double_blocks.0`.
+        `name` is that of the root; the others follow, as in `transformer.double_blocks.0`.
         """
         removers: list[Callable[[], None]] = []
 

@@ -64,14 +64,8 @@ class MemoryProfile:
 class DynamicActivationManager(ActivationManager):
     """Offloads a tensor only if more than a share of the device's memory is in use when it is saved.
 
-    A tensor that stays needs no copy in backward either. The buffer must still be large enough for the worst case.
-
-    Args:
-        threshold: share of the memory, 0 to 1; 0 offloads everything, 1 nothing.
-        read_memory: returns how much of a device's memory is in use.
-
-    Raises:
-        ValueError: the threshold is no share.
+    A tensor that stays needs no copy in backward either. The buffer must still be large enough for the worst case. The
+    share `threshold` is 0 to 1; 0 offloads everything, 1 nothing, and another raises ValueError.
     """
 
     def __init__(self, threshold: float = 0.8, *, read_memory: MemoryReading = used_and_total) -> None:

@@ -17,13 +17,8 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 class Fp8Linear(nn.Linear):
     """A linear layer whose parameter `weight` is float8_e4m3fn, beside `weight_scale`, (out_features, 1) in fp32.
 
-    The attribute `weight` is the product of the two, dequantized on each access, in the dtype that the weight had.
-
-    Args:
-        linear: the layer that it replaces; its bias is taken over.
-
-    Raises:
-        CheckpointError: the weight has numbers that are not finite.
+    The attribute `weight` is the product of the two, dequantized on each access, in the dtype that the weight had. The
+    bias of `linear` is taken over. Raises CheckpointError if the weight has numbers that are not finite.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -53,9 +48,7 @@ def store_in_fp8(block: nn.Module) -> None:
     """Replace the linear layers inside a module by ones that keep their weight in 8 bits, one after the other.
 
     Beside the result, one weight in fp32 is held at a time. Names of parameters stay; each layer gets a `weight_scale`.
-
-    Args:
-        block: on any device but meta; those of its linear layers that are in 8 bits already are left alone.
+    The module is not on meta; layers that are in 8 bits already are left alone.
 
     Raises:
         CheckpointError: a weight has numbers that are not finite; the layers before it have been replaced.

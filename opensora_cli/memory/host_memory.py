@@ -35,14 +35,10 @@ def page_aligned(nbytes: int) -> Tensor:
 
 
 class PageLock:
-    """Locks the pages of memory until it is released.
+    """Locks the pages of memory until it is released; made by `page_aligned`, the memory must live as long.
 
-    Args:
-        memory: of `page_aligned`; it must live as long as the lock.
-        device: the CUDA device that copies; its context is made here, and on no other.
-
-    Raises:
-        HardwareError: the system refuses.
+    The context of the CUDA device that copies is made here, and on no other. Raises HardwareError if the system
+    refuses.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
@@ -71,11 +67,7 @@ def _cudart() -> Any:
 
 
 class SideStream:
-    """A CUDA stream for copies. On the CPU, where calls are synchronous, it does nothing.
-
-    Args:
-        device: of the copies and of the computation.
-    """
+    """A CUDA stream for copies. On the CPU, where calls are synchronous, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -115,13 +107,10 @@ class SideStream:
 class SharedCopies:
     """Takes tensors that every rank has computed, and gives each rank a view of one common copy.
 
-    The copies lie in files without a name, in shared memory where that has room, or else in the folder of temporary
-    files. Where neither has, each rank keeps its own. Tensors may be read when the context has ended, and must not be
-    written to.
-
-    Args:
-        group: the ranks of one machine. All hold the same tensors in the same order.
-        segment_bytes: size of one file, unless a tensor is larger.
+    The ranks of the group, on one machine, hold the same tensors in the same order. The copies lie in files without a
+    name, of `segment_bytes` unless a tensor is larger, in shared memory where that has room, or else in the folder of
+    temporary files. Where neither has, each rank keeps its own. Tensors may be read when the context has ended, and
+    must not be written to.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
@@ -142,11 +131,7 @@ class SharedCopies:
             dist.barrier(self._group)
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same shape, dtype and content, which is the common copy.
-
-        Args:
-            tensor: on the CPU. Its own memory is free when the caller lets go of it.
-        """
+        """Return the common copy of a tensor on the CPU, whose own memory is free when the caller lets go of it."""
         size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._segment is None or self._used + size > self._segment.numel():
             self._begin_segment(max(size, self._segment_bytes))

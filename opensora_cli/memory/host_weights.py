@@ -31,9 +31,6 @@ class BlockWeights:
 
     A parameter that several modules of the block share is there once, and each lies row by row. Parameters on another
     device are left out: these are shared with what is outside the blocks, and are already where they are needed.
-
-    Args:
-        block: the module.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -51,11 +48,7 @@ class BlockWeights:
         return list(self._users)
 
     def views(self, run: Tensor) -> list[Tensor]:
-        """Return the tensors that a run of bytes holds, shaped as the parameters.
-
-        Args:
-            run: (nbytes or more,) uint8, on any device.
-        """
+        """Return the tensors that a run of (nbytes or more,) uint8 holds, on any device, shaped as the parameters."""
         return [
             run[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
             for offset, weight in zip(self._offsets, self._users, strict=True)
@@ -73,11 +66,10 @@ class BlockWeights:
 
     @torch.no_grad()
     def move_to(self, run: Tensor, shared: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Copy the parameters to a run of bytes on the CPU, and have the block hold these copies from now on.
+        """Copy the parameters to a run of (nbytes or more,) uint8 on the CPU; the block holds these copies from now on.
 
-        Args:
-            run: (nbytes or more,) uint8.
-            shared: parameters that several blocks have -> what they hold instead, which is itself until one has moved.
+        `shared` maps parameters that several blocks have to what they hold instead, which is itself until one has
+        moved.
         """
         users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for (weight, own), view in zip(self._users.items(), self.views(run), strict=True):
@@ -121,15 +113,13 @@ def open_host_weights(
 ) -> Iterator[HostWeights]:
     """Get weights ready to be copied to a device, and yield them.
 
-    When the context ends, threads have ended, copies are done, and no memory is locked any more.
+    When the context ends, threads have ended, copies are done, and no memory is locked any more. Nothing is locked for
+    a CPU.
 
     Args:
         source: `pinned` moves the blocks' weights, block by block, to memory of which pages are locked, where they
             remain when it is unlocked; the memory that they were in is free unless others hold it. `mapped` leaves them
             where they are.
-        blocks: whose weights.
-        device: where they go. Nothing is locked for a CPU.
-        side: the stream of the copies.
 
     Raises:
         HardwareError: the memory cannot be locked.
@@ -146,11 +136,7 @@ def open_host_weights(
 
 
 class _LockedMemory:
-    """Memory of the host, page-locked where the device is a GPU.
-
-    Args:
-        device: that copies from it.
-    """
+    """Memory of the host, page-locked where the device that copies from it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -31,8 +31,7 @@ class ProfiledPhase:
 class AccelerationProfiler:
     """Measures the time and the CUDA memory of named phases, one after the other; without CUDA only the time.
 
-    Args:
-        device: the CUDA device, or a CPU; None: the current CUDA device where there is one.
+    `device` None is the current CUDA device where there is one.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -81,12 +80,7 @@ class AccelerationProfiler:
 
 
 def log_cuda_memory(stage: str | None = None, *, logger: logging.Logger = _logger) -> None:
-    """Log how much CUDA memory is in use and reserved now; without CUDA, that there is none.
-
-    Args:
-        stage: what the program does, for the line.
-        logger: where to.
-    """
+    """Log how much CUDA memory is in use and reserved now in a stage; without CUDA, that there is none."""
     _log(logger, "CUDA memory", stage, torch.cuda.memory_allocated, torch.cuda.memory_reserved)
 
 

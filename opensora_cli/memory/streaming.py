@@ -42,18 +42,15 @@ def stream_blocks(
     left out, but only that of the stacks is fast. The results are those of a model that is on the device as a whole.
 
     A block has its weights on the device during its forward only; at any other time its parameters are on the CPU,
-    under their names. With `pinned` they are other tensors from then on, of the same values.
+    under their names. With `pinned` they are other tensors from then on, of the same values. The figures that it yields
+    are kept up to date. When the context ends, the device's memory is free again.
 
     Args:
         stacks: the blocks, in the order in which they run; their parameters are on the CPU. Everything else of the
             model is on the device, and buffers of blocks are moved there.
-        device: where the blocks compute; a CPU works too, but is of use for tests only.
         resident: how many blocks' weights may be on the device at a time, from 1; with as many as there are all stay.
         source: where the weights of the blocks that don't stay wait: `pinned` is one page-locked copy; `mapped` is no
             copy, but a thread that reads them where they are.
-
-    Yields:
-        The figures, kept up to date. When the context ends, the device's memory is free again.
 
     Raises:
         ValueError: `resident` is not positive, or weights are on the meta device.
@@ -91,14 +88,9 @@ def stream_blocks(
 
 
 def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
-    """Return the bytes of weights that `stream_blocks` holds on the device.
+    """Return the bytes of weights that `stream_blocks` holds on the device, from the blocks' `slot_bytes` in order.
 
-    Args:
-        block_bytes: `slot_bytes` of every block, in the order in which they run.
-        resident: as for `stream_blocks`.
-
-    Raises:
-        ValueError: `resident` is not positive.
+    Raises ValueError if `resident` is not positive.
     """
     kept = kept_blocks(len(block_bytes), resident=resident)
     streamed = [size for index, size in enumerate(block_bytes) if index not in kept]
@@ -106,14 +98,9 @@ def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
 
 
 def kept_blocks(count: int, *, resident: int) -> list[int]:
-    """Return the numbers of the blocks that `stream_blocks` keeps on the device.
+    """Return the numbers of the blocks, of `count`, that `stream_blocks` keeps on the device.
 
-    Args:
-        count: of all blocks.
-        resident: as for `stream_blocks`.
-
-    Raises:
-        ValueError: `resident` is not positive.
+    Raises ValueError if `resident` is not positive.
     """
     if resident < 1:
         raise ValueError(f"resident={resident} is not positive: a block must be on the device to compute")
@@ -133,13 +120,7 @@ class _Arrival:
 
 
 class _Streamer:
-    """Lends blocks their weights on the device, and fetches those that come next.
-
-    Args:
-        host: where the streamed blocks wait.
-        side: the stream of the copies.
-        figures: in which copies are counted.
-    """
+    """Lends blocks their weights on the device, and fetches those that come next."""
 
     def __init__(self, host: HostWeights, side: SideStream, figures: StreamingFigures) -> None:
         self._host = host

@@ -38,24 +38,13 @@ def compressed_all_to_all(
     gather_sizes: Sequence[int] | None = None,
     wire: WireFormat | None = None,
 ) -> Tensor:
-    """Do what `all_to_all` does, with elements that are rounded for the way; the gradients' are too.
+    """Do what `all_to_all` does, with elements and gradients that are rounded for the way.
 
     An element x of an fp32 tensor comes out wrong by at most |x| / 256 with `bf16`. With `fp8` it is at most |x| / 16,
     or 2^-18 of the largest element of its row, whichever is more; a row is what lies along the last dimension. A row
-    that holds an infinity or NaN arrives as NaN with `fp8`.
-
-    Args:
-        input_: as for `all_to_all`, which describes the others too; floating-point. Of a 16-bit one `bf16` saves
-            nothing.
-        process_group: the ranks.
-        scatter_dim: is divided.
-        gather_dim: is joined.
-        scatter_sizes: the lengths of the shares along `scatter_dim`.
-        gather_sizes: the same along `gather_dim`.
-        wire: how elements travel; None: as they are.
-
-    Raises:
-        ValueError: the sizes are wrong, or one of the dimensions is the last one, which `fp8` keeps whole.
+    that holds an infinity or NaN arrives as NaN with `fp8`. Of a 16-bit tensor `bf16` saves nothing. With `wire` None
+    elements travel as they are. Raises ValueError if the sizes are wrong, or one of the dimensions is the last one,
+    which `fp8` keeps whole.
     """
     if process_group is None or wire is None:
         return all_to_all(
@@ -97,8 +86,7 @@ def _as_fp8(exchange: Exchange, x: Tensor, scatter: int, gather: int, scattered:
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return fp8 values and the fp32 scale of each row (..., 1) by which to multiply them; the largest becomes 448.
 
-    Args:
-        x: floating-point, with rows of at least one element along the last dimension.
+    Rows lie along the last dimension, and have at least one element.
     """
     largest = x.abs().amax(dim=-1, keepdim=True).float()
     # A row of zeros would divide by zero.
@@ -107,14 +95,9 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the two groups of `hierarchical_all_to_all`; a collective of all ranks of the run.
+    """Make the groups of `hierarchical_all_to_all`: the ranks on this machine, and those with this place on each.
 
-    Args:
-        group: its ranks follow one another machine by machine; other ranks have others.
-        ranks_per_node: how many of them each machine has.
-
-    Returns:
-        The ranks on this rank's machine, and those with its place on every machine.
+    All ranks of the run call this. Those of `group` follow one another machine by machine.
 
     Raises:
         ValueError: the machines do not have equally many ranks.
@@ -146,18 +129,8 @@ def hierarchical_all_to_all(
     sends M - 1 messages, instead of L (M - 1) of which each has an L-th of the size. Inside a machine everything
     travels twice.
 
-    Args:
-        input_: as for `all_to_all`, which describes the others too.
-        local_group: the ranks on this machine, in the same order on each.
-        node_group: the ranks with this one's place on every machine; `node_groups` makes both.
-        scatter_dim: is divided.
-        gather_dim: is joined.
-        scatter_sizes: the lengths of the shares along `scatter_dim`, one for each of all ranks.
-        gather_sizes: the same along `gather_dim`.
-        wire: how elements travel, as for `compressed_all_to_all`; None: as they are.
-
-    Raises:
-        ValueError: the tensor does not have the sizes it should have.
+    `node_groups` makes both groups. Sizes have an entry for each of all ranks. `wire` is as for
+    `compressed_all_to_all`, and all else as for `all_to_all`.
     """
     inner, outer = dist.get_world_size(local_group), dist.get_world_size(node_group)
     if inner * outer == 1:

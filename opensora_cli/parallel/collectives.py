@@ -4,6 +4,9 @@ In all of them a group of one rank, or None, means that there is nothing to do. 
 sizes, and on whether the tensor takes part in gradients: its backward is a collective too. Gradients are those of one
 process that holds everything and whose loss is the sum of the ranks' losses, except where a function says otherwise.
 Results never share memory with what was handed in, unless nothing was to be done, and nothing is kept for the backward.
+
+Dimensions may be negative. `sizes` are the lengths of the shares along `dim`, one for each rank; None: all are equal.
+A tensor that contradicts its sizes raises ValueError.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +33,6 @@ def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None
     """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed.
 
     Uneven shares travel padded to the longest.
-
-    Args:
-        x: this rank's share.
-        group: the ranks.
-        dim: may be negative.
-        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
-
-    Raises:
-        ValueError: the share does not have the size it should have.
     """
     if _alone(group):
         return x
@@ -48,16 +42,7 @@ def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None
 def reduce_scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Return this rank's share of the sum over all ranks, divided along `dim` in the order of ranks.
 
-    Uneven shares travel padded to the longest.
-
-    Args:
-        x: of the same shape on all ranks.
-        group: the ranks.
-        dim: may be negative.
-        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
-
-    Raises:
-        ValueError: the sizes are not those of the whole.
+    `x` has the same shape on all ranks. Uneven shares travel padded to the longest.
     """
     if _alone(group):
         return x
@@ -75,18 +60,8 @@ def all_to_all(
 ) -> Tensor:
     """Divide a tensor along one dimension and join it along another: what was whole becomes a share, and vice versa.
 
-    Nothing is padded.
-
-    Args:
-        input_: whole along `scatter_dim`, this rank's share along `gather_dim`.
-        process_group: the ranks.
-        scatter_dim: is divided; may be negative.
-        gather_dim: is joined; another than `scatter_dim`.
-        scatter_sizes: the lengths of the shares along `scatter_dim`, one for each rank; None: all are equal.
-        gather_sizes: the same along `gather_dim`.
-
-    Raises:
-        ValueError: the tensor does not have the sizes it should have, or both dimensions are the same.
+    Nothing is padded. `input_` is whole along `scatter_dim`, and this rank's share along `gather_dim`. Raises
+    ValueError if it does not have the sizes it should have, or both dimensions are the same.
     """
     if process_group is None or _alone(process_group):
         return input_
@@ -120,16 +95,7 @@ def gather_forward_split_backward(
     """Join the shares of all ranks along `dim`; backward, take this rank's share of the gradient.
 
     This is right where all ranks go on to compute the same from the whole, and its loss counts once; `all_gather` sums.
-
-    Args:
-        input_: this rank's share.
-        dim: may be negative.
-        process_group: the ranks.
-        grad_scale: `up` multiplies the gradient by the number of ranks, `down` divides it.
-        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
-
-    Raises:
-        ValueError: the share does not have the size it should have.
+    `grad_scale` `up` multiplies the gradient by the number of ranks, `down` divides it.
     """
     if _alone(process_group):
         return input_
@@ -142,15 +108,7 @@ def split_forward_gather_backward(
 ) -> Tensor:
     """Take this rank's share along `dim` of what all ranks hold; backward, join the gradients of all.
 
-    Args:
-        input_: the same on all ranks.
-        dim: may be negative.
-        process_group: the ranks.
-        grad_scale: `up` multiplies the gradient by the number of ranks, `down` divides it.
-        sizes: the lengths of the shares along `dim`, one for each rank; None: all are equal.
-
-    Raises:
-        ValueError: the sizes are not those of the whole.
+    `input_` is the same on all ranks. `grad_scale` is as for `gather_forward_split_backward`.
     """
     if _alone(process_group):
         return input_
@@ -277,11 +235,7 @@ def exchange_once(
 def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send every rank its part of a flat tensor and return the parts that came, in the order of ranks.
 
-    Args:
-        sent: the parts one after the other, in the order of ranks.
-        lengths: of the parts that are sent, in elements.
-        expected: lengths of the parts that come.
-        group: the ranks.
+    `lengths` are those of the parts that are sent, in elements, and `expected` those of the parts that come.
     """
     received = sent.new_empty(sum(expected))
     dist.all_to_all_single(_wire(received), _wire(sent), expected, lengths, group=group)

@@ -46,14 +46,7 @@ class ParallelMesh:
     """The groups of ranks of a process, made once, by all ranks at the same time, after `dist.init_process_group`.
 
     Ranks are laid out in row-major order. The groups of every axis, of (replicate, shard) and of (ring, ulysses) are
-    made here, in one order on all ranks.
-
-    Args:
-        shape: covers all ranks.
-        device_type: `cpu` or `cuda`, for `device_mesh`.
-
-    Raises:
-        ValueError: the number of ranks is not that of `shape`.
+    made here, in one order on all ranks. Raises ValueError if the number of ranks is not that of `shape`.
     """
 
     def __init__(self, shape: MeshShape, *, device_type: str) -> None:
@@ -79,13 +72,8 @@ class ParallelMesh:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of those ranks that differ from this one along `axes` only, in the order of the mesh.
 
-        The first call for axes of which no group was made yet makes one, so all ranks must call it.
-
-        Args:
-            axes: of `AXES`, in any order; none gives this rank alone.
-
-        Raises:
-            ValueError: there is no such axis.
+        `axes` are of `AXES`, in any order; none gives this rank alone. The first call for axes of which no group was
+        made yet makes one, so all ranks must call it. Raises ValueError if there is no such axis.
         """
         unknown = set(axes) - set(AXES)
         if unknown:
@@ -141,12 +129,8 @@ def set_data_parallel_group(group: dist.ProcessGroup | None, mixed_group: dist.P
 def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup | None:
     """Return the data-parallel ranks that divide the weights of one copy between them (shard).
 
-    Args:
-        get_mixed_dp_pg: return instead all ranks that divide the data, over which gradients are summed: those of all
-            copies (replicate x shard).
-
-    Returns:
-        The group, or if none was set all ranks: None in a single process.
+    `get_mixed_dp_pg` returns instead all ranks that divide the data, over which gradients are summed: those of all
+    copies (replicate x shard). If no group was set it is all ranks: None in a single process.
     """
     return _groups.get("mixed" if get_mixed_dp_pg else "data", dist.group.WORLD)
 

@@ -29,11 +29,7 @@ class Rendezvous:
     """Points at which all ranks of a group meet, one after the other.
 
     One that failed leaves the group as it was, for nothing was sent in it. All ranks must make theirs for a group in
-    the same order.
-
-    Args:
-        group: the ranks.
-        purpose: a name for points of this sort, the same on all ranks.
+    the same order, with the same `purpose`, which names points of this sort.
     """
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
@@ -78,11 +74,8 @@ def group_with(ranks: list[int], *, timeout_s: float = 600.0) -> dist.ProcessGro
     """Make a group of `ranks`; every rank of the run calls it at the same time with the ranks of its own group.
 
     `dist.new_group` wants to be called on all ranks for every group, those of others too, in the same order; here each
-    need only know its own. It works although groups that were made before are broken, the world's too.
-
-    Args:
-        ranks: of the world, with this one; all of them name the same, in the same order.
-        timeout_s: for all to come.
+    need only know its own. It works although groups that were made before are broken, the world's too. All ranks of a
+    group name the same, in the same order.
 
     Raises:
         AbsentRanks: these did not come.
@@ -112,21 +105,10 @@ def init_with_retry(
 ) -> None:
     """Meet the other ranks and make the default group; as `dist.init_process_group`, with retries.
 
-    Rank 0 opens the store once, unless the launcher keeps it. The others retry to reach it, after pauses that double,
-    up to half a minute. What fails after that is not retried: keys that the first try left would confuse the second.
-
-    Args:
-        device_type: `cpu` or `cuda`: chooses gloo or NCCL.
-        host: of the store.
-        port: of the store.
-        rank: of this process.
-        world_size: the number of ranks.
-        timeout_s: the limit of collectives, and for all ranks to come.
-        connect_s: for each attempt.
-        first_pause_s: after the first attempt.
-
-    Raises:
-        HardwareError: the store cannot be reached, or not all ranks came.
+    Rank 0 opens the store at `host` and `port` once, unless the launcher keeps it. The others retry to reach it, each
+    time for `connect_s`, after pauses that double, up to half a minute. What fails after that is not retried: keys that
+    the first try left would confuse the second. `device_type` chooses gloo or NCCL. `timeout_s` is the limit of
+    collectives, and for all ranks to come. Raises HardwareError if the store cannot be reached, or not all ranks came.
     """
     limit = timedelta(seconds=timeout_s)
     # Set by torchrun and by our launcher, which keep a store.

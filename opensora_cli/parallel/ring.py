@@ -20,16 +20,10 @@ from opensora_cli.parallel.shares import SequenceLengths
 class RingAttention:
     """Self-attention over tokens that are divided between the ranks of a ring, any number on each but none.
 
-    Partial results are merged, and gradients summed, in at least fp32. Backward, keys and values go round again
-    with their gradients behind them, so that no more is kept for it than by attention of one process.
-
-    Args:
-        attention: an `AttentionBackend` that computes in parts.
-        group: the ranks, in the order of the ring.
-        lengths: how many tokens each has (`of_ring`) whenever this is called.
-
-    Raises:
-        RequestError: the attention does not compute in parts.
+    Partial results are merged, and gradients summed, in at least fp32. Backward, keys and values go round again with
+    their gradients behind them, so that no more is kept for it than by attention of one process. `lengths` is how many
+    tokens each rank has (`of_ring`) whenever this is called. Raises RequestError if the attention does not compute in
+    parts.
     """
 
     def __init__(self, attention: AttentionFn, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
@@ -42,9 +36,7 @@ class RingAttention:
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
         """Return attention of this rank's queries to the keys of all ranks, (B, H, N, D).
-
-        Raises:
-            ValueError: the tokens are not as many as `lengths` says, or a rank has none.
+        Raises ValueError if the tokens are not as many as `lengths` says, or a rank has none.
         """
         lengths, rank = self._lengths.of_ring, dist.get_rank(self._group)
         tokens = {tensor.shape[2] for tensor in (q_BHND, k_BHND, v_BHND)}
@@ -61,12 +53,7 @@ def merge(out_BHND: Tensor, lse_BHN: Tensor, part_BHND: Tensor, part_lse_BHN: Te
     """Merge one more part into `out_BHND`, in place, and return the new log-sum-exp.
 
     No exponential of a score is taken, so that none overflows: only a weight in 0..1, and the logarithm's stable sum.
-
-    Args:
-        out_BHND: the parts before, in at least fp32.
-        lse_BHN: their log-sum-exp.
-        part_BHND: the part, in any dtype.
-        part_lse_BHN: its log-sum-exp.
+    `out_BHND` is in at least fp32, the part in any dtype.
     """
     weight_BHN1 = torch.sigmoid(part_lse_BHN - lse_BHN)[..., None].to(out_BHND.dtype)
     out_BHND.lerp_(part_BHND.to(out_BHND.dtype), weight_BHN1)

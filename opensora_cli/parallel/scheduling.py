@@ -16,10 +16,7 @@ class Link:
     """What was measured of one group's collectives: totals, and the latency and bandwidth that fit them.
 
     The fit is seconds = latency + bytes / bandwidth by least squares, in which older measurements weigh less and less
-    (Hockney 1994 for the model).
-
-    Args:
-        forgetting: the weight of all earlier measurements when a new one comes, from 0 to below 1.
+    (Hockney 1994 for the model): a new one multiplies their weight by `forgetting`, from 0 to below 1.
     """
 
     forgetting: float = 0.9
@@ -80,10 +77,7 @@ class BandwidthMonitor:
     def measure(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device | str) -> Iterator[None]:
         """Measure the block as one collective of `group` that moves `nbytes` of this rank's.
 
-        Args:
-            group: the ranks.
-            nbytes: of this rank.
-            device: is waited for before and after, so that its work is measured and nothing else.
+        `device` is waited for before and after, so that its work is measured and nothing else.
         """
         _finish(device)
         start = time.perf_counter()
@@ -106,18 +100,16 @@ class Handle:
 class CommunicationScheduler:
     """Queues asynchronous collectives and issues them, those first that should take the shortest.
 
-    Serving the shortest first makes the mean wait the least (Smith 1956). What should take how long is what rank 0 has
-    measured: collectives of a group must be issued in one order on all of its ranks, and ranks that decided by
-    themselves would wait for one another for ever.
+    Serving the shortest first makes the mean wait the least (Smith 1956). What should take how long is what rank 0's
+    `monitor` has measured: collectives of a group must be issued in one order on all of its ranks, and ranks that
+    decided by themselves would wait for one another for ever.
 
     All ranks submit the same collectives in the same order, and sooner or later wait for each. They may wait in any
     order, and at different points: a queue is issued as far as all ranks have submitted it, again and again until what
     is waited for is under way.
 
-    Args:
-        group: the ranks that submit; has gloo for the host's messages, as `backend_of` gives it. The
-            collectives may use other groups among these ranks, but only the scheduler issues any meanwhile.
-        monitor: what is known of the links; only rank 0's is read.
+    `group` has gloo for the host's messages, as `backend_of` gives it. The collectives may use other groups among its
+    ranks, but only the scheduler issues any meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup, monitor: BandwidthMonitor) -> None:
@@ -125,13 +117,10 @@ class CommunicationScheduler:
         self._queue: list[_Queued] = []
 
     def submit(self, start: Callable[[], dist.Work], result: Tensor, *, group: dist.ProcessGroup) -> Handle:
-        """Queue a collective.
+        """Queue a collective of `group`.
 
-        Args:
-            start: issues it with `async_op=True` and returns its handle. Its tensors must not be changed until it is
-                waited for.
-            result: where the result will be; its bytes are those of the collective.
-            group: the ranks among which it goes.
+        `start` issues it with `async_op=True` and returns its handle. Its tensors must not be changed until it is
+        waited for. `result` is where the result will be; its bytes are those of the collective.
         """
         self._queue.append(_Queued(start, result, group))
         return Handle(self, self._queue[-1])

@@ -21,15 +21,9 @@ from opensora_cli.parallel.ulysses import UlyssesAttention
 def sequence_attention(attention: AttentionFn, mesh: ParallelMesh, lengths: SequenceLengths) -> AttentionFn:
     """Return attention between the tokens of all sequence-parallel ranks, to hand into a model in place of `attention`.
 
-    Ulysses goes around the ring (USP, Fang & Zhao 2024); where both have one rank it is `attention` itself.
-
-    Args:
-        attention: for the tokens of one process; a ring takes an `AttentionBackend` that can compute in parts.
-        mesh: its axes `ring` and `ulysses` say which scheme.
-        lengths: the one that the `SequenceParallel` around the model has.
-
-    Raises:
-        RequestError: there is a ring, and the attention does not compute in parts.
+    Ulysses goes around the ring (USP, Fang & Zhao 2024); where both have one rank it is `attention` itself. `lengths`
+    is the one that the `SequenceParallel` around the model has. Raises RequestError if there is a ring, and the
+    attention does not compute in parts.
     """
     if mesh.shape.ring > 1:
         attention = RingAttention(attention, mesh.group("ring"), lengths)
@@ -43,12 +37,10 @@ class SequenceParallel:
 
     All ranks of the group call it with the same arguments, and all get the whole result. Its loss counts once: each
     rank's gradients of the weights are those of its tokens, and must be summed over the group; gradients of inputs are
-    whole.
+    whole. The model has the attention of `sequence_attention` with the same `lengths`, and otherwise treats every token
+    by itself. The ranks of `group` are those of one ring place after those of another: `mesh.group("ring", "ulysses")`.
 
     Args:
-        model: has the attention of `sequence_attention`, and otherwise treats every token by itself.
-        group: the ranks, those of one ring place after those of another: `mesh.group("ring", "ulysses")`.
-        lengths: the one that the attention has.
         sequence_inputs: arguments that hold one entry per token of the result -> dimension of the tokens, the one that
             is positional first. The result has its tokens where that one has them.
         text_sequence_inputs: arguments that hold one entry per token of the text -> dimension of the tokens.
@@ -72,12 +64,8 @@ class SequenceParallel:
     def __call__(self, tokens: Tensor, /, **inputs: Tensor | None) -> Tensor:
         """Return `model(tokens, **inputs)`. The names of the arguments are the model's.
 
-        Args:
-            tokens: the first of `sequence_inputs`.
-            inputs: the others; what is in neither table goes to every rank whole.
-
-        Raises:
-            RequestError: there are more ranks than tokens.
+        `tokens` is the first of `sequence_inputs`; what is in neither table goes to every rank whole. Raises
+        RequestError if there are more ranks than tokens.
         """
         first, dim = next(iter(self._inputs.items()))
         sizes, text_sizes = self._shares(tokens.shape[dim], inputs)

@@ -8,12 +8,7 @@ from opensora_cli.parallel.mesh import ParallelMesh
 def shares(total: int, parts: int) -> tuple[int, ...]:
     """Return `parts` sizes that add up to `total`, as equal as can be, the larger ones first: 7 in 3 is (3, 2, 2).
 
-    Args:
-        total: from 0; with fewer than `parts` the last shares are empty.
-        parts: from 1.
-
-    Raises:
-        ValueError: an argument is out of range.
+    With a total under `parts` the last shares are empty. Raises ValueError if `total` is negative, or `parts` under 1.
     """
     if total < 0 or parts < 1:
         raise ValueError(f"{total} cannot be divided into {parts} shares")
@@ -30,15 +25,9 @@ def span(sizes: Sequence[int], rank: int) -> slice:
 class SequenceLengths:
     """The tokens of the joint sequence that each rank holds at present, for the attention between them.
 
-    One object is shared: what cuts the sequence sets it, and what computes the attention reads it.
-
-    Args:
-        ring: ranks along the mesh's axis of that name, from 1.
-        ulysses: the same, from 1.
-        ring_rank: this rank's place along `ring`.
-
-    Raises:
-        ValueError: there is no such place.
+    One object is shared: what cuts the sequence sets it, and what computes the attention reads it. `ring` and `ulysses`
+    are the ranks along the mesh's axes of these names, from 1. Raises ValueError if there is no such place as
+    `ring_rank`.
     """
 
     def __init__(self, *, ring: int, ulysses: int, ring_rank: int) -> None:

@@ -50,9 +50,7 @@ class FeatureCut:
     @classmethod
     def of_weight(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
         """Return how so many ranks divide the weight of a linear layer.
-
-        Raises:
-            RequestError: there are more ranks than units in a piece.
+        Raises RequestError if there are more ranks than units in a piece.
         """
         return cls(0 if plan.split == "column" else 1, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
 
@@ -85,12 +83,7 @@ class FeatureCut:
 
 
 class ColumnLinear(nn.Module):
-    """Some of the output features of a linear layer.
-
-    Args:
-        linear: computes them.
-        group: the ranks that have the others.
-    """
+    """Some of the output features of a linear layer; the ranks of `group` have the others."""
 
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -115,12 +108,9 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which this rank has some of the input features.
+    """A linear layer of which this rank has some of the input features, and the ranks of `group` the others.
 
-    Args:
-        linear: takes them, and has no bias.
-        bias: of the whole, added after the sum; None: there is none.
-        group: the ranks that have the others.
+    `linear` has no bias; `bias` is that of the whole, added after the sum.
     """
 
     def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: dist.ProcessGroup) -> None:
@@ -146,18 +136,10 @@ def shard_linears(
     """Replace linear layers inside a block by this rank's shares of them, one after the other.
 
     Only the share is copied: weights may be mapped from a file, or be on the meta device. With the loss counted once,
-    gradients of shares are those of the whole's features, and all others are whole on every rank.
-
-    Args:
-        block: the same on all ranks.
-        linears: what is divided; all else stays whole.
-        group: the ranks.
-        used_by_all_heads: parameters that stay whole, but of whose gradients each rank computes a part. They are summed
-            during the backward pass, for those that require a gradient by now.
-
-    Raises:
-        RequestError: there are more ranks than units in a piece.
-        ValueError: a layer is no plain `nn.Linear`, or does not have the features of the plan.
+    gradients of shares are those of the whole's features, and all others are whole on every rank. The parameters
+    `used_by_all_heads` stay whole, but each rank computes a part of their gradients. These are summed during the
+    backward pass, for those that require a gradient by now. Raises RequestError if there are more ranks than units in a
+    piece, and ValueError if a layer is no plain `nn.Linear`, or does not have the features of the plan.
     """
     for plan in linears:
         whole = block.get_submodule(plan.path)

@@ -15,14 +15,10 @@ from opensora_cli.parallel.shares import SequenceLengths, shares
 class UlyssesAttention:
     """Self-attention over tokens that are divided between ranks: each computes some of the heads for all tokens.
 
-    Any number of tokens on each rank and any number of heads will do, if there is a head for each; nothing is padded.
-    There are two exchanges, one of q, k and v at once and one of the result, as many again backward.
-
-    Args:
-        attention: for the heads of a rank; with a `RingAttention` between the other ranks of the sequence this is the
-            two-dimensional scheme of Fang & Zhao 2024 (USP).
-        group: the ranks.
-        lengths: how many tokens each has (`of_ulysses`) whenever this is called.
+    Any number of tokens on each rank (`lengths.of_ulysses`) and any number of heads will do, if there is a head for
+    each; nothing is padded. There are two exchanges, one of q, k and v at once and one of the result, as many again
+    backward. With a `RingAttention` between the other ranks of the sequence as `attention`, this is the two-dimensional
+    scheme of Fang & Zhao 2024 (USP).
     """
 
     def __init__(self, attention: AttentionFn, group: dist.ProcessGroup, lengths: SequenceLengths) -> None:
@@ -32,10 +28,8 @@ class UlyssesAttention:
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
         """Return attention of this rank's queries to the keys of all ranks, (B, H, N, D).
-
-        Raises:
-            RequestError: there are fewer heads than ranks.
-            ValueError: q, k and v do not have one shape, or not as many tokens as `lengths` says.
+        Raises RequestError if there are fewer heads than ranks, and ValueError if q, k and v do not have one shape, or
+        not as many tokens as `lengths` says.
         """
         lengths, ranks, rank = self._lengths.of_ulysses, dist.get_world_size(self._group), dist.get_rank(self._group)
         num_heads = q_BHND.shape[1]

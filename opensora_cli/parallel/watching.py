@@ -24,9 +24,6 @@ class Watched:
     it is. All ranks must watch a group in the same way.
 
     Args:
-        group: the ranks.
-        check_shapes: they must agree on shape and dtype.
-        check_finite: their tensors must be finite.
         timeout_s: all must come within these seconds, and on a GPU the collective must end in as many. On a CPU the
             collective itself has the limit of its group. None: no limit but half an hour for the checks.
     """
@@ -48,13 +45,9 @@ class Watched:
     def __call__(
         self, collective: Callable[[Tensor], Tensor], tensor: Tensor, *, name: str, uneven_dim: int | None = None
     ) -> Tensor:
-        """Return `collective(tensor)`.
+        """Return `collective(tensor)`; along `uneven_dim` the ranks' shapes may differ.
 
-        Args:
-            collective: uses the group.
-            tensor: what this rank brings.
-            name: of the collective and the tensor, for messages: `all_gather of keys`; the same on all ranks.
-            uneven_dim: along it the shapes may differ.
+        `name` is for messages, the same on all ranks: `all_gather of keys`.
 
         Raises:
             HardwareError: a rank did not come, brings another shape or dtype, calls another collective, or brings what
@@ -108,11 +101,8 @@ def rebuilt_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.Process
     """Return a fresh group of the ranks of one that failed; all ranks of the run call it, each for its own.
 
     With gloo a pair of ranks stays closed after a time-out, and NCCL ends the process, so a group that failed is never
-    used again. The new one has a name of its own in the store, so that nothing of the old one is taken for new.
-
-    Args:
-        group: what failed. It is not destroyed, for that would wait for others.
-        timeout_s: for all to come.
+    used again. It is not destroyed, for that would wait for others. The new one has a name of its own in the store, so
+    that nothing of the old one is taken for new.
 
     Raises:
         HardwareError: not all came; then nothing is left but to end.

@@ -68,13 +68,9 @@ class Section(BaseModel):
         return value
 
     def replace(self, changes: Mapping[str, object]) -> Self:
-        """Return these settings with `changes`, validated again as a whole.
+        """Return these settings with `changes`, validated again as a whole: `{"condition.mode": "i2v_head"}`.
 
-        Args:
-            changes: dotted keys below this section to new values, as in `{"condition.mode": "i2v_head"}`.
-
-        Raises:
-            pydantic.ValidationError: a key is unknown, or the new settings break a rule.
+        Raises pydantic.ValidationError if a key is unknown, or the new settings break a rule.
         """
         values: dict[str, Any] = self.model_dump()
         for key, value in changes.items():

@@ -140,11 +140,7 @@ class DataSettings(Section):
         return problems
 
     def size_problems(self, multiple: int) -> list[str]:
-        """Return a line if the scenes' size is no whole number of tokens; buckets are made to fit.
-
-        Args:
-            multiple: side of a token, in pixels.
-        """
+        """Return a line if the scenes' size is no multiple of a token's side, in pixels; buckets are made to fit."""
         size = self.scenes.size
         if self.table is not None or size % multiple == 0:
             return []

@@ -35,24 +35,14 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Given:
-    """A value as someone gave it.
-
-    Args:
-        value: usually text, which the settings type.
-        source: where it came from, in the words of who gave it: `--steps`, `OSORA_SAMPLING__SEED`, `my.yaml`.
-    """
+    """A value as someone gave it, usually text, and where: `--steps`, `OSORA_SAMPLING__SEED`, `my.yaml`."""
 
     value: object
     source: str
 
 
 def explain(error: ValidationError, given: Mapping[str, Given] | None = None) -> list[str]:
-    """Return one line per broken rule.
-
-    Args:
-        error: what the validation of settings raised.
-        given: dotted keys to what was given, so that a line can name where its value came from.
-    """
+    """Return one line per broken rule; `given`, by dotted key, lets a line name where its value came from."""
     lines: list[str] = []
     for details in error.errors(include_url=False):
         for line in _lines(details):

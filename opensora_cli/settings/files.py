@@ -30,11 +30,7 @@ def list_presets(kind: str) -> list[str]:
 
 
 def preset_path(kind: str, name: str) -> Path:
-    """Return the file of a preset.
-
-    Raises:
-        RequestError: there is no such preset.
-    """
+    """Return the file of a preset. Raises RequestError if there is no such preset."""
     names = list_presets(kind)
     if name not in names:
         close = nearest(name, names)
@@ -78,9 +74,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     """Return the mapping in the YAML file at `path`, laid over the file that it `extends`, if any.
 
     A relative `extends` starts from the folder of the file it is in. Lists are replaced, not joined.
-
-    Raises:
-        FileProblem: a file is missing, unreadable, not a mapping, not YAML, or extends itself.
+    Raises FileProblem if a file is missing, unreadable, not a mapping, not YAML, or extends itself.
     """
     return _read(path, chain=())
 

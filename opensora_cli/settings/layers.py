@@ -22,9 +22,7 @@ _SHORT_VARIABLES = {"OSORA_WEIGHTS": "runtime.weights"}
 
 def read_sections(schema: type[Section], values: Mapping[str, object], *, source: str) -> dict[str, Given]:
     """Return nested sections, as YAML and JSON have them, as a layer.
-
-    Raises:
-        RequestError: a key is not one of the schema, or a section is not a mapping.
+    Raises RequestError if a key is not one of the schema, or a section is not a mapping.
     """
     return dict(_leaves(schema, schema, values, source=source, prefix=""))
 
@@ -35,15 +33,8 @@ def read_environment(
     """Return the settings in the environment as a layer.
 
     The variable of `section.key` is `OSORA_<SECTION>__<KEY>`, as in `OSORA_SAMPLING__SEED=1`; `OSORA_WEIGHTS` is short
-    for `OSORA_RUNTIME__WEIGHTS`. An empty variable counts as unset.
-
-    Args:
-        schema: the settings of the command that asks.
-        environment: the variables.
-        others: settings of other commands, whose variables are left alone.
-
-    Raises:
-        RequestError: a variable is of this form, or nearly, and names no setting.
+    for `OSORA_RUNTIME__WEIGHTS`. An empty variable counts as unset. Variables of `others`, the settings of other
+    commands, are left alone. Raises RequestError if a variable is of this form, or nearly, and names no setting.
     """
     variables = _variables(schema)
     foreign = {name for other in others for name in _variables(other)}
@@ -67,9 +58,7 @@ def read_environment(
 
 def collect_overrides(schema: type[Section], flags: Layer, assignments: Iterable[str]) -> dict[str, Given]:
     """Return named flags and `--set` assignments as one layer; of two assignments to a key the last counts.
-
-    Raises:
-        RequestError: an assignment is not `section.key=value`, its key is unknown, or it contradicts a flag.
+    Raises RequestError if an assignment is not `section.key=value`, its key is unknown, or it contradicts a flag.
     """
     overrides = dict(flags)
     for assignment in assignments:
@@ -90,12 +79,7 @@ def collect_overrides(schema: type[Section], flags: Layer, assignments: Iterable
 
 
 def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
-    """Return the settings that layers add up to.
-
-    Args:
-        schema: the class of the settings.
-        given: what people gave; errors name where.
-        below: a preset under it, which errors do not speak of.
+    """Return the settings that layers add up to; errors do not speak of the preset `below`.
 
     Raises:
         RequestError: a rule is broken; one line for each.

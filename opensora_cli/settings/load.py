@@ -34,12 +34,7 @@ MACHINE_KEYS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSettings:
-    """Settings that an earlier run saved.
-
-    Args:
-        source: the file they were in.
-        values: sections as in `GenerateSettings.model_dump(mode="json")`.
-    """
+    """Settings that an earlier run saved in a file, as `GenerateSettings.model_dump(mode="json")` gives them."""
 
     source: str
     values: Mapping[str, object]
@@ -49,12 +44,8 @@ class SavedSettings:
 class GenerateRequest:
     """What was asked for, before a model is chosen and anything is validated.
 
-    Args:
-        overrides: what the command line gave; see `layers.collect_overrides`.
-        saved: settings of an earlier run.
-        config: YAML file of settings.
-        environment: variables to read `OSORA_*` from; the command line hands in `os.environ`.
-        others: settings of other commands, whose variables are left alone.
+    `overrides` is what the command line gave (see `layers.collect_overrides`), and `saved` the settings of an earlier
+    run. Variables `OSORA_*` of `environment` are read, but not those of `others`, the settings of other commands.
     """
 
     overrides: Layer = field(default_factory=dict)
@@ -68,10 +59,8 @@ def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
     """Return what decides which model runs, and where: this comes before the preset, which depends on the model.
 
     `model_choice` is the model that the settings name, where they name one.
-
-    Raises:
-        RequestError: a key is unknown, or a value breaks a rule.
-        FileProblem: the settings file is missing or broken.
+    Raises RequestError if a key is unknown, or a value breaks a rule, and FileProblem if the settings file is missing
+    or broken.
     """
     given = _given(request)
     runtime = validate(_RuntimeOnly, {key: at for key, at in given.items() if key.startswith("runtime.")}).runtime
@@ -97,19 +86,13 @@ def load_generate_settings(request: GenerateRequest, *, model: ModelName) -> Gen
 
 
 def load_preset(name: str, *, prompt: str) -> GenerateSettings:
-    """Return the settings of a preset as they are in its file.
-
-    Raises:
-        RequestError: there is no such preset.
-    """
+    """Return the settings of a preset as they are in its file. Raises RequestError if there is no such preset."""
     return validate(GenerateSettings, {"prompt": Given(prompt, "prompt")}, below=_preset(name))
 
 
 def read_sidecar(path: Path) -> SavedSettings:
     """Return the settings in the JSON file that a run wrote beside its result.
-
-    Raises:
-        FileProblem: the file is missing, unreadable, or not a sidecar.
+    Raises FileProblem if the file is missing, unreadable, or not a sidecar.
     """
     hint = "--from takes the .json file beside a result"
     try:

@@ -54,15 +54,7 @@ class LoraSettings(Section):
         fp8_linears: bool,
         divides_tokens: bool,
     ) -> list[str]:
-        """Return what contradicts an adapter elsewhere in the settings of a training.
-
-        Args:
-            trains_transformer: whether the target is the transformer.
-            init: the file of the first weights.
-            hidden_size: width of the transformer.
-            fp8_linears: whether linear layers multiply in 8 bits.
-            divides_tokens: whether several ranks share the tokens of a clip.
-        """
+        """Return what contradicts an adapter elsewhere in the settings of a training."""
         if not self.is_on:
             return []
         setting = f"lora.rank={self.rank}"

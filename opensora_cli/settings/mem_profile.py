@@ -46,16 +46,9 @@ def profiled_settings(
 ) -> GenerateRequest | TrainSettings:
     """Return what is to be profiled: a request to generate, or a training.
 
-    Args:
-        config: a YAML file, or the name of a packaged recipe or preset; one with the key `target` is a training.
-            None: the demo, generating.
-        assignments: of `--set`.
-        device: of `--device`.
-        environment: variables to read `OSORA_*` from.
-
-    Raises:
-        RequestError: there is no such recipe, a key is unknown, or a value breaks a rule.
-        FileProblem: the file is missing or broken.
+    `config` is a YAML file, or the name of a packaged recipe or preset; one with the key `target` is a training. None:
+    the demo, generating. Raises RequestError if there is no such recipe, a key is unknown, or a value breaks a rule,
+    and FileProblem if the file is missing or broken.
     """
     if config is not None and _is_training(config):
         if device not in (None, "auto", "cpu"):

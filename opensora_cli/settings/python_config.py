@@ -29,9 +29,7 @@ _LARGEST_POWER = 64
 
 def read_python_config(path: Path) -> dict[str, Any]:
     """Return what a file assigns, over what its bases assign.
-
-    Raises:
-        FileProblem: a file is missing or unreadable, has a line that is no data, or is its own base.
+    Raises FileProblem if a file is missing or unreadable, has a line that is no data, or is its own base.
     """
     return _read(path, chain=())
 

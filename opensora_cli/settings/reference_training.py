@@ -129,9 +129,7 @@ def read_reference_training(path: Path) -> ReferenceTraining:
     """Read a `.py` file of the reference implementation.
 
     What decides nothing, or is so here in any case, is left out without a word.
-
-    Raises:
-        FileProblem: the file is missing, is not data, or is of another kind of model.
+    Raises FileProblem if the file is missing, is not data, or is of another kind of model.
     """
     values = _Values(read_python_config(path))
     trains_vae = values.has("vae_loss_config")

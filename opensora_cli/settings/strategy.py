@@ -126,17 +126,7 @@ def strategy_problems(
 ) -> list[str]:
     """Return contradictions between settings, each with its fix.
 
-    Args:
-        strategy: the setting `strategy`.
-        parallel: the setting `parallel`.
-        trains_transformer: whether the target is the transformer, whose blocks are known.
-        num_heads: of the transformer.
-        micro_batches: of an update, over all ranks; None: one for each data-parallel rank.
-        compiles: the setting `compile`.
-        uses_muon: whether an optimizer needs whole matrices.
-        uses_lora: whether adapters are trained.
-        uses_fp8_linears: whether linear layers compute in 8 bits.
-        attention: the setting `train_mmdit.attention`.
+    `micro_batches` are those of an update, over all ranks; None: one for each data-parallel rank.
     """
     problems = [
         *_target_problems(strategy, compiles=compiles, trains_transformer=trains_transformer),

@@ -120,9 +120,7 @@ class TrainSettings(Section):
 
 def find_recipe(name: Path) -> Path:
     """Return the settings file that `name` means: itself, or the packaged recipe of that name.
-
-    Raises:
-        RequestError: it looks like a recipe's name, and there is none of that name.
+    Raises RequestError if it looks like a recipe's name, and there is none of that name.
     """
     return name if name.suffix or name.is_file() else preset_path("train", str(name))
 
@@ -137,14 +135,11 @@ def load_train_settings(
 ) -> TrainSettings:
     """Return the settings of a run: `overrides` above the environment above the file above the defaults.
 
-    Args:
-        config: YAML file, `.py` file of the reference implementation, or the name of a packaged recipe. It or `saved`
-            is needed: no defaults would suit every target.
-        overrides: what the command line gave; see `layers.collect_overrides`.
-        environment: variables to read `OSORA_*` from; those that are settings of `osora generate` alone are left alone,
-            and so is `OSORA_WEIGHTS`, the folder of the released model.
-        saved: the `settings.json` of an earlier run, which is complete and so goes above the environment.
-        report: called with a line for each setting of a `.py` file that has no place here.
+    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe; `report`
+    gets a line for each setting of a `.py` file that has no place here. `saved` is the `settings.json` of an earlier
+    run, which is complete and so goes above the environment. One of them is needed: no defaults would suit every
+    target. Variables for `osora generate` alone are left alone, and so is `OSORA_WEIGHTS`, the folder of the released
+    model.
 
     Raises:
         RequestError: no file is given, or both; a key is unknown, a value breaks a rule, or an override has no effect.

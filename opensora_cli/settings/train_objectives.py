@@ -115,13 +115,7 @@ class MMDiTTrainSettings(Section):
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
     def problems(self, *, model: ModelSettings, grid: LatentGrid, longest: int) -> list[str]:
-        """Return what contradicts the transformer, the autoencoder or the clips, one line for each.
-
-        Args:
-            model: the transformer.
-            grid: of the autoencoder.
-            longest: frames of the longest clip.
-        """
+        """Return what contradicts the transformer, the autoencoder or the clips, of up to `longest` frames."""
         problems = []
         channels = grid.latent_channels * model.patch_size**2
         if model.in_channels != channels:
@@ -187,12 +181,7 @@ class VAETrainSettings(Section):
     export_half: bool = Field(default=False, description="export in float16 instead of float32")
 
     def problems(self, vae: VAESettings, *, procedural: bool) -> list[str]:
-        """Return what contradicts the autoencoder or the data.
-
-        Args:
-            vae: the autoencoder.
-            procedural: whether the clips are those of the procedural world.
-        """
+        """Return what contradicts the autoencoder or the data, which may be the procedural world's clips."""
         kind = vae.kind
         rules = (
             (

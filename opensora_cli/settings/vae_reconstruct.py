@@ -60,16 +60,11 @@ def load_reconstruct_settings(
 ) -> ReconstructSettings:
     """Return the settings of a run: `overrides` above the environment above the file above the defaults.
 
-    Args:
-        config: YAML file, or the name of a packaged preset; None: the demo's. Of a recipe of `osora train`, or the
-            `settings.json` of its run, the autoencoder is taken, and the folder in which the run leaves it.
-        overrides: what the command line gave; see `layers.collect_overrides`.
-        environment: variables to read `OSORA_*` from. `OSORA_WEIGHTS`, the folder of the released models, is not meant
-            for weights that come from elsewhere, and then left alone.
-
-    Raises:
-        RequestError: there is no such preset, a key is unknown, or a value breaks a rule.
-        FileProblem: the file is missing or broken.
+    `config` is a YAML file, or the name of a packaged preset; None: the demo's. Of a recipe of `osora train`, or the
+    `settings.json` of its run, the autoencoder is taken, and the folder in which the run leaves it. `OSORA_WEIGHTS`,
+    the folder of the released models, is not meant for weights that come from elsewhere, and then left alone. Raises
+    RequestError if there is no such preset, a key is unknown, or a value breaks a rule, and FileProblem if the file is
+    missing or broken.
     """
     path = preset_path("vae", _DEFAULT_PRESET) if config is None else _find(config)
     file = _read(path)

@@ -35,12 +35,7 @@ class WatchingSettings(Section):
     )
 
     def problems(self, *, device: str, steps: int) -> Iterator[str]:
-        """Yield what contradicts the run, one line for each.
-
-        Args:
-            device: the setting `device`.
-            steps: of the run.
-        """
+        """Yield what contradicts the run, one line for each."""
         if self.nvtx and device == "cpu":
             yield "watching.nvtx=true marks the work of a GPU, and device=cpu: leave watching.nvtx out"
         if self.exact_timers and device == "cpu":
@@ -147,13 +142,7 @@ class SampleSettings(Section):
         return self.fps or (data.scenes.fps if data.table is None else data.fps_max)
 
     def problems(self, data: DataSettings, *, grid: LatentGrid, patch_size: int) -> Iterator[str]:
-        """Yield what contradicts the data or the models, one line for each.
-
-        Args:
-            data: what is trained on.
-            grid: of the autoencoder.
-            patch_size: of the transformer.
-        """
+        """Yield what contradicts the data or the models, one line for each."""
         if self.every is None:
             return
         if not self.prompts:

@@ -111,9 +111,7 @@ class Verdict(Document):
 def expectation_inside(kinds: Iterable[LinkKind], ports: Sequence[PortFacts]) -> Expectation | None:
     """Return what the links between the GPUs of a host should give; None where that is not known.
 
-    Args:
-        kinds: of all pairs; the slowest counts, since a ring over all GPUs passes it.
-        ports: of all GPUs; the slowest counts.
+    The slowest of all pairs and ports counts, since a ring over all GPUs passes it.
     """
     found = set(kinds)
     slowest = next((kind for kind in reversed(LinkKind) if kind in found), None)
@@ -179,15 +177,9 @@ def expected_bandwidth(
 ) -> tuple[float, Expectation] | None:
     """Return the bus bandwidth that a collective should reach at best, and the link that bounds it.
 
-    Over several hosts the network bounds it. Rings enter and leave each host once, so they see what all its ports give.
-    Where every rank sends to every other, most of it leaves the host: m ranks of a host send (n-m)/n of their data out.
-
-    Args:
-        collective: which.
-        inside: the links within hosts; not needed where every rank has a host of its own.
-        between: the network; needed with several hosts.
-        ranks: of all hosts.
-        hosts: how many, each with as many ranks.
+    Over several hosts, each with as many of the `ranks`, the network bounds it. Rings enter and leave each host once,
+    so they see what all its ports give. Where every rank sends to every other, most of it leaves the host: m ranks of a
+    host send (n-m)/n of their data out.
     """
     if hosts == 1:
         return None if inside is None else (inside.gb_per_s, inside)
@@ -218,16 +210,7 @@ def judge(
     is_gloo: bool,
     expected: tuple[float, Expectation] | None,
 ) -> Verdict:
-    """Return how a collective is judged.
-
-    Args:
-        collective: which.
-        best_gb_per_s: the highest bus bandwidth of its rows.
-        largest_bytes: the largest size of its rows.
-        wrong: elements of all its rows.
-        is_gloo: whether it ran over gloo.
-        expected: of `expected_bandwidth`.
-    """
+    """Return how a collective is judged, by best bus bandwidth, largest size and wrong elements of its rows."""
 
     def verdict(judgement: Judgement, reason: str) -> Verdict:
         return Verdict(

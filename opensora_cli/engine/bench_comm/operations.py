@@ -240,12 +240,9 @@ def _whole(size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
 
 
 def fill(values: torch.Tensor, *, scale: int, start: int = 0) -> None:
-    """Write the pattern into a contiguous tensor.
+    """Write the pattern into a contiguous tensor, in its dtype.
 
-    Args:
-        values: gets it, in its dtype.
-        scale: rank + 1, or the sum of that over ranks.
-        start: index of the first element.
+    `scale` is rank + 1, or the sum of that over ranks; `start` is the index of the first element.
     """
     flat = values.view(-1)
     for begin in range(0, flat.numel(), _CHUNK):
@@ -265,12 +262,9 @@ def count_mismatches(values: torch.Tensor, *, scale: int, start: int = 0) -> int
 
 
 def count_mismatches_of_pieces(values: torch.Tensor, *, ranks: int, start: int | None = None) -> int:
-    """Return how many elements are wrong where equal pieces come from all ranks in order.
+    """Return how many elements are wrong where equal pieces come from all ranks in order; piece r has the scale r + 1.
 
-    Args:
-        values: contiguous; piece r has the scale r + 1.
-        ranks: how many pieces.
-        start: index of the first element of every piece; None: the place of the piece in the whole.
+    `start` is the index of the first element of every piece; None: the place of the piece in the whole.
     """
     pieces = values.view(ranks, -1)
     length = pieces.shape[1]

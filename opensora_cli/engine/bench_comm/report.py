@@ -157,9 +157,7 @@ class BenchReport(Document):
 
     def write_plot(self, path: str, *, replace: bool) -> None:
         """Write a chart of bus bandwidth over size; a dashed line is what the links should give at best.
-
-        Raises:
-            OutputError: it cannot be written, or exists and must not be replaced.
+        Raises OutputError if it cannot be written, or exists and must not be replaced.
         """
         figure = new_figure()
         axes = figure.subplots()

@@ -47,15 +47,7 @@ _FAR = 4
 
 
 def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
-    """Return what to start on this machine.
-
-    Args:
-        settings: how many ranks, or that this is to be chosen.
-        log_dir: folder for the log files of ranks.
-
-    Raises:
-        HardwareError: no number is given, and there is one GPU.
-    """
+    """Return what to start on this machine. Raises HardwareError if no number is given, and there is one GPU."""
     parallel, device = settings.parallel, settings.device
     if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
         device = BenchDevice.CUDA
@@ -75,13 +67,8 @@ def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchReque
 def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:
     """Run the benchmark in processes of its own, of which the first prints; return when all are done.
 
-    Args:
-        settings: what is measured.
-        arguments: the command line of each rank, which means the same.
-
-    Raises:
-        OutputError, HardwareError: the chart could not be written.
-        RequestError, HardwareError, RankFailure: as `launch`.
+    `arguments` are the command line of each rank, which means the same as `settings`. Raises OutputError or
+    HardwareError if the chart could not be written, and what `launch` raises.
     """
     check_plot(settings)
     with log_folder("bench-comm") as log_dir:
@@ -97,17 +84,7 @@ def measure_as_rank(
     show: Show,
 ) -> BenchReport:
     """Join the other ranks and measure with them; see `bench_comm`.
-
-    Args:
-        settings: what is measured.
-        context: which rank this is.
-        environment: variables of this process, for the header.
-        reporter: shown progress.
-        show: gets each line of the table as soon as it is there.
-
-    Raises:
-        RequestError: there is one rank.
-        HardwareError: there is no such GPU, or not all ranks came.
+    Raises RequestError if there is one rank, and HardwareError if there is no such GPU, or not all ranks came.
     """
     if context.world_size == 1:
         raise RequestError("one rank has no peer", hint="start at least two, as with --gpus 2")
@@ -132,19 +109,11 @@ def bench_comm(
     reporter: Reporter | None = None,
     show: Show | None = None,
 ) -> BenchReport:
-    """Measure what `settings` ask for; all ranks of the group call this, and the first writes the chart.
+    """Measure what `settings` ask for; all 2 or more ranks of the group call this, and the first writes the chart.
 
-    Args:
-        settings: the same on all ranks.
-        group: all ranks, at least 2.
-        device: of this one.
-        environment: variables of this process, for the header.
-        reporter: shown progress; None: not shown.
-        show: gets the header and each row as soon as it is measured; None: not shown.
-
-    Raises:
-        OutputError: the chart exists already, or cannot be written.
-        HardwareError: not even the smallest size fits into memory, or matplotlib is missing.
+    The header shows variables of `environment`. `show` gets the header and each row as soon as it is measured.
+    Raises OutputError if the chart exists already, or cannot be written, and HardwareError if not even the smallest
+    size fits into memory, or matplotlib is missing.
     """
     writes = settings.plot is not None and dist.get_rank(group) == 0
     if writes:
@@ -171,10 +140,7 @@ def bench_comm(
 
 def check_plot(settings: BenchCommSettings) -> None:
     """Check that the chart can be written, before anything is measured.
-
-    Raises:
-        OutputError: it exists already, or its path is a folder.
-        HardwareError: matplotlib is missing.
+    Raises OutputError if it exists already, or its path is a folder, and HardwareError if matplotlib is missing.
     """
     if settings.plot is None:
         return

@@ -35,11 +35,9 @@ class Workload(Protocol):
     """What it sends most, whose fit is taken for all of it."""
 
     def prepare(self, group: dist.ProcessGroup, scaling: Scaling) -> Callable[[], object]:
-        """Return the step for the ranks of a group, of which each calls it once for every step.
+        """Return the step for the ranks of a group, from one on, of which each calls it once for every step.
 
-        Args:
-            group: the ranks, from one on.
-            scaling: whether the work as a whole, or that of each rank, is the same for any number of them.
+        `scaling` is whether the work as a whole, or that of each rank, is the same for any number of them.
         """
 
     def traffic(self, ranks: int, scaling: Scaling) -> Traffic:
@@ -102,17 +100,7 @@ def measure_scaling(
     steps: int,
     is_gloo: bool,
 ) -> ScalingTable:
-    """Time a workload at 1, 2, 4 .. ranks of a group, which all call this.
-
-    Args:
-        workload: what is done.
-        scaling: what stays the same.
-        fit: of what communication takes.
-        group: the most ranks.
-        device: of this rank.
-        steps: timed ones, after one to warm up; at least 1.
-        is_gloo: whether times show no speed.
-    """
+    """Time a workload at 1, 2, 4 .. ranks of a group, which all call this: 1 or more `steps` after one to warm up."""
     measured: dict[int, tuple[float, Traffic]] = {}
     for ranks in ranks_to_time(group.size()):
         members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
@@ -141,14 +129,8 @@ def scaling_table(
     """Return the table of what was measured, and of what is predicted for three more doublings. Pure.
 
     The model of a step: the time of one rank, divided by the ranks if the work is, plus latency and bytes of what is
-    sent. It takes computation to be divided evenly, and nothing to overlap.
-
-    Args:
-        workload: what is done.
-        scaling: what stays the same.
-        measured: ranks -> seconds of a step, and what it sent; one rank is among them.
-        fit: of what communication takes.
-        is_gloo: whether times show no speed.
+    sent. It takes computation to be divided evenly, and nothing to overlap. `measured` maps ranks, 1 among them, to
+    the seconds of a step, and what it sent.
     """
     alone_s = measured[1][0]
     rows = []

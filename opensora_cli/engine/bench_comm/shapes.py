@@ -78,11 +78,7 @@ def _video_tokens(settings: GenerateSettings) -> int:
 def ulysses(place: Place, *, tokens: int, num_heads: int, head_dim: int) -> Operation:
     """Exchange tokens for heads, as before the attention of one block: q, k and v of one sample at once.
 
-    Args:
-        place: where it runs.
-        tokens: of the whole sequence; shares may be uneven, and so may those of heads.
-        num_heads: attention heads.
-        head_dim: width of one.
+    `tokens` are those of the whole sequence; shares may be uneven, and so may those of heads.
     """
     rank, ranks = place.rank, place.ranks
     lengths, heads = shares(tokens, ranks), shares(num_heads, ranks)

@@ -59,12 +59,6 @@ def measure(
     """Return the times of `run`, which all ranks of the group call, and how many calls were timed.
 
     A repeat's time is the mean over ranks, which is nccl-tests' default (`-a 1`).
-
-    Args:
-        run: the operation.
-        repeats: how often.
-        device: of this rank.
-        group: of all ranks.
     """
     run()
     slowest_s = _slowest(run, device, group)
@@ -140,11 +134,7 @@ class LatencyBandwidth(Document):
 def fit_latency_bandwidth(num_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
     """Fit a and b by least squares of the relative errors, so that 8 bytes count as much as 1 GiB.
 
-    Neither becomes negative: where that would fit best, it is 0 and the other is fitted alone.
-
-    Args:
-        num_bytes: bytes sent, at least one of them.
-        seconds: times, over 0.
+    Neither becomes negative: where that would fit best, it is 0 and the other is fitted alone. `seconds` are positive.
     """
     # With u = 1/t and v = bytes/t the relative error is a u + b v - 1.
     u = [1 / t for t in seconds]
@@ -166,13 +156,9 @@ def fit_latency_bandwidth(num_bytes: Sequence[float], seconds: Sequence[float]) 
 def communication_buffers(group: dist.ProcessGroup, device: torch.device) -> Iterator[str]:
     """Let tensors that are made inside the block lie in memory that is registered with NCCL; yield what they are.
 
-    NCCL then sends from it without a copy, and over NVLink lets the switch add up (NCCL User Guide, User Buffer
-    Registration). gloo, and a torch, NCCL or driver without it, get plain memory; so do all ranks where one of them
-    gets it, because NCCL allows no mixture.
-
-    Args:
-        group: which communicates; all of its ranks call this.
-        device: of this rank.
+    All ranks of the group call this. NCCL then sends from it without a copy, and over NVLink lets the switch add up
+    (NCCL User Guide, User Buffer Registration). gloo, and a torch, NCCL or driver without it, get plain memory; so do
+    all ranks where one of them gets it, because NCCL allows no mixture.
     """
     if device.type != "cuda":
         yield PLAIN

@@ -94,14 +94,7 @@ def _host_lines(host: HostLinks) -> list[str]:
 def gather_header(
     group: dist.ProcessGroup, device: torch.device, *, environment: Mapping[str, str], buffers: str
 ) -> Header:
-    """Return the header, the same on all ranks.
-
-    Args:
-        group: of all ranks.
-        device: of this one.
-        environment: variables of this process.
-        buffers: how the memory is known to the backend.
-    """
+    """Return the header, the same on all ranks; `buffers` is how the memory is known to the backend."""
     reports: list[HostLinks | None] = [None] * group.size()
     dist.all_gather_object(reports, _this_rank(group, device), group=group)
     hosts = join_hosts([report for report in reports if report is not None])

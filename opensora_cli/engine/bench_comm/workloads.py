@@ -141,9 +141,7 @@ class DenoisingStep:
 class TrainingStep:
     """One step of training: samples divided between the ranks, gradients summed, one update.
 
-    Args:
-        device: of this rank.
-        batch: samples of all ranks in sum, or in weak scaling of each; at least the ranks.
+    `batch` is of all ranks in sum, or in weak scaling of each; at least the ranks.
     """
 
     name = "training step"

@@ -56,11 +56,7 @@ def run_all_reduce(
 ) -> AllReduce:
     """Reduce over all GPUs with NCCL, or on a machine without between two processes with gloo.
 
-    Args:
-        num_gpus: CUDA devices; 0: none.
-        seconds: the time limit, after which all processes are killed.
-        environment: variables of the processes.
-        worker: the command that takes rank, ranks, backend and a file to meet at.
+    All processes are killed after `seconds`. `worker` takes rank, ranks, backend and a file to meet at.
     """
     backend, ranks = ("nccl", num_gpus) if num_gpus else ("gloo", 2)
     with tempfile.TemporaryDirectory(prefix="osora-") as folder:

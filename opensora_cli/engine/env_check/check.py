@@ -117,14 +117,8 @@ def env_check(
 ) -> EnvReport:
     """Check this machine, its environment variables, and the files that are named.
 
-    Args:
-        settings: what to check.
-        make_plan: plans a generation (`engine.generate.plan.make_plan`), for the table of presets.
-        environment: the variables; None: those of this process.
-        reporter: shown what takes long.
-
-    Raises:
-        FileProblem: a file cannot be read.
+    `make_plan` plans a generation (`engine.generate.plan.make_plan`), for the table of presets. Raises FileProblem if a
+    file cannot be read.
     """
     environment = os.environ if environment is None else environment
     # First, since a misspelt name should be refused at once.

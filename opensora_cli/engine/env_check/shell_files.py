@@ -50,9 +50,7 @@ class Unread:
 
 def lint_file(path: Path) -> list[Finding]:
     """Return what is wrong with the variables that a Dockerfile or a shell file sets, in the order of its lines.
-
-    Raises:
-        FileProblem: it cannot be read, or is not text.
+    Raises FileProblem if it cannot be read, or is not text.
     """
     text = _read(path)
     read = list(read_dockerfile(text) if is_dockerfile(path.name, text) else read_shell(text))
@@ -168,9 +166,7 @@ def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _split(text: str, line: int, *, operators: str, comments: str) -> list[tuple[str, int]]:
     """Return the words of a text that begins in `line`, each with its own line.
-
-    Raises:
-        ValueError: a quote or an escape has no end.
+    Raises ValueError if a quote or an escape has no end.
     """
     lexer = shlex.shlex(text, posix=True, punctuation_chars=operators)
     lexer.whitespace_split, lexer.commenters, lexer.lineno = True, comments, line

@@ -178,12 +178,9 @@ _RULES = (
 
 
 def lint_variables(variables: Variables, surroundings: Surroundings | None) -> list[Finding]:
-    """Return what is wrong with environment variables.
+    """Return what is wrong with environment variables on the machine `surroundings`.
 
-    Args:
-        variables: names and values.
-        surroundings: the machine they are for. None: another one, as for a file; then only what holds on any machine
-            is checked.
+    None: another machine, as for a file; then only what holds on any machine is checked.
     """
     known = {name: value.strip() for name, value in variables.items() if value is not None}
     found = list(_lint_allocator(known, uses_cuda=surroundings is None or surroundings.uses_cuda))

@@ -21,13 +21,7 @@ _HUNG_HINT = "its log shows where it hangs; osora bench-comm shows whether the l
 
 
 class RankFailure(OsoraError):
-    """A rank failed, and with it the run.
-
-    Args:
-        message: which rank on which host failed in which stage, why, and where its log is.
-        hint: how to fix it.
-        exit_code: of the run.
-    """
+    """A rank failed, and with it the run; the message names rank, host, stage, cause and log file."""
 
     def __init__(self, message: str, *, hint: str | None, exit_code: int) -> None:
         super().__init__(message, hint=hint)
@@ -36,13 +30,7 @@ class RankFailure(OsoraError):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What happened to one rank.
-
-    Args:
-        weight: how likely it is the origin of all that happened; smaller is likelier.
-        rank: which one.
-        failure: how it is reported.
-    """
+    """What happened to one rank; the smaller its `weight`, the likelier it is the origin of all that happened."""
 
     weight: int
     rank: int
@@ -75,12 +63,9 @@ def origin(causes: Iterable[Cause]) -> Cause:
 
 
 def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
-    """Return why a rank that has ended with `code`, not 0, did so.
+    """Return why a rank that has ended with `code`, negative for a signal and not 0, did so.
 
-    Args:
-        process: the rank.
-        code: negative for a signal.
-        out_of_memory: whether the system has killed processes for lack of memory meanwhile.
+    `out_of_memory` is whether the system has killed processes for lack of memory meanwhile.
     """
     report = process.report
     if code < 0 and report is None:

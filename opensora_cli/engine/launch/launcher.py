@@ -45,13 +45,10 @@ _STORE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """The ranks to start on this machine.
+    """The ranks to start on this machine, one for each GPU.
 
-    Args:
-        gpus: number of ranks, one for each GPU.
-        device_type: of the ranks.
-        log_dir: folder for one log file per rank, `rank0.log` and so on; made where it is missing.
-        devices: GPUs to use, as this process counts those it sees; None: the first `gpus`.
+    `log_dir` gets a log file per rank, `rank0.log` and so on; it is made where it is missing. `devices` are GPUs as
+    this process counts those it sees; None: the first `gpus`.
     """
 
     gpus: int
@@ -62,9 +59,7 @@ class LaunchRequest:
     @classmethod
     def of(cls, parallel: DeviceSettings, *, gpus: int, device_type: DeviceType, log_dir: Path) -> "LaunchRequest":
         """Return the request for `gpus` ranks on the devices that settings name.
-
-        Raises:
-            RequestError: the settings are for several machines.
+        Raises RequestError if the settings are for several machines.
         """
         if parallel.nnodes > 1:
             raise RequestError(
@@ -76,10 +71,7 @@ class LaunchRequest:
 
     def check(self) -> None:
         """Check the request against itself and against this machine.
-
-        Raises:
-            RequestError: it contradicts itself.
-            HardwareError: there are fewer GPUs here.
+        Raises RequestError if it contradicts itself, and HardwareError if there are fewer GPUs here.
         """
         if self.gpus < 1:
             raise RequestError(f"gpus={self.gpus} must be at least 1")
@@ -145,16 +137,10 @@ class Pace:
 def launch(
     request: LaunchRequest, arguments: Sequence[str], *, command: Sequence[str] = COMMAND, pace: Pace | None = None
 ) -> None:
-    """Run `osora` with `arguments` on all ranks of `request`, and return when all are done.
+    """Run `osora` (or `command`) with `arguments` on all ranks of `request`, and return when all are done.
 
     Rank 0 prints; the others write to their log files. However this function ends, no rank is left. Signals are the
     caller's: what is raised while it waits, as Ctrl-C does, ends the ranks.
-
-    Args:
-        request: how many ranks, and on which devices.
-        arguments: of the command line, as each rank gets them.
-        command: what gets them.
-        pace: times of the launcher; None: the usual.
 
     Raises:
         RequestError: the request contradicts itself.
@@ -189,9 +175,7 @@ def launch(
 @contextmanager
 def log_folder(name: str) -> Iterator[Path]:
     """Yield a new folder for log files, which is kept only if a failure's message names it.
-
-    Raises:
-        OutputError: it cannot be made.
+    Raises OutputError if it cannot be made.
     """
     folder = Path(tempfile.gettempdir(), f"osora-{name}-{secrets.token_hex(4)}")
     try:
@@ -260,8 +244,7 @@ class _Run:
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
 
-        Args:
-            finish_s: more seconds than usual for the ranks to end by themselves.
+        The ranks get `finish_s` more than usual to end by themselves.
         """
         try:
             for rank in self._ranks:

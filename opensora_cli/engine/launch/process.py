@@ -26,13 +26,8 @@ class RankProcess:
     A sign of life is a message or used processor time. The latter counts since a rank that is still importing, or in a
     library that lets no other thread run, cannot send anything: it is busy, not frozen.
 
-    Rank 0 has our stdout and stderr, so that its progress bars stay bars. Those of the others go to their logs.
-
-    Args:
-        rank: its number in the whole run.
-        command: what to run, with its arguments.
-        environment: all of it.
-        log: its log file, overwritten; tracebacks go there too.
+    Rank 0 has our stdout and stderr, so that its progress bars stay bars. Those of the others go to their logs, which
+    are overwritten and get tracebacks too. `environment` is all that the rank gets.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

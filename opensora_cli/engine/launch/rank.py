@@ -49,9 +49,7 @@ def rank_counts(context: RankContext) -> dict[str, object]:
 
 def settings_of_ranks(settings: S, context: RankContext) -> S:
     """Return settings with the number of ranks, also where torchrun or Slurm has started them.
-
-    Raises:
-        RequestError: they ask for another number.
+    Raises RequestError if they ask for another number.
     """
     parallel = settings.parallel
     if parallel.gpus is None and parallel.devices is None and parallel.nnodes == 1:
@@ -66,9 +64,7 @@ def settings_of_ranks(settings: S, context: RankContext) -> S:
 
 def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
     """Return the device of a rank: the GPU of its number on this machine, or the only one that it sees.
-
-    Raises:
-        HardwareError: it sees fewer GPUs.
+    Raises HardwareError if it sees fewer GPUs.
     """
     if device_type == "cpu":
         return torch.device("cpu")
@@ -90,14 +86,8 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
     A block that fails does not leave: its process is to end, and to report why first. Leaving would close the
     connections, and the others would complain about that before the cause is known; with NCCL it can also hang.
 
-    Args:
-        context: which rank this is.
-        device_type: chooses gloo for CPUs, and NCCL beside it for CUDA.
-        timeout_s: after so many seconds a collective that not all ranks come to fails, and so does joining. The time
-            between two steps is watched more closely, see `rank_link.beat`.
-
-    Raises:
-        HardwareError: there is no such GPU, or not all ranks came in time.
+    Joining, and a collective that not all ranks come to, fail after `timeout_s`. The time between two steps is watched
+    more closely, see `rank_link.beat`. Raises HardwareError if there is no such GPU, or not all ranks came in time.
     """
     device = rank_device(context, device_type)
     if device.type == "cuda":
@@ -130,12 +120,7 @@ class WatchedReporter:
 
     From the second step of a stage on, no step may take longer than `rank_link.linked` allows. The first includes
     warm-up, what follows the last may be anything, and files are read or written at the pace of a disk: those take as
-    long as they take, while there are signs of work.
-
-    Args:
-        reporter: shows the progress.
-        on_device: names of the stages that compute on the rank's device.
-        clock: seconds, for tests to replace.
+    long as they take, while there are signs of work. `on_device` names the stages that compute on the rank's device.
     """
 
     def __init__(

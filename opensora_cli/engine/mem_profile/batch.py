@@ -33,15 +33,9 @@ PeakOf = Callable[[int], int]
 def largest_batch(
     peak_of: PeakOf, *, of: str, limit_bytes: int, device: torch.device, reporter: Reporter, most: int = MOST
 ) -> LargestBatch:
-    """Search the largest batch that fits.
+    """Search the largest batch that fits, up to `most`.
 
-    Args:
-        peak_of: tries one; what it leaves behind when it fails is cleaned up here.
-        of: what a batch consists of, in words.
-        limit_bytes: what it must fit into.
-        device: whose memory it is.
-        reporter: shown progress.
-        most: the largest that is tried.
+    `peak_of` tries one; what it leaves behind when it fails is cleaned up here. `of` is a batch's content in words.
     """
     tried: list[tuple[int, int | None]] = []
 
@@ -80,13 +74,9 @@ def largest_batch(
 def training_batch(
     settings: TrainSettings, hardware: Hardware, *, limit: int | None, reporter: Reporter
 ) -> LargestBatch:
-    """Search the largest batch of a training, by counted bytes.
+    """Search the largest batch of a training, by counted bytes; the batch of the settings is ignored.
 
-    Args:
-        settings: the training; its own batch is ignored.
-        hardware: where it runs.
-        limit: bytes that it must fit into; None, or more than that: what is free.
-        reporter: shown progress.
+    It must fit into `limit` bytes; None, or more than that: what is free.
     """
     limit_bytes = _usable_bytes(hardware, limit)
 

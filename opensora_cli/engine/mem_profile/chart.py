@@ -13,11 +13,7 @@ _BAR = 0.4
 
 
 def profile_figure(profile: MemProfile) -> "Figure":
-    """Return the figure.
-
-    Raises:
-        HardwareError: matplotlib cannot be imported.
-    """
+    """Return the figure. Raises HardwareError if matplotlib cannot be imported."""
     timelines = [(stage.name, stage.timeline) for stage in profile.stages if stage.timeline is not None]
     figure = new_figure(height=3.0 + 2.5 * len(timelines))
     peaks, *curves = figure.subplots(1 + len(timelines), 1, squeeze=False)[:, 0]

@@ -46,13 +46,7 @@ Rows = Iterator[Technique]
 
 
 def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: Reporter) -> tuple[Technique, ...]:
-    """Return what techniques change in a training step.
-
-    Args:
-        settings: the training; its own choice of techniques is ignored.
-        hardware: where it runs.
-        reporter: shown progress.
-    """
+    """Return what techniques change in a training step; the settings' own choice of techniques is ignored."""
     plain = settings.replace({"memory": {}, "precision.compute": "fp32"})
     found: list[Technique] = []
     with reporter.stage("compare", unit="techniques") as progress:
@@ -105,12 +99,7 @@ def _training_cost(settings: TrainSettings) -> _TrainingCost:
 
 
 def compare_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[Technique, ...]:
-    """Return what techniques change in the stages of a generation.
-
-    Args:
-        plan: what is generated; its own offload is ignored.
-        reporter: shown progress.
-    """
+    """Return what techniques change in the stages of a generation; the plan's own offload is ignored."""
     found: list[Technique] = []
     with reporter.stage("compare", unit="techniques") as progress:
         for row in _generation_rows(replace(plan, offload=_without_techniques(plan))):
@@ -210,14 +199,7 @@ def _what_does_not_fit(plan: ExecutionPlan) -> dict[str, str]:
 def attention_costs(
     hardware: Hardware, model: ModelSettings, *, reporter: Reporter, lengths: Sequence[int] = LENGTHS
 ) -> tuple[AttentionCost, ...]:
-    """Return memory and time of one attention, for each kind and length, without gradients.
-
-    Args:
-        hardware: where, and in which dtype.
-        model: whose number of heads, and whose width of each.
-        reporter: shown progress.
-        lengths: tokens.
-    """
+    """Return memory and time of one attention, for each kind and each length in tokens, without gradients."""
     found = []
     head_dim = model.hidden_size // model.num_heads
     kernels = {kind: kernel for name in backend_names() for kind, kernel in attention_backend(name).compared}

@@ -20,12 +20,9 @@ T = TypeVar("T")
 
 
 def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> str | None:
-    """Return why something is not run here; None: it is.
+    """Return why something that needs so many bytes of the device is not run here; None: it is.
 
-    Args:
-        needed: bytes of the device.
-        hardware: the device.
-        weights: bytes of all weights, which the host holds if they are streamed; 0: they are not.
+    `weights` are the bytes of all weights, which the host holds if they are streamed; 0: they are not.
     """
     if needed > hardware.free_bytes:
         return f"it needs {mib(needed)}, and {mib(hardware.free_bytes)} are free"

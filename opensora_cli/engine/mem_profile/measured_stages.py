@@ -57,11 +57,7 @@ class Measured:
 def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tuple[StageProfile, ...], list[Measured]]:
     """Return every stage of a plan, and the raw counts of those that were measured.
 
-    Stages that would not fit, or would take too long, are only predicted.
-
-    Args:
-        plan: its weights may be missing.
-        reporter: shown progress.
+    Stages that would not fit, or would take too long, are only predicted. Weights may be missing.
     """
     profiles: list[StageProfile] = []
     measured: list[Measured] = []
@@ -152,10 +148,7 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
 
 
 def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
-    """Give what is still on the meta device random weights on `device`, in place; returns the same module.
-
-    The outputs are not used, but should be finite.
-    """
+    """Give what is still on the meta device random weights on `device`, in place, that keep outputs finite."""
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):

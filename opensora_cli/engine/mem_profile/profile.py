@@ -43,11 +43,6 @@ def mem_profile(
 ) -> MemProfile:
     """Profile a generation or a training; no weights are needed.
 
-    Args:
-        what: is profiled.
-        settings: what is made of it.
-        reporter: shown progress; None: no progress is shown.
-
     Raises:
         RequestError: the request contradicts itself.
         FileProblem: a file of settings is missing or broken.
@@ -151,11 +146,6 @@ def _profile_training(
     """Return the profile of a step, what it is made from, and how the buffer of activations was used.
 
     A step that would not fit, or would take too long, is only predicted.
-
-    Args:
-        settings: the training.
-        hardware: where it runs.
-        reporter: shown progress.
     """
     with reporter.stage("predict", total=1, unit="step") as progress:
         predicted = estimate_training(settings)

@@ -239,9 +239,8 @@ def module_shares(
 ) -> tuple[ModuleShare, ...]:
     """Return the parts of models, the largest first.
 
-    Args:
-        by_weight: name -> number of parameters, and bytes of weight, gradient and what the optimizer keeps.
-        made: name of a module -> bytes that its forward made.
+    `by_weight` maps a name to the number of parameters, and to bytes of weight, gradient and what the optimizer keeps.
+    `made` maps the name of a module to the bytes that its forward made.
     """
     names = {name: _group(name.rpartition(".")[0]) for name in by_weight} | {
         name: _group(name) for name in made if name

@@ -32,15 +32,7 @@ def recorded_history(device: torch.device) -> Iterator[None]:
 
 def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch.device, replace: bool) -> None:
     """Write the allocator's history on CUDA, and on a CPU what was counted, in the same form.
-
-    Args:
-        path: the file.
-        counters: what was counted, stage by stage.
-        device: where it ran.
-        replace: whether an existing file is replaced.
-
-    Raises:
-        OutputError: it cannot be written.
+    Raises OutputError if it cannot be written.
     """
     if device.type == "cuda":
         # Before the history is switched off, which is why this is called inside `recorded_history`.
