@@ -92,7 +92,7 @@ def denoise_distilled(
     *,
     timesteps: Sequence[float],
 ) -> torch.Tensor:
-    """As `denoise`, for a model that has learned guidance as an input: one evaluation a step."""
+    """As `denoise`, for a model that has learned guidance as an input; one evaluation per step."""
     return _euler(lambda _step, latents_BND, t: velocity(latents_BND, t), packed_latents_BND, timesteps)
 
 

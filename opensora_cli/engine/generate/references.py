@@ -52,7 +52,7 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     """Return `settings` with the condition mode filled in.
 
     Without a mode: `t2v` for no reference, `i2v_head` for a picture, `i2v_loop` for two, `v2v_head` for a video. A
-    RequestError if the mode breaks a rule, or nothing suits the references; a MediaError for a broken one.
+    RequestError if the mode breaks a rule, or nothing suits the references; a MediaError if one is missing or broken.
     """
     if settings.condition.mode is not None:
         return settings

@@ -31,7 +31,10 @@ class CarriedFrames:
         return self._padded_BCTHW is None
 
     def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
-        """Replace the padding, the first `num_frames` frames, by the chunk before's last ones; keep this one's."""
+        """Replace the first `num_frames` frames, which are padding, by the last ones of the chunk before.
+
+        The last ones of this chunk are kept for the next.
+        """
         if self._padded_BCTHW is not None:
             padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
         # A copy: a view would keep the whole chunk.

@@ -16,7 +16,8 @@ from torch import Tensor
 class Tiling:
     """Which axes are cut: space into tiles of `sample_size` pixels, time into tiles of `sample_tsize` frames.
 
-    An axis that is no longer than a tile stays whole. A causal model's tiles in time have one frame more.
+    Height and width are cut where one of them is larger, time where it is longer. A causal model's tiles in time have
+    one frame more.
     """
 
     spatial: bool = False
