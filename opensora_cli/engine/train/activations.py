@@ -174,8 +174,10 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
 
 @contextmanager
 def saved_activations(module: nn.Module, plan: ActivationPlan | None) -> Iterator[ActivationManager | None]:
-    """Hold the activations of a transformer as planned while the block runs; with None, do nothing. Yields the manager
-    of offloaded activations, if there are any. Raises HardwareError if the host has no memory for the buffer.
+    """Hold the activations of a transformer as planned while the block runs; with None, do nothing.
+
+    Yields the manager of offloaded activations, if there are any. Raises HardwareError if the host has no memory for
+    the buffer.
     """
     if plan is None:
         yield None

@@ -105,9 +105,7 @@ def count_parameters(settings: TrainSettings) -> int:
 
 
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return the paths of frozen weights by name, None where they are missing: the folders in `weights`, or perceptual
-    ones.
-    """
+    """Return paths of frozen weights by name, None where missing: those in `weights`, or the perceptual term's."""
     match settings.target:
         case TrainTarget.MMDIT:
             return frozen_parts.find_frozen_parts(settings)

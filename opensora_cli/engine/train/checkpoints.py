@@ -81,8 +81,7 @@ class CheckpointWriter:
             self._job.join()
 
     def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None, done: Sequence[str] = ()) -> Path:
-        """Copy the state of a run between two steps, start to write it, and return the folder, which exists once it is
-        written.
+        """Copy the state of a run between two steps, start to write it, and return its folder, not there until whole.
 
         The best checkpoint is chosen by `validation_loss`; None: by the mean loss of the steps since the last call.
         `done` names what has been done at this step beside training; the checkpoint keeps it.

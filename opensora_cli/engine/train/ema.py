@@ -13,8 +13,8 @@ from opensora_cli.engine.train.strategy.distribution import local
 def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
     """Move the averaged weights towards the current ones: ema = decay * ema + (1 - decay) * weight, in place.
 
-    `ema_model` is a module of the same structure, or what `averaged_copy` gives. A weight that a model uses in two
-    places counts once. Where weights are sharded, each rank moves its parts.
+    `decay` is 0 to 1. `ema_model` is a module of the same structure, or what `averaged_copy` gives. A weight that a
+    model uses in two places counts once. Where weights are sharded, each rank moves its parts.
     """
     averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
     current = module_state(model)

@@ -83,7 +83,7 @@ def measure_training(settings: TrainSettings, *, limit: int | None = None) -> Tr
     Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
 
     Raises:
-        MemoryError: it needs more than `limit`, or than there is.
+        MemoryError: it needs more than `limit` bytes, or than there is.
         RequestError: sizes contradict each other.
         HardwareError: the host has no memory for offloaded activations.
     """

@@ -45,7 +45,7 @@ class Precision:
             _multiply((weight.grad for weight in module.parameters() if weight.grad is not None), 1 / self._scale)
 
     def update(self, *, skipped: bool) -> None:
-        """Adapt the scale after an update; it was skipped if a gradient was not finite, the same on all ranks."""
+        """Adapt the scale after an update, `skipped` on all ranks if a gradient was not finite on any."""
         if skipped:
             self._scale = max(self._scale / 2, _LOWEST_SCALE)
         self._good_updates = 0 if skipped else self._good_updates + 1

@@ -18,9 +18,7 @@ _ASIDE = "aside-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Which checkpoint to resume from: `folder`, or the newest of the run; `allow_older`: the one before if that is
-    broken.
-    """
+    """Which checkpoint to resume from: `folder`, or the newest; `allow_older`: the one before if that is broken."""
 
     folder: Path | None = None
     allow_older: bool = False

@@ -80,7 +80,7 @@ class LinearWarmupLR(LRScheduler):
 
 
 class CosineWarmupLR(LRScheduler):
-    """Raises each group's rate linearly from 0, then lowers it along half a cosine to 0."""
+    """Raises each group's rate linearly from 0, then lowers it along half a cosine to 0 at `total_steps`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1

@@ -103,8 +103,7 @@ class Distribution:
         return name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole of which every rank gives its part: the same on every rank, bit for bit, and without
-        gradients.
+        """Return the whole of which every rank gives its part: the same on all, bit for bit; without gradients.
 
         The part is of the parameter `name` of the sharded module, or of anything that is divided as it is: a moment, an
         average; on any device, of any dtype, a plain tensor or a DTensor. What has another name is whole already. The

@@ -26,9 +26,7 @@ class WeightLayout:
     """By features, between tensor-parallel ranks; None: all of them have all features."""
 
     def gathered(self, own: Tensor, *, rows: int, shard: dist.ProcessGroup, tensor: dist.ProcessGroup) -> Tensor:
-        """Return the whole of `own`: over the ranks of `shard`, which divide `rows`, then over those that divide
-        features.
-        """
+        """Return the whole of `own`: over `shard`, `rows` in all, and then over `tensor`, which divides features."""
         share = all_gather(own, shard, dim=0, sizes=row_sizes(rows, dist.get_world_size(shard)))
         if self.cut is None:
             return share
@@ -49,8 +47,7 @@ def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
 
 
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
-    """Leave a transformer this rank's share of the heads and features of its blocks; return how each parameter is
-    divided.
+    """Leave a transformer this rank's heads and features of its blocks; return how each parameter is divided.
 
     Of the norms of queries and keys every rank then has the gradients of its own heads only: see `norms_of_heads`.
     A hook on them, as generating a gradient has it, would not outlive that FSDP2 replaces the parameters. Raises
