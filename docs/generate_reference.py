@@ -211,7 +211,8 @@ def _kind(field: Schema, named: Schema) -> str:
         case "array":
             return f"list of {_kind(field.get('items', {}), named)}"
         case "object":
-            return f"mapping to {_kind(values, named)}" if (values := field.get("additionalProperties")) else "mapping"
+            values = field.get("additionalProperties")
+            return f"mapping to {_kind(values, named)}" if isinstance(values, dict) and values else "mapping"
         case "null":
             return "none"
         case "integer" | "number" as kind:
