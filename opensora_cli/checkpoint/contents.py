@@ -1,4 +1,4 @@
-"""The forms that weights come in, and what reading any of them gives."""
+"""The formats of weights, and what opening any of them gives."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 
 
 class Format(StrEnum):
-    """How weights lie on disk."""
+    """A format of weights on disk."""
 
     SAFETENSORS = "safetensors"
     SAFETENSORS_SHARDS = "safetensors-shards"
@@ -33,7 +33,7 @@ class Selection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShardName:
-    """What the name of one shard of several says; `str` gives `shard 1 of 4`."""
+    """The parts of the name of one shard of several; `str` gives `shard 1 of 4`."""
 
     stem: str
     number: int
@@ -68,7 +68,7 @@ class Checkpoint:
         selection: which of its weights `entries` are; None where there is no choice.
         selections: which weights there are to choose from; empty where there is no choice.
         entries: the tensors by name, in the file's order.
-        metadata: what is told beside the tensors.
+        metadata: text stored beside the tensors.
         files: every file of `entries`, index files included.
     """
 
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def caveat(self) -> str | None:
-        """What is to be said of it before it is taken for all there is: that it is a single shard of several."""
+        """A warning that this is a single shard of several; None for a whole checkpoint."""
         shard = self._shard
         return f"{self.path} is {shard}: a part of a checkpoint" if shard else None
 

@@ -149,7 +149,7 @@ class DequantisedEntry(ComputedEntry):
 class ScaleEntry(Entry):
     """The scale with which a tensor's largest magnitude becomes the largest 8-bit number: (), fp32.
 
-    The magnitude is found when the scale is first asked for, by reading the whole tensor piece by piece. It is rounded
+    The magnitude is found when the scale is first read, by reading the whole tensor piece by piece. It is rounded
     to bfloat16, which is finer than any 8 bits: it then comes back exactly, and quantising what came back in bfloat16
     gives the same scale and the same 8-bit values again.
 
@@ -239,7 +239,7 @@ def _companions(quantised: Iterable[str]) -> set[str]:
 
 
 def _is_marker(name: str) -> bool:
-    """Whether it is the tensor, of no use in itself, by which older ComfyUI knows such a file."""
+    """Whether it is the tensor by which older ComfyUI recognises 8-bit files."""
     return name.rpartition(".")[2] == _MARKER
 
 

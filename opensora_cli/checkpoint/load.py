@@ -28,7 +28,7 @@ _SUBFOLDERS = ["*/*"]
 
 
 class _MappedTensors(Mapping[str, Tensor]):
-    """The tensors of an open checkpoint; each is mapped or read when it is asked for, and none is kept."""
+    """The tensors of an open checkpoint; each is mapped or read on access, and none is kept."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
@@ -133,7 +133,7 @@ def read_weights(
     convert: ConvertFn | None = None,
     allowed_missing: Sequence[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint that a module needs, for who holds a part of each only.
+    """Yield the weights of a checkpoint that a module needs, for callers that keep a part of each.
 
     Keys and shapes are checked, conversion included, before the first weight is read.
 
@@ -172,7 +172,7 @@ def load_checkpoint(
 ) -> nn.Module:
     """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
 
-    Weights that the model has already are overwritten in place: an optimizer that holds them goes on holding them, and
+    Weights that the model has already are overwritten in place: an optimizer's references stay valid, and
     their dtype and device stay. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
 
     Args:
@@ -210,8 +210,8 @@ def fill_module(
     """
     if checkpoint.metadata.get(ROTARY_METADATA) == "interleaved":
         raise CheckpointError(
-            f"{checkpoint.path} has interleaved rotary pairs, which its names don't tell",
-            hint="osora ckpt convert --rotary half brings them into the order that models expect",
+            f"{checkpoint.path} has interleaved rotary pairs, which its names don't imply",
+            hint="osora ckpt convert --rotary half converts them to the order that models expect",
         )
     entries = dequantise(checkpoint.entries, torch.get_default_dtype())
     expected = module.state_dict()
@@ -253,7 +253,7 @@ def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _map(path: Path) -> torch.UntypedStorage:
-    """Map a file privately: its pages are shared with whoever else maps it, until they are written to."""
+    """Map a file privately: its pages are shared with other maps of it, until they are written to."""
     try:
         storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
     except (OSError, RuntimeError) as error:

@@ -81,7 +81,7 @@ def unmerge_error(
     """Return how exact `unmerge` is, from one reading of the weights that it changes.
 
     Merging rounded each sum to the nearest number of the dtype, and unmerging rounds each difference: the result is off
-    by at most half the distance of neighbouring numbers at the one, plus half of that at the other.
+    by at most half the spacing of floating point numbers at the one, plus half of that at the other.
 
     Args:
         entries, adapter, scale: as `unmerge` takes them.
@@ -131,7 +131,7 @@ class MergedEntry(ComputedEntry):
         end = min(begin + self.step_numel, self.numel)
         change = self._change(begin, end)
         if stop == end:
-            # Nobody who reads on will ask for it again, and there may be a thousand tensors.
+            # Sequential reads do not need it again, and there may be a thousand tensors.
             self._last_change = None
         total = change[start - begin : stop - begin] + self._base.elements(start, stop)
         return rounded(total, self.dtype, name=self._name)
@@ -154,7 +154,7 @@ def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:
         layout = "fused" if fused else "split"
         raise CheckpointError(
             f"{adapter.path} is for {len(unmatched)} tensors that are not in the model: {first_few(unmatched)}",
-            hint=f"bring the model into the layout of its training: osora ckpt convert --qkv {layout}"
+            hint=f"convert the model to the layout of its training: osora ckpt convert --qkv {layout}"
             if fused or split
             else "name the model's tensors as in its training: osora ckpt convert --rename OLD=NEW",
         )

@@ -38,7 +38,7 @@ _SAFETENSORS_INDEX = ".safetensors.index.json"
 
 
 class Kind(Enum):
-    """What a file can be to those who look for weights."""
+    """What a file can be when weights are looked for."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -89,7 +89,7 @@ def refusal(path: Path, kind: Kind) -> CheckpointError:
     if kind is Kind.TAR:
         return CheckpointError(
             f"{path} is refused: it is {kind.value}, of a torch so old that reading it could run any code",
-            hint="load it where that does no harm, and save it anew",
+            hint="load it in a sandbox, and save it again",
         )
     return CheckpointError(f"{path} holds no weights: it begins with {read_start(path)[:_SHOWN_BYTES]!r}")
 
@@ -230,14 +230,14 @@ def find_file(folder: Path) -> Path:
 
 
 def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError:
-    """Say what a folder of shards lacks; where they are of several checkpoints, what those of the first one lack."""
+    """Return what a folder of shards lacks; of several checkpoints, what the first one lacks."""
     first = shards[0]
     there = {shard.number for shard in shards if (shard.index_name, shard.count) == (first.index_name, first.count)}
-    # Whatever a name says: no list is made of a million numbers.
+    # A name may claim a million shards: the list is bounded.
     missing = list(islice((str(each) for each in range(1, first.count + 1) if each not in there), _LISTED + 1))
     numbers = ", ".join(missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
     others = f" and, of shards 1 to {first.count}: {numbers}" if missing else ""
     return CheckpointError(
         f"{folder} holds shards without their index: it lacks {plain(first.index_name)}{others}",
-        hint="fetch what is missing; the index says which tensor is in which shard",
+        hint="fetch what is missing; the index maps each tensor to its shard",
     )

@@ -45,13 +45,13 @@ _NAMES = (
 
 
 class Stateful(Protocol):
-    """What can be saved and go on later: an optimizer, a schedule, a sampler."""
+    """What can be saved and restored: an optimizer, a schedule, a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that there is to save."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Go on from what was saved."""
+        """Restore what was saved."""
 
 
 class CheckpointIO:
@@ -114,7 +114,7 @@ class CheckpointIO:
 
         Raises:
             OutputError: this or, if it was not waited for, the save before could not be written; or a state holds what
-                cannot be read again without trusting the file, or the folder holds something of somebody else.
+                cannot be read again without trusting the file, or the folder holds foreign files.
         """
         self.wait()
         folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=global_step)
@@ -143,9 +143,9 @@ class CheckpointIO:
         """Wait for the writing to end.
 
         Raises:
-            OutputError: it went wrong; told once.
+            OutputError: it went wrong; raised once.
         """
-        # Its memory is not free before it has ended.
+        # Its memory is free only when it has ended.
         self._job.join()
         atexit.unregister(self._report_at_exit)
         error = self._job.take_error()
@@ -163,11 +163,11 @@ class CheckpointIO:
         *,
         strict: bool = True,
     ) -> dict[str, Any]:
-        """Bring what is given to where a checkpoint was saved, in place.
+        """Restore the given objects from a checkpoint, in place.
 
         Args:
             load_dir: the checkpoint's folder.
-            model: its weights are overwritten; an optimizer that holds them goes on holding them.
+            model: its weights are overwritten in place; an optimizer's references stay valid.
             ema: likewise, with the averaged ones.
             optimizer: its moments and the like.
             lr_scheduler: where the learning rate is.
@@ -179,7 +179,7 @@ class CheckpointIO:
 
         Raises:
             CheckpointError: the folder is not a complete checkpoint, lacks a state, or does not fit.
-            RequestError: it lacks the weights that are asked for.
+            RequestError: it lacks the selected weights.
         """
         self.wait()
         folder = Path(load_dir)

@@ -1,4 +1,4 @@
-"""Cutting a model's parameters into equal pieces, one for each rank, and putting them together again.
+"""Sharding a model's parameters into equal pieces, one for each rank, and gathering them again.
 
 This is how an averaged copy of a large model is kept: it is only ever updated element by element, so every rank keeps a
 flat piece of each parameter, and the whole is needed again only for saving. The last pieces are padded with zeros.
@@ -47,7 +47,7 @@ def model_gathering(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Put the pieces of `model_sharding` together on the first rank, one parameter at a time.
+    """Gather the pieces of `model_sharding` on the first rank, one parameter at a time.
 
     All ranks must call it. Only the first one needs room for a whole parameter.
 

@@ -1,4 +1,4 @@
-"""Checkpoints in several files, with an index that says which tensor is where.
+"""Checkpoints in several files, with an index from tensors to files.
 
 The index is the one of transformers: `weight_map`, tensor to file name, and `metadata`. It serves safetensors and torch
 shards alike, so how one shard is opened or written is handed in. A folder without an index is no checkpoint, which is
@@ -20,7 +20,7 @@ from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few
 
 SHARD_BYTES = 4096 * 2**20
-"""How large shards are where nothing else is asked for; ColossalAI's are, too."""
+"""The default size of shards; ColossalAI's, too."""
 
 OpenShard = Callable[[Path], tuple[dict[str, Entry], dict[str, str]]]
 """Opens one shard: path -> (tensors, metadata)."""
@@ -34,13 +34,13 @@ _TOTAL_SIZE, _SHA256 = "total_size", "sha256"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardIndex:
-    """What an index file says.
+    """The content of an index file.
 
     Args:
         path: the index file; its shards lie in the same folder.
         weight_map: the name of each tensor's shard.
-        metadata: what else it says that is text.
-        total_size: bytes of all tensors, if it says so.
+        metadata: its other values that are text.
+        total_size: bytes of all tensors, if given.
         sha256: of the shards it has one for, in hexadecimal digits.
     """
 
@@ -128,16 +128,16 @@ def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, Entry],
     """
     index = read_index(path)
     shards = shard_paths(index)
-    promised: dict[str, set[str]] = {name: set() for name in shards}
+    listed: dict[str, set[str]] = {name: set() for name in shards}
     for key, name in index.weight_map.items():
-        promised[name].add(key)
+        listed[name].add(key)
     entries: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     for name, shard in shards.items():
-        found, told = open_shard(shard)
-        _check_shard(shard, found.keys(), promised[name], index_name=path.name)
+        found, shard_metadata = open_shard(shard)
+        _check_shard(shard, found.keys(), listed[name], index_name=path.name)
         entries.update(found)
-        metadata.update(told)
+        metadata.update(shard_metadata)
     return entries, {**metadata, **index.metadata}, (path, *shards.values())
 
 
@@ -218,7 +218,7 @@ def write_shards(
         form: how shards are called and written.
         hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index; None: they are
             left out.
-        advance: called with the number of bytes that were written, again and again.
+        advance: called with the bytes written by each step.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -244,18 +244,18 @@ def name_shards(
 def make_index(
     shards: Mapping[str, Mapping[str, Entry]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the document that says which tensor is in which shard.
+    """Return the index: the shard of each tensor, and metadata.
 
     Args:
         shards: the tensors of each, by the name of its file.
         metadata: kept in it.
         sha256: of each shard; empty: left out.
     """
-    told: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
-    told[_TOTAL_SIZE] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
+    kept: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
+    kept[_TOTAL_SIZE] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
     if sha256:
-        told[_SHA256] = dict(sha256)
-    return {"metadata": told, "weight_map": {key: name for name, shard in shards.items() for key in shard}}
+        kept[_SHA256] = dict(sha256)
+    return {"metadata": kept, "weight_map": {key: name for name, shard in shards.items() for key in shard}}
 
 
 def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> str:
@@ -294,8 +294,8 @@ def _blobs_of(folder: Path) -> Path | None:
     return None
 
 
-def _check_shard(shard: Path, found: Set[str], promised: Set[str], *, index_name: str) -> None:
-    if lacking := sorted(promised - found):
+def _check_shard(shard: Path, found: Set[str], listed: Set[str], *, index_name: str) -> None:
+    if lacking := sorted(listed - found):
         raise CheckpointError(f"{shard} lacks tensors that {index_name} has in it: {first_few(lacking)}")
-    if strange := sorted(found - promised):
+    if strange := sorted(found - listed):
         raise CheckpointError(f"{shard} has tensors that {index_name} has not in it: {first_few(strange)}")

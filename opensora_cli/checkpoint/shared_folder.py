@@ -1,8 +1,8 @@
-"""A checkpoint folder that several processes write together: whole or not there at all.
+"""A checkpoint folder that several processes write: whole or absent.
 
-Each process has some of the tensors, whole, and knows the shapes of all; so it knows where in which file its own go. It
-needs nothing of the others but a folder that all see: files whose names begin with a dot say what each has done. So all
-of this can go on in the background, while the processes talk about other things.
+Each process has some of the tensors, whole, and the shapes of all; so it can compute where in which file its own go. It
+needs nothing of the others but a shared folder, where files whose names begin with a dot signal progress. So saving
+runs in the background, and uses no collectives.
 
 The folder has another name until everything is in it, and the last file of it is the one without which no reader takes
 it for a checkpoint; that one has the SHA-256 of all others.
@@ -32,7 +32,7 @@ SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""
 
 _PREFIX = ".saving-"
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _WRITTEN, _HASHED, _FAILED = ".written", ".hashed", ".failed"
 
 
@@ -48,7 +48,7 @@ class Share:
     indexes: Mapping[str, Callable[[Mapping[str, str]], bytes]] = field(default_factory=dict)
     """Relative name -> content of files that need the SHA-256 of others, by relative name; the first process's."""
     running_states: Mapping[str, object]
-    """What the last file says besides the hashes; the first process's."""
+    """Content of the last file besides the hashes; the first process's."""
     process: int = 0
     processes: int = 1
 
@@ -94,16 +94,16 @@ def write_share(share: Share, temporary: Path, target: Path) -> None:
         temporary.mkdir(parents=True, exist_ok=True)
         try:
             _write(share, temporary)
-            _tell(temporary, _WRITTEN, share, "")
-            _await(temporary, _WRITTEN, share)
-            _tell(temporary, _HASHED, share, json.dumps(_hashes(share, temporary)))
+            _signal(temporary, _WRITTEN, share, "")
+            _wait_for(temporary, _WRITTEN, share)
+            _signal(temporary, _HASHED, share, json.dumps(_hashes(share, temporary)))
             if share.process == 0:
                 _finish(share, temporary, target)
         except BaseException as error:
             if share.processes == 1:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
-                _tell_failure(temporary, share, str(error))
+                _signal_failure(temporary, share, str(error))
             raise
     except (OSError, CheckpointError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -185,8 +185,8 @@ def _hashes(share: Share, folder: Path) -> dict[str, str]:
 
 
 def _finish(share: Share, temporary: Path, target: Path) -> None:
-    told = _await(temporary, _HASHED, share)
-    hashes = {name: digest for text in told for name, digest in json.loads(text).items()}
+    hashed = _wait_for(temporary, _HASHED, share)
+    hashes = {name: digest for text in hashed for name, digest in json.loads(text).items()}
     for name, content in share.indexes.items():
         _write_bytes(temporary / name, content(hashes))
         hashes[name] = sha256_of(temporary / name)
@@ -204,22 +204,22 @@ def _write_bytes(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _tell(folder: Path, flag: str, share: Share, text: str) -> None:
+def _signal(folder: Path, flag: str, share: Share, text: str) -> None:
     write_bytes_atomic(folder / f"{flag}-{share.process}", text.encode())
 
 
-def _tell_failure(folder: Path, share: Share, reason: str) -> None:
-    """Let the others know, whenever they come: they wait for this process as long as they find nothing of it."""
+def _signal_failure(folder: Path, share: Share, reason: str) -> None:
+    """Record why this process failed: the others wait until they find a file of it."""
     try:
-        _tell(folder, _FAILED, share, reason)
+        _signal(folder, _FAILED, share, reason)
     except OutputError:
         # On a full disk there is room for an empty file yet.
         with suppress(OSError):
             (folder / f"{_FAILED}-{share.process}").touch()
 
 
-def _await(folder: Path, flag: str, share: Share) -> list[str]:
-    """Wait until all processes have said that they are done, and return what they said.
+def _wait_for(folder: Path, flag: str, share: Share) -> list[str]:
+    """Wait until all processes have written this flag, and return the content of each.
 
     Raises:
         OutputError: one has failed.
@@ -228,9 +228,9 @@ def _await(folder: Path, flag: str, share: Share) -> list[str]:
         for process in range(share.processes):
             failed = folder / f"{_FAILED}-{process}"
             if failed.exists():
-                reason = failed.read_text(encoding="utf-8") or "it cannot write its part, and has no room to say why"
+                reason = failed.read_text(encoding="utf-8") or "cannot write its part, nor why: is the disk full?"
                 raise OutputError(f"rank {process}: {reason}")
         flags = [folder / f"{flag}-{process}" for process in range(share.processes)]
         if all(each.exists() for each in flags):
             return [each.read_text(encoding="utf-8") for each in flags]
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

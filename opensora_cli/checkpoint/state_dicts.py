@@ -16,7 +16,7 @@ _KEYS = {
     Selection.EMA: ("ema", "ema_state_dict", "model_ema"),
     Selection.MASTER: ("master",),
 }
-"""What people call the weights in a dictionary that holds more than them."""
+"""Usual names of the weights in a dictionary that holds more than them."""
 
 _TRAINING_KEYS = {"step", "model", "ema", "optimizers"}
 _MAX_DEPTH = 32
@@ -72,10 +72,10 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
 
 
 def choose(select: Selection | None, selections: Sequence[Selection], *, path: Path) -> Selection | None:
-    """Return which weights to take: those that were asked for, or the first; None where there is no choice.
+    """Return which weights to take: those that are selected, or the first; None where there is no choice.
 
     Raises:
-        RequestError: what was asked for is not there.
+        RequestError: the selected weights are not there.
     """
     if select is not None and select not in (selections or (Selection.MODEL,)):
         there = ", ".join(selections) or "only one set of weights"
@@ -103,7 +103,7 @@ def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
 
 
 def _scalars(tree: Any) -> dict[str, str]:
-    """Return what `tree` tells in plain values beside its dictionaries."""
+    """Return the plain values of `tree` beside its dictionaries."""
     if not isinstance(tree, dict):
         return {}
     return {
@@ -114,7 +114,7 @@ def _scalars(tree: Any) -> dict[str, str]:
 
 
 def find_leaves(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT]]:
-    """Yield all tensors in `tree` with their names; neither a cycle nor a web of references takes long.
+    """Yield all tensors in `tree` with their names; bounded in time, even for cycles and shared references.
 
     Raises:
         CheckpointError: one has no name, or there are too many.

@@ -1,7 +1,7 @@
-"""Tensors that have not been read yet: what a checkpoint holds, and what conversions make of it.
+"""Lazily read tensors: what a checkpoint holds, and what conversions make of it.
 
-An entry knows its shape and dtype, and reads any range of its elements when asked. Conversions wrap entries into other
-entries; writing asks for one small range after the other. So nothing ever holds a checkpoint, nor even a whole tensor.
+An entry has a shape and a dtype, and reads any range of its elements on request. Conversions wrap entries into other
+entries; writing reads one small range after the other. So no checkpoint, nor even a whole tensor, is in memory.
 """
 
 import os
@@ -55,7 +55,7 @@ class Extent:
 
 
 class Entry(ABC):
-    """A tensor in waiting.
+    """A lazily read tensor.
 
     Args:
         shape: its sizes; empty for a scalar.
@@ -114,7 +114,7 @@ class StoredEntry(Entry):
     Args:
         shape: its sizes.
         dtype: of its elements.
-        extents: where; together as long as the tensor, each a whole number of elements.
+        extents: where; their lengths sum to that of the tensor, each a whole number of elements.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, extents: Sequence[Extent]) -> None:
@@ -195,21 +195,21 @@ def copy_entries(entries: Iterable[Entry], file: FileIO, *, advance: Callable[[i
     Args:
         entries: what to write.
         file: open for writing, without a buffer (`buffering=0`); they go to its position, which moves behind them.
-        advance: called with the number of bytes that were written, again and again.
+        advance: called with the bytes written by each step.
 
     Raises:
         CheckpointError: a file that holds them cannot be read, or has become shorter.
         OSError: `file` cannot be written.
     """
-    tell = advance or _ignore
+    progress = advance or _ignore
     for stored, group in groupby(entries, key=lambda entry: entry.extents() is not None):
         if stored:
             for run in merged(chain.from_iterable(entry.extents() or () for entry in group)):
-                _copy_run(run, file, tell)
+                _copy_run(run, file, progress)
         else:
             for piece in chain.from_iterable(entry.pieces() for entry in group):
                 write_all(file, _bytes_of(piece))
-                tell(piece.nbytes)
+                progress(piece.nbytes)
 
 
 def merged(extents: Iterable[Extent]) -> Iterator[Extent]:

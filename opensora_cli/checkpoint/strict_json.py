@@ -1,4 +1,4 @@
-"""Reading JSON that may be broken or hostile: nothing is guessed, and whatever is wrong is said in one line."""
+"""Reading JSON that may be broken or hostile: nothing is guessed, and errors have one line."""
 
 import json
 from typing import Any
@@ -14,8 +14,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     """Return the object that `content` is, as UTF-8 JSON.
 
     Raises:
-        ValueError: it is something else, too large or too deep, or has a key twice or text that no file name could be;
-            says so in one line.
+        ValueError: it is something else, too large or too deep, or has a key twice or text that is not Unicode.
     """
     if is_too_large(content):
         raise ValueError("JSON with more values than any model needs")

@@ -1,4 +1,4 @@
-"""Other names, fewer tensors, another dtype: changes to a checkpoint of which nothing has been read.
+"""Changes to a checkpoint before it is read: other names, fewer tensors, another dtype.
 
 Each takes tensors by name and returns tensors by name, in the same order.
 """

@@ -170,7 +170,7 @@ class StridedEntry(Entry):
     """A view of a longer tensor, such as a transposed one or some of its columns.
 
     Any part of a transposed matrix lies all over the file. So a view is read as a whole, and kept until its last
-    element was asked for or two other views were read: `diff` reads two at a time.
+    element was read or two other views were read: `diff` reads two at a time.
 
     Args:
         shape: its sizes: one dimension or more, and no zero.
@@ -227,7 +227,7 @@ class TiledEntry(Entry):
         self._tiles = tuple(tiles)
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Put elements `start` to `stop` together, with all rows that they are in."""
+        """Read elements `start` to `stop`, by way of all rows that they are in."""
         if start >= stop:
             return torch.empty(0, dtype=self.dtype)
         first, last = start // self.row_numel, -(-stop // self.row_numel)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint in any of the formats, so that it is there as a whole or not at all.
+"""Writing a checkpoint in any of the formats: whole or absent.
 
 A file is written under a temporary name beside its own, flushed and renamed. So is a folder, with all that is in it;
 and its last file is the one without which no reader takes it for a checkpoint: the index of shards, `.metadata` of
@@ -65,13 +65,13 @@ def write_checkpoint(
             nothing else.
         hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index, where there is
             one; None: they are left out.
-        advance: called with the number of bytes of tensors that were written, again and again.
+        advance: called with the bytes of tensors written by each step.
 
     Returns:
         The files that were written.
 
     Raises:
-        RequestError: the format is not written here, or does not know the name or dtype of a tensor.
+        RequestError: the format is not written here, or lacks the name or dtype of a tensor.
         CheckpointError: a tensor cannot be read.
         OutputError: `path` exists already (or does so at the end), or cannot be written; nothing is left of the
             attempt.
@@ -100,14 +100,14 @@ def write_checkpoint(
                 hash_each=hash_each,
                 advance=advance,
             )
-        # Once more: hours may have passed since the first check.
+        # Checked again: hours may have passed since the first check.
         _refuse_to_replace(path, format=format, overwrite=overwrite)
         written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
     return tuple(path / name for name in written)
 
 
 def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) -> None:
-    """Notice before hours of work what would keep `write_checkpoint` from writing.
+    """Check before hours of work whether `write_checkpoint` could write.
 
     Args:
         path: the file or folder.

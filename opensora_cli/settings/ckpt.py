@@ -79,22 +79,22 @@ class WriteSettings(Section):
     target: str = Field(min_length=1, description="file or folder to write")
     format: TargetFormat | None = Field(default=None, description="what to write; None: goes by the target's name")
     shard_size: ByteSize | None = Field(default=None, description="bytes of a shard, as in 4GB; None: 4096 MiB")
-    hashing: bool = Field(default=True, description="note the hash of the source, and of each shard")
+    hashing: bool = Field(default=True, description="record the hash of the source, and of each shard")
     overwrite: bool = Field(default=False, description="replace what is there")
 
     @property
     def resolved_format(self) -> TargetFormat:
-        """What is written: as asked, or as the target is named."""
+        """The given format, or else that of the target's name."""
         return self.format or self.named_format or TargetFormat.SAFETENSORS_SHARDS
 
     @property
     def named_format(self) -> TargetFormat | None:
-        """The format of files with the target's ending, if it has one that we know."""
+        """The format of the target's ending, if it is a known one."""
         return _FORMAT_OF_ENDING.get(PurePath(self.target).suffix.lower())
 
     @model_validator(mode="after")
     def _format_is_known(self) -> Self:
-        # Letters after a dot are meant to say what a file is; `v1.5` is a name.
+        # Letters after a dot are an ending; `v1.5` is a name.
         ending = PurePath(self.target).suffix
         if self.format is None and self.named_format is None and ending[1:2].isalpha():
             raise ValueError(f"target={self.target} has an ending, {ending}, that names no format: add --format")
@@ -131,9 +131,9 @@ class ConvertSettings(WriteSettings):
 
     @property
     def options(self) -> dict[str, object]:
-        """What is to be done to the weights, where it is anything: the options that its result depends on."""
-        asked = self.model_dump(mode="json", include={"select", "only", "drop", "rename", "qkv", "rotary", "dtype"})
-        return {name: value for name, value in asked.items() if value}
+        """The options that the result depends on, where given."""
+        given = self.model_dump(mode="json", include={"select", "only", "drop", "rename", "qkv", "rotary", "dtype"})
+        return {name: value for name, value in given.items() if value}
 
 
 class MergeLoraSettings(WriteSettings):

@@ -85,7 +85,7 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         (["inspect", "truncated.safetensors"], 3, "truncated"),
         (["convert", "truncated.safetensors", "x"], 3, "truncated"),
         (["diff", "good.safetensors", "truncated.safetensors"], 3, "truncated"),
-        (["convert", "evil.pt", "x"], 3, "evil.pt is refused: it asks for"),
+        (["convert", "evil.pt", "x"], 3, "evil.pt is refused: it imports"),
         (["inspect", "evil-old.pt"], 3, "evil-old.pt is a pickle, but not of torch.save"),
         (["merge-lora", "good.safetensors", "folder", "x"], 3, "adapter_config.json does not exist"),
         (["convert", "good.safetensors", "x", "--preset", "flux1-dev"], 3, "does not become flux1-dev: 1084 missing"),

@@ -1,4 +1,4 @@
-"""What is where in the folders that trainings and downloads leave."""
+"""The layout of folders that trainings and downloads leave."""
 
 import re
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`: tensors in chunks, each as `torch.save` writes it, in one file per rank.
 
-`.metadata` says which chunk is where. It is a pickle, so it is read without running anything, and it is written last:
-a folder without it is not complete.
+`.metadata` lists the place of each chunk. It is a pickle, read without running anything, and written last: a
+folder without it is not complete.
 """
 
 import io
@@ -61,7 +61,7 @@ _UNUSED = frozenset(
         ),
     }
 )
-"""What `.metadata` may ask for without being part of a tensor: it gets None."""
+"""What `.metadata` may import without being part of a tensor: it gets None."""
 
 
 class _Record:
@@ -79,22 +79,22 @@ class _Unpickler(pickle.Unpickler):
     """Gives a pickle inert stand-ins, made for it alone, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        asked = f"{module}.{name}"
-        if asked in DTYPES:
-            return DTYPES[asked]
-        if asked in _RECORDS:
+        imported = f"{module}.{name}"
+        if imported in DTYPES:
+            return DTYPES[imported]
+        if imported in _RECORDS:
             return type(name, (_Record,), {})
-        if asked == _SIZE:
+        if imported == _SIZE:
             return lambda sizes: tuple(sizes)
-        if asked == "collections.OrderedDict":
+        if imported == "collections.OrderedDict":
             return lambda: {}
-        if asked in _UNUSED:
+        if imported in _UNUSED:
             return lambda *_: None
-        raise _AskedError(asked)
+        raise _ImportRefusedError(imported)
 
 
-class _AskedError(Exception):
-    """A pickle asks for something that it does not get."""
+class _ImportRefusedError(Exception):
+    """A pickle imports something that is not allowed."""
 
 
 class _Tensor(NamedTuple):
@@ -118,7 +118,7 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
         select: which weights, where there are several; None: those of the model.
 
     Raises:
-        CheckpointError: the folder is not complete, broken, or asks for something else than weights.
+        CheckpointError: the folder is not complete, broken, or imports something else than weights.
         RequestError: it has no such weights.
     """
     path = folder / METADATA_FILE
@@ -147,7 +147,7 @@ def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[
     Args:
         folder: exists already.
         entries: its tensors.
-        advance: called with the number of bytes that were written, again and again.
+        advance: called with the bytes written by each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write.
@@ -193,7 +193,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     check_pickle(content, path=path, max_operations=_MAX_OPERATIONS)
     try:
         found = _Unpickler(io.BytesIO(content)).load()
-    except _AskedError as error:
+    except _ImportRefusedError as error:
         raise refusal_of_name(path, str(error)) from None
     except Exception as error:
         # A broken pickle may do anything in any order, so there is no list of what goes wrong.
@@ -259,7 +259,7 @@ def _file_name(name: str) -> str:
 
 
 def _entry(tensor: _Tensor, places: _Places, path: Path) -> Entry:
-    """Put a tensor together."""
+    """Return a tensor that is read from its chunks."""
     name = shown(tensor.name)
     if not prod(tensor.shape):
         return StoredEntry(tensor.shape, tensor.dtype, [])
@@ -272,7 +272,7 @@ def _entry(tensor: _Tensor, places: _Places, path: Path) -> Entry:
                 raise ValueError(f"a chunk of {name} is in no file")
             part = open_tensor(place.path, start=place.offset, length=place.length)
             if part.shape != shape or part.dtype != tensor.dtype:
-                raise CheckpointError(f"{place.path} holds another tensor than {path.name} says, in place of {name}")
+                raise CheckpointError(f"{place.path} holds another tensor than {path.name} describes, for {name}")
             tiles.append(Tile(offsets, part))
     tiles.sort(key=lambda tile: tile.offsets)
     if all(tile.entry.shape[1:] == tensor.shape[1:] for tile in tiles):

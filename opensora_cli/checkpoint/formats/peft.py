@@ -123,7 +123,7 @@ def open_adapter(path: Path) -> Adapter:
 
     Raises:
         CheckpointError: a file is missing or broken, or the two do not fit each other.
-        RequestError: it is no LoRA, or has something that cannot be merged; says what.
+        RequestError: it is no LoRA, or has something that cannot be merged.
     """
     if not path.exists():
         raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
@@ -167,7 +167,7 @@ def _update(path: Path, module: str, pair: Mapping[str, Entry], config: "_Config
     if min(len(a.shape), len(b.shape)) < 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise CheckpointError(
             f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
-            f"which are not of rank {rank} as {CONFIG_FILE} says"
+            f"which are not of rank {rank} as in {CONFIG_FILE}"
         )
     return LowRank(a=a, b=b, scale=config.scale(module), transposed=is_table or config.fan_in_fan_out)
 
@@ -191,14 +191,14 @@ class _Config:
         config = _read_json(path)
         kind = config.get("peft_type")
         if kind != "LORA":
-            raise RequestError(f"{path}: peft_type={_told(kind)} is no LoRA, and cannot be merged")
+            raise RequestError(f"{path}: peft_type={_quoted(kind)} is no LoRA, and cannot be merged")
         for key, feature in _REFUSED.items():
             if config.get(key):
                 raise RequestError(f"{path}: {key} ({feature}) cannot be merged")
         beginning = config.get("init_lora_weights", True)
         if beginning not in _PLAIN_BEGINNINGS:
             raise RequestError(
-                f"{path}: init_lora_weights={_told(beginning)} has changed the weights that the adapter is for",
+                f"{path}: init_lora_weights={_quoted(beginning)} has changed the weights that the adapter is for",
                 hint="save it as plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)",
             )
         return cls(
@@ -271,19 +271,19 @@ def _by_name(
 
 def _number(path: Path, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
-        raise CheckpointError(f"{path}: {shown(key)} must be a number up to {_MAX_NUMBER:,}, and is {_told(value)}")
+        raise CheckpointError(f"{path}: {shown(key)} must be a number up to {_MAX_NUMBER:,}, and is {_quoted(value)}")
     return float(value)
 
 
 def _rank(path: Path, key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_NUMBER:
         raise CheckpointError(
-            f"{path}: {shown(key)} must be a whole number from 1 to {_MAX_NUMBER:,}, and is {_told(value)}"
+            f"{path}: {shown(key)} must be a whole number from 1 to {_MAX_NUMBER:,}, and is {_quoted(value)}"
         )
     return value
 
 
-def _told(value: object) -> str:
+def _quoted(value: object) -> str:
     """Return a value of the configuration as it may appear in a message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
@@ -294,11 +294,11 @@ class _ValuesByName:
     """Values by patterns of modules' names; of those that match a name, the first counts.
 
     PEFT takes each key for a regular expression of the whole name, or of the end of it after a dot. Most keys are plain
-    names, whose dots are dots here. An adapter may come from anybody, and `re` can take years over an expression: so
+    names, whose dots are dots here. An adapter may be hostile, and `re` can take years over an expression: so
     only those are taken whose steps can be bounded, with few repeats, none of them of a group.
 
     Raises:
-        ValueError: a pattern is refused, or there are too many; says which and why.
+        ValueError: a pattern is refused, or there are too many.
     """
 
     def __init__(self, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Pickles are checked before anything reads them: what they ask for, and how much."""
+"""Pickles are checked before anything reads them: what they import, and how many operations they have."""
 
 import io
 import pickletools
@@ -63,13 +63,13 @@ WEIGHT_NAMES = frozenset(
 def check_pickle(
     content: bytes, *, path: Path, max_operations: int, names: Collection[str] | None = None, count: int = 1
 ) -> None:
-    """Refuse pickles that are cut off, too long or ask for too much, without running them.
+    """Refuse pickles that are cut off, too long or import too much, without running them.
 
     Args:
         content: begins with `count` pickles.
         path: the file they are from, for messages.
         max_operations: a longer pickle is refused: each operation may take some 100 bytes of memory.
-        names: what they may ask for, if that is to be checked here. Then they must be of a protocol that `weights_only`
+        names: what they may import, if that is to be checked here. Then they must be of a protocol that `weights_only`
             reads.
 
     Raises:
@@ -91,9 +91,9 @@ def check_pickle(
                     hint="save it again without pickle_protocol=",
                 )
             if names is not None and operation.name in ("GLOBAL", "INST"):
-                asked = argument.replace(" ", ".", 1)
-                if asked not in names:
-                    raise refusal_of_name(path, asked)
+                imported = argument.replace(" ", ".", 1)
+                if imported not in names:
+                    raise refusal_of_name(path, imported)
             depths.follow(operation, argument)
     except (CheckpointError, MemoryError):
         raise
@@ -133,9 +133,9 @@ class _Depths:
             stack.extend([depth] * len(operation.stack_after))
 
 
-def refusal_of_name(path: Path, asked: str) -> CheckpointError:
-    """Return the error of a pickle that asks for something that only running code could give."""
-    reason = f"it asks for {shown(asked)}, which no weights need and which could run any code"
+def refusal_of_name(path: Path, imported: str) -> CheckpointError:
+    """Return the error of a pickle that imports something that only running code could give."""
+    reason = f"it imports {shown(imported)}, which no weights need and which could run any code"
     return CheckpointError(f"{path} is refused: {reason}", hint=SAVE_STATE_DICT)
 
 

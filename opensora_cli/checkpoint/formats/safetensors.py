@@ -1,6 +1,6 @@
 """Safetensors files, read strictly and written as a stream.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes that say how long the header is, the header as JSON,
+The format (https://huggingface.co/docs/safetensors): eight bytes with the length of the header, the header as JSON,
 and then the tensors, back to back.
 """
 
@@ -114,10 +114,10 @@ def write_safetensors(
         path: the file.
         entries: its tensors.
         metadata: kept in its header; `format` is added, without which some readers refuse a file.
-        advance: called with the number of bytes that were written, again and again.
+        advance: called with the bytes written by each step.
 
     Raises:
-        RequestError: a tensor has a name or a dtype that the format does not know; nothing has been written.
+        RequestError: a tensor has a name or a dtype that the format lacks; nothing has been written.
         CheckpointError: a tensor cannot be read.
         OSError: `path` cannot be written.
     """
@@ -144,11 +144,11 @@ def place_tensors(entries: Mapping[str, Entry], *, metadata: Mapping[str, str]) 
     """Return what `write_safetensors` would put where, so that several can write parts of one file.
 
     Args:
-        entries: its tensors, of which nothing but shapes and dtypes is asked.
+        entries: its tensors; only shapes and dtypes are used.
         metadata: kept in its header, with `format`.
 
     Raises:
-        RequestError: a tensor has a name or a dtype that the format does not know.
+        RequestError: a tensor has a name or a dtype that the format lacks.
     """
     ordered = _ordered(entries)
     header = _header(ordered, {"format": "pt", **metadata})

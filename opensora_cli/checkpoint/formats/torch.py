@@ -4,7 +4,7 @@ torch opens an archive on the meta device: that gives dtypes, shapes, and where 
 are read later, as those of any lazily read tensor. Files before torch 1.6 are no archives; torch reads them whole.
 
 `weights_only` runs no code, but it can be made to take a lot of memory, and its errors have many lines. So a file is
-checked first: its records lie in it as they are, and its pickle asks for nothing but what weights need.
+checked first: its records lie in it as they are, and its pickle imports nothing but what weights need.
 """
 
 import io
@@ -205,14 +205,14 @@ def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo,
             infos = {info.filename: info for info in archive.infolist()}
             root = _check_records(infos, len(archive.infolist()), path)
             window.most = None
-            content, order, noted = (
+            content, order, described = (
                 archive.read(root + name) if root + name in infos else b"" for name in (_PICKLE, _BYTE_ORDER, _METADATA)
             )
-            metadata = parse_object(noted or b"{}")
+            metadata = parse_object(described or b"{}")
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        # zipfile promises BadZipFile, but struct.error, ValueError, NotImplementedError and others come as well.
+        # zipfile documents BadZipFile, but raises struct.error, ValueError, NotImplementedError and others as well.
         reason = shown(" ".join(str(error).split()))
         raise CheckpointError(f"{path} is truncated or no zip archive: {reason}", hint=FETCH_AGAIN) from error
     if order not in (b"", b"little"):
@@ -301,7 +301,7 @@ def write_torch(
         path: the file.
         entries: its tensors.
         metadata: kept beside them, where `open_torch` finds it and `torch.load` does not look.
-        advance: called with the number of bytes that were written, again and again.
+        advance: called with the bytes written by each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write; nothing has been written.
@@ -312,14 +312,14 @@ def write_torch(
     content = io.BytesIO()
     _Pickler(content, protocol=PROTOCOL).dump(tree)
     data = ((f"data/{number}", _bytes(entry, advance)) for number, entry in enumerate(entries.values()))
-    noted = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
+    described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
     _write_archive(
         path,
         chain(
             [(_PICKLE, [content.getvalue()]), (_BYTE_ORDER, [b"little"])],
             data,
             [("version", [b"3\n"])],
-            [(_METADATA, [noted.encode()])] if metadata else [],
+            [(_METADATA, [described.encode()])] if metadata else [],
         ),
     )
 

@@ -1,4 +1,4 @@
-"""`osora ckpt convert`: from any form that weights come in to any other."""
+"""`osora ckpt convert`: weights from any format to any other."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -67,7 +67,7 @@ def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> C
 
     Args:
         settings: from where, to where, and the changes.
-        reporter: shown progress and what is decided; None: nobody.
+        reporter: shows progress and decisions.
 
     Raises:
         RequestError: the request contradicts itself or what the source is.

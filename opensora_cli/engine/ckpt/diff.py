@@ -1,4 +1,4 @@
-"""`osora ckpt diff`: whether two checkpoints hold the same, whatever forms they have."""
+"""`osora ckpt diff`: whether two checkpoints hold the same, in whatever formats."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,8 +104,8 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
         numbers = dequantise(first, torch.float32), dequantise(second, torch.float32)
         first, second = without_scales(first), without_scales(second)
     if settings.only:
-        asked = only({**second, **first}, settings.only)
-        first, second = ({name: each[name] for name in each if name in asked} for each in (first, second))
+        chosen = only({**second, **first}, settings.only)
+        first, second = ({name: each[name] for name in each if name in chosen} for each in (first, second))
     both = [name for name in first if name in second]
     shapes = {name: (first[name].shape, second[name].shape) for name in both if first[name].shape != second[name].shape}
     comparable = [name for name in both if name not in shapes]

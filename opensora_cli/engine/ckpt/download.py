@@ -226,10 +226,10 @@ def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> t
     try:
         return tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
     except OfflineProblem as problem:
-        noted = read_listing(folder, preset)
+        recorded = read_listing(folder, preset)
         names = [name for source in sources for name in source.names]
-        if all(source.repo in noted for source in sources):
-            repos = tuple(_wanted(source, noted[source.repo]) for source in sources)
+        if all(source.repo in recorded for source in sources):
+            repos = tuple(_wanted(source, recorded[source.repo]) for source in sources)
             names = [name for source, repo in zip(sources, repos, strict=True) for name in _needed(source, repo)]
             if all((folder / name).is_file() for name in names):
                 return repos, True

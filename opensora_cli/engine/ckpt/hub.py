@@ -1,6 +1,6 @@
 """Repositories of the Hugging Face Hub: what is in them, and fetching a file so that an interruption loses nothing.
 
-huggingface_hub finds the endpoint, the token and the files. The bytes are fetched here, because it begins a file anew
+huggingface_hub finds the endpoint, the token and the files. The bytes are fetched here, because it restarts a file
 whenever it was interrupted, and the files are of 24 GB.
 """
 
@@ -40,10 +40,10 @@ Advance = Callable[[int], None]
 
 
 class ConnectionProblem(CheckpointError):
-    """The Hub cannot be reached now; a moment later it may."""
+    """The Hub cannot be reached now: worth a retry."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, hint="look after the connection, and HF_ENDPOINT if it is set")
+        super().__init__(message, hint="check the connection, and HF_ENDPOINT if it is set")
 
 
 class OfflineProblem(CheckpointError):
@@ -68,7 +68,7 @@ class HubFile:
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
 
     def is_content_of(self, path: Path, *, advance: Advance) -> bool:
-        """Whether a file has this content; reads all of it, and tells `advance` the bytes of each piece.
+        """Whether a file has this content; reads all of it, and calls `advance` with the bytes of each piece.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -122,7 +122,7 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
                 found = huggingface_hub.get_hf_file_metadata(url)
                 size, digest = found.size, found.etag
             if size is None or not is_digest(digest or ""):
-                raise CheckpointError(f"{name}: size and hash of {sibling.rfilename} are not told", hint=_CHECK)
+                raise CheckpointError(f"{name}: no valid size and hash of {sibling.rfilename}", hint=_CHECK)
             files[sibling.rfilename] = HubFile(
                 repo=name, commit=commit, name=sibling.rfilename, size=size, digest=str(digest)
             )
@@ -143,15 +143,15 @@ def is_digest(text: str) -> bool:
 
 
 def part_of(file: HubFile, target: Path) -> Path:
-    """Return where a fetch that has not finished keeps what it has."""
+    """Return where an unfinished fetch keeps its bytes."""
     return target.with_name(f"{target.name}.{file.digest[:12]}{_PART_SUFFIX}")
 
 
 def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
-    """Make `target` the content of `file`, going on from what an earlier fetch left.
+    """Fetch `file` to `target`, continuing from what an earlier fetch left.
 
-    The content goes to a file beside it, and becomes `target` when its hash is right. Connections that break are taken
-    up again.
+    The content goes to a file beside it, and becomes `target` when its hash is right. Broken connections are
+    retried.
 
     Args:
         file: what to fetch.
@@ -159,7 +159,7 @@ def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
         advance: called with bytes as they are written or, of an earlier fetch, found.
 
     Raises:
-        CheckpointError: the Hub cannot be reached or refuses, or the content is other than it says.
+        CheckpointError: the Hub cannot be reached or refuses, or the content has another hash.
         OutputError: the disk refuses.
     """
     part = part_of(file, target)
@@ -221,7 +221,7 @@ def _chunks(file: HubFile, position: int) -> Iterator[bytes]:
         get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
     ):
         hf_raise_for_status(response)
-        # A server that knows no ranges sends all of it.
+        # A server without support for ranges sends all of it.
         skipped = position if response.status_code == 200 else 0
         left = file.size - position
         for chunk in response.iter_bytes():
@@ -241,12 +241,12 @@ def _explained(repo: str) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise OfflineProblem(f"{repo} is not asked for: the machine is offline (HF_HUB_OFFLINE)") from error
+        raise OfflineProblem(f"{repo} is not requested: the machine is offline (HF_HUB_OFFLINE)") from error
     except GatedRepoError as error:
         reason = f"{repo} is only given to people who have accepted its terms"
         raise CheckpointError(reason, hint=_how_in(repo)) from error
     except RepositoryNotFoundError as error:
-        reason = f"{repo} is not at {constants.ENDPOINT}, or not open to everybody"
+        reason = f"{repo} is not at {constants.ENDPOINT}, or not public"
         raise CheckpointError(reason, hint=_how_in(repo)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code

@@ -1,7 +1,7 @@
 """What downloads leave beside their files: a record of each, in the form of huggingface_hub, and one of all of them.
 
 `.cache/huggingface/download/NAME.metadata` has three lines: the commit, the hash, and when it was written. Beside them
-lies what the Hub said of a download that is complete, for machines that may not ask again.
+is a listing of the complete download, for machines that are offline.
 """
 
 import json
@@ -39,7 +39,7 @@ class Record:
 
 
 def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:
-    """Note what `name` below `folder` is.
+    """Record what `name` below `folder` is.
 
     Raises:
         OutputError: that is not possible.
@@ -48,7 +48,7 @@ def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:
 
 
 def read_record(folder: Path, name: str) -> Record | None:
-    """Return what is noted of `name` below `folder`, if anything is that can be read."""
+    """Return the record of `name` below `folder`; None if there is none that can be read."""
     try:
         commit, digest, written = (folder / _FOLDER / f"{name}.metadata").read_text(encoding="utf-8").split()
         return Record(commit, digest, float(written))
@@ -57,7 +57,7 @@ def read_record(folder: Path, name: str) -> Record | None:
 
 
 def downloaded_sha256(path: Path) -> str | None:
-    """Return the SHA-256 that a file had on the Hub, if it was downloaded and that was noted.
+    """Return the SHA-256 that a file had on the Hub, if its download was recorded.
 
     A file in the Hugging Face cache has it as the name of the blob that it is a link to. Of a file that was written
     since, nothing is known.
@@ -79,7 +79,7 @@ def is_sha256(text: str) -> bool:
 
 
 def write_listing(folder: Path, name: str, repos: Sequence[HubRepo]) -> None:
-    """Note what of some repositories was downloaded into a folder as `name`.
+    """Record which files of some repositories were downloaded into a folder as `name`.
 
     Raises:
         OutputError: that is not possible.
@@ -89,11 +89,11 @@ def write_listing(folder: Path, name: str, repos: Sequence[HubRepo]) -> None:
 
 
 def read_listing(folder: Path, name: str) -> dict[str, HubRepo]:
-    """Return what is noted of a download, by the names of the repositories; nothing if nothing is that can be read."""
+    """Return the listing of a download by the names of the repositories; empty if none can be read."""
     try:
         with _path(folder, name).open("rb") as file:
             document = parse_object(file.read(_MAX_BYTES))
-        return {repo: _repo(noted) for repo, noted in document.items()}
+        return {repo: _repo(fields) for repo, fields in document.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -102,9 +102,9 @@ def _path(folder: Path, name: str) -> Path:
     return folder / _FOLDER / f"{name}.listing.json"
 
 
-def _repo(noted: dict[str, Any]) -> HubRepo:
-    files = {name: HubFile(**file) for name, file in noted["files"].items()}
-    repo = HubRepo(**{**noted, "files": files})
+def _repo(fields: dict[str, Any]) -> HubRepo:
+    files = {name: HubFile(**file) for name, file in fields["files"].items()}
+    repo = HubRepo(**{**fields, "files": files})
     texts = [repo.name, repo.commit, *(text for file in files.values() for text in (file.repo, file.commit, file.name))]
     licence_is_known = isinstance(repo.licence, str | None)
     if not (licence_is_known and isinstance(repo.is_gated, bool) and all(isinstance(text, str) for text in texts)):

@@ -22,7 +22,7 @@ from opensora_cli.settings.ckpt import InspectSettings
 
 
 class DtypeTotal(Document):
-    """What tensors of one dtype have together."""
+    """Totals of the tensors of one dtype."""
 
     tensors: int
     parameters: int
@@ -85,12 +85,12 @@ class Inspection(Document):
     dtypes: dict[str, DtypeTotal]
     metadata: dict[str, str]
     tensors: tuple[MeasuredTensor | InspectedTensor, ...]
-    """Those that were asked for."""
+    """Those that were selected."""
     form: str = Field(exclude=True)
     identity: Identity | None = Field(exclude=True)
 
     def lines(self) -> list[str]:
-        """Return it for people: the tensors in a table, then what they are together."""
+        """Return it for people: the tensors in a table, then a summary."""
         rows = [tensor.cells() for tensor in self.tensors]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -129,7 +129,7 @@ class Inspection(Document):
 
 
 def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> Inspection:
-    """Look into a checkpoint. Nothing but names and shapes is read, unless statistics are asked for.
+    """Inspect a checkpoint. Only names and shapes are read, unless statistics are requested.
 
     Raises:
         RequestError: a pattern matches no tensor, or there are no such weights to select.

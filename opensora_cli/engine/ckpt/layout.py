@@ -59,7 +59,7 @@ def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, st
     return QKV.FUSED if is_fused(shapes) else QKV.SPLIT, find_rotary(shapes, metadata)
 
 
-def is_told_by_names(qkv: QKV, rotary: Rotary) -> bool:
+def is_implied_by_names(qkv: QKV, rotary: Rotary) -> bool:
     """Whether a file of this layout is understood without metadata, as the released models are."""
     return (qkv is QKV.FUSED) == (rotary is Rotary.INTERLEAVED)
 
@@ -77,10 +77,10 @@ def change_layout(
         entries: the tensors, under the names of the published models, which may have a prefix.
         metadata: of the file.
         qkv: whether q, k and v are fused; None leaves them as they are.
-        rotary: how rotary pairs lie; None leaves them as they are.
+        rotary: the order of rotary pairs; None leaves them as they are.
 
     Returns:
-        The tensors, and the metadata with a note of how rotary pairs lie now.
+        The tensors, and the metadata with the new order of rotary pairs.
 
     Raises:
         RequestError: the tensors are no MMDiT's.
@@ -90,9 +90,9 @@ def change_layout(
     shapes = {key: entry.shape for key, entry in entries.items()}
     sizes = HeadSizes.of_shapes(shapes)
     if sizes is None:
-        asked = " and ".join(f"--{name}={value}" for name, value in (("qkv", qkv), ("rotary", rotary)) if value)
+        given = " and ".join(f"--{name}={value}" for name, value in (("qkv", qkv), ("rotary", rotary)) if value)
         raise RequestError(
-            f"{asked} is for an MMDiT, and this checkpoint is none: "
+            f"{given} is for an MMDiT, and this checkpoint is none: "
             "it lacks a matching img_in.weight and norm.query_norm.scale",
             hint="osora ckpt inspect shows its tensors; --rename gives them the names of the published models",
         )

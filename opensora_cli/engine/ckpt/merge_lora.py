@@ -38,7 +38,7 @@ class MergeResult(WrittenDocument):
         if self.error is None:
             return written
         if self.error.bound is None:
-            return [*written, f"nothing can be said of {self.error.tensor}: it is not finite"]
+            return [*written, f"there is no bound for {self.error.tensor}: it is not finite"]
         return [
             *written,
             f"each of the {self.changed} tensors is as before merging, but for rounding: "
@@ -51,7 +51,7 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
 
     Args:
         settings: what, and where to.
-        reporter: shown progress; None: nobody.
+        reporter: shows progress.
 
     Raises:
         RequestError: the adapter is of a kind that cannot be merged, or unmerged, or paths contradict each other.

@@ -1,4 +1,4 @@
-"""Writing weights that were made from others: the checks before, the notes beside them, and what is said after."""
+"""Writing weights that were made from others: the checks before, the metadata, and the result."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
-from opensora_cli.engine.ckpt.layout import find_layout, is_told_by_names
+from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
 from opensora_cli.settings.ckpt import WriteSettings
 
 SOURCE = "osora.source"
@@ -125,19 +125,19 @@ def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
 
 
 def check_product(product: Product) -> None:
-    """Notice what would keep weights from being written, or from being understood afterwards, before hours of reading.
+    """Check before hours of reading that weights can be written, and understood afterwards.
 
     Raises:
-        RequestError: the format has no place to note how rotary pairs lie, and the names mean something else.
+        RequestError: the format cannot record the order of rotary pairs, and the names imply another.
         OutputError: the target exists already, or is too large for the disk.
     """
     settings = product.settings
     check_target(product.target, format=product.format, needed=product.nbytes, overwrite=settings.overwrite)
     layout = find_layout({name: entry.shape for name, entry in product.entries.items()}, product.metadata)
-    if layout is not None and not settings.resolved_format.has_metadata and not is_told_by_names(*layout):
+    if layout is not None and not settings.resolved_format.has_metadata and not is_implied_by_names(*layout):
         qkv, rotary = layout
         raise RequestError(
-            f"{product.format} has no place to note that rotary pairs are {rotary}, which {qkv} q, k and v do not tell",
+            f"{product.format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
             hint="write another format, or change the layout with --qkv or --rotary",
         )
 
@@ -147,13 +147,13 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
 
     Args:
         product: what, where to and how.
-        reporter: shown progress in bytes.
+        reporter: shows progress in bytes.
 
     Returns:
         The SHA-256 of the source, if it was computed, and the files.
 
     Raises:
-        RequestError: the format does not know the name or dtype of a tensor.
+        RequestError: the format lacks the name or dtype of a tensor.
         CheckpointError: a source cannot be read.
         OutputError: the target exists already, is too large for the disk or cannot be written.
     """
@@ -163,17 +163,17 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
     if product.source.caveat:
         reporter.warn(product.source.caveat)
     if not settings.resolved_format.has_metadata:
-        reporter.warn(f"{product.format} has no place for metadata: what was noted of the weights is left out")
+        reporter.warn(f"{product.format} has no metadata: that of the weights is left out")
     sha256 = hash_files(product.source, reporter=reporter) if settings.hashing else None
     kept = {key: text for key, text in product.metadata.items() if key != SOURCE_SHA256}
-    noted = provenance(product.source, options=product.options, sha256=sha256)
+    origin = provenance(product.source, options=product.options, sha256=sha256)
     with reporter.stage("write", total=product.nbytes, unit=BYTES) as progress:
         files = write_checkpoint(
             product.entries,
             product.target,
             format=product.format,
             shard_bytes=settings.shard_size or SHARD_BYTES,
-            metadata={**kept, **noted},
+            metadata={**kept, **origin},
             overwrite=settings.overwrite,
             hash_each=partial(hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
             advance=progress.advance,
@@ -196,19 +196,19 @@ def _shown(value: object) -> str:
 
 
 def provenance(source: Checkpoint, *, options: Mapping[str, object], sha256: str | None) -> dict[str, str]:
-    """Return what is noted of weights that were made from `source`.
+    """Return the metadata of weights that were made from `source`.
 
     Args:
         source: what was read.
         options: what was done to it.
-        sha256: of its files, as `hash_files` gives it; None: not noted.
+        sha256: of its files, as `hash_files` gives it; None: not recorded.
     """
-    noted = {
+    origin = {
         SOURCE: os.fspath(source.path),
         OPTIONS: json.dumps(dict(options), ensure_ascii=False, sort_keys=True),
         VERSION: opensora_cli.__version__,
     }
-    return noted if sha256 is None else {**noted, SOURCE_SHA256: sha256}
+    return origin if sha256 is None else {**origin, SOURCE_SHA256: sha256}
 
 
 def hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
@@ -233,7 +233,7 @@ def hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[
     Args:
         files: are read one after the other.
         stage: what the stage is called.
-        reporter: shown progress in bytes.
+        reporter: shows progress in bytes.
 
     Raises:
         CheckpointError: one cannot be read.

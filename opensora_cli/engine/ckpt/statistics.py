@@ -1,4 +1,4 @@
-"""What the numbers of a tensor are like, found while it streams by."""
+"""Statistics of a tensor's numbers, computed piece by piece."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.documents import Document
 
 STEP_NUMEL = 2**20
-"""How many elements are looked at at a time: few enough for the processor's cache, as fp64, too."""
+"""Elements per step: few enough for the processor's cache, as fp64, too."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class TensorStatistics:
 
     @classmethod
     def of(cls, entry: Entry, *, advance: Callable[[int], None]) -> "TensorStatistics":
-        """Read a tensor, piece by piece; tell `advance` the bytes of each."""
+        """Read a tensor piece by piece; call `advance` with the bytes of each."""
         statistics = cls()
         for piece in steps(entry):
             statistics.add(piece)

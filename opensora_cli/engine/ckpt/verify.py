@@ -105,7 +105,7 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
                 for file, digest in recorded_hashes(checkpoint.path).items():
                     expected.setdefault(file, set()).add(digest)
             except CheckpointError as error:
-                # What is no JSON has been told already.
+                # Broken JSON has been reported already.
                 problems += [] if error.message in problems else [error.message]
         if settings.sha256 is not None:
             expected.setdefault(path, set()).add(settings.sha256.lower())
@@ -162,7 +162,7 @@ def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
     once: dict[object, int] = {entry.extents() or (name,): entry.nbytes for name, entry in entries.items()}
     found = sum(entry.nbytes for entry in entries.values())
     if index.total_size is not None and index.total_size not in (found, sum(once.values())):
-        yield f"{index.path} says that the tensors have {plain(str(index.total_size))} bytes, and they have {found}"
+        yield f"{index.path} gives {plain(str(index.total_size))} bytes for the tensors, and they have {found}"
 
 
 def _expected_hashes(files: Iterable[Path], indexes: Iterable[ShardIndex]) -> tuple[dict[Path, set[str]], list[str]]:

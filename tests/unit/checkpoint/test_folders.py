@@ -204,7 +204,7 @@ class TestOthers:
         assert caught.value.message == (
             f"{tmp_path / 'a' / part} holds shards without their index: it lacks model.safetensors.index.json"
         )
-        assert caught.value.hint == "fetch what is missing; the index says which tensor is in which shard"
+        assert caught.value.hint == "fetch what is missing; the index maps each tensor to its shard"
 
     def test_so_is_a_single_shard(self, tmp_path):
         save_file(weights(1), tmp_path / "model-00002-of-00004.safetensors")

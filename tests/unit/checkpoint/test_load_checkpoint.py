@@ -75,7 +75,7 @@ def test_eight_bits_are_multiplied_with_their_scales(tmp_path):
         assert linear.weight.dtype is torch.float32
 
 
-def test_an_order_that_names_do_not_tell_is_refused(tmp_path, weights):
+def test_interleaved_pairs_under_split_names_are_refused(tmp_path, weights):
     save_file(weights, tmp_path / "a", metadata={"osora.rotary": "interleaved"})
     with pytest.raises(CheckpointError, match="interleaved rotary pairs") as caught:
         load_checkpoint(model(1), tmp_path / "a")

@@ -212,7 +212,7 @@ class TestErrors:
         (tmp_path / "file").write_text("in the way")
         return tmp_path / "file" / "run"
 
-    def test_the_next_save_tells_once(self, tmp_path, blocked):
+    def test_the_next_save_raises_the_error_once(self, tmp_path, blocked):
         model, _ = trained(0)
         io = CheckpointIO()
         io.save(blocked, model)
@@ -221,7 +221,7 @@ class TestErrors:
         assert io.save(tmp_path, model).parent == tmp_path
         io.wait()
 
-    def test_waiting_and_leaving_tell(self, blocked):
+    def test_waiting_and_leaving_raise_the_error(self, blocked):
         io = CheckpointIO()
         io.save(blocked, trained(0)[0])
         with pytest.raises(OutputError):
@@ -292,7 +292,7 @@ class TestLoading:
         with pytest.raises(CheckpointError, match=r"optimizer\.pt is broken or of another run"):
             CheckpointIO().load(folder, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters()))
 
-    def test_keys_must_match_unless_told_otherwise(self, folder):
+    def test_keys_must_match_unless_strict_is_off(self, folder):
         model = nn.Sequential(nn.Linear(4, 3))
         with pytest.raises(CheckpointError, match="unexpected"):
             CheckpointIO().load(folder, model)

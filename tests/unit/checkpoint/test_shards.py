@@ -135,7 +135,7 @@ class TestWriting:
         assert set(there) == {False}
 
 
-def test_the_hash_of_a_file_tells_its_progress(tmp_path):
+def test_hashing_a_file_reports_progress(tmp_path):
     (tmp_path / "a").write_bytes(os.urandom(3 * 2**20 + 5))
     told = []
     assert sha256_of(tmp_path / "a", advance=told.append) == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
@@ -354,7 +354,7 @@ def test_thousands_of_hostile_names(folder, secret):
     check_names(folder, 10_000)
 
 
-def test_the_paths_of_an_index_are_told_without_opening_them(folder):
+def test_paths_of_shards_are_listed_without_opening_them(folder):
     put(folder, {"a": "1", "b": "1"}, {"1": "ab"})
     (folder / "1").write_bytes(b"no longer sound")
     assert shard_paths(read_index(folder / INDEX)) == {"1": folder / "1"}

@@ -148,7 +148,7 @@ def test_one_whose_disk_is_full_ends_all(tmp_path: Path, monkeypatch: pytest.Mon
     told = {str(error) for error in write_all(tmp_path, [share_of(process, 2) for process in range(2)])}
     assert told == {
         f"cannot write {tmp_path / NAME}: No space left on device",
-        f"rank {failing}: it cannot write its part, and has no room to say why",
+        f"rank {failing}: cannot write its part, nor why: is the disk full?",
     }
 
 

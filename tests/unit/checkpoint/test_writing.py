@@ -232,7 +232,7 @@ class TestFullDisk:
         assert caught.value.hint is not None
         assert os.listdir(tmp_path) == []
 
-    def test_a_disk_that_does_not_tell_its_size_is_written(self, tmp_path, tensors, monkeypatch):
+    def test_a_disk_of_unknown_size_is_written(self, tmp_path, tensors, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
         write(tensors, tmp_path / "a", Format.SAFETENSORS)
         assert open_checkpoint(tmp_path / "a").entries.keys() == tensors.keys()

@@ -228,7 +228,7 @@ class TestBrokenFolders:
         content = payloads(tmp_path / "canary")[name]
         (folder / METADATA_FILE).write_bytes(content)
         reason = refused(lambda: open_dcp(folder))
-        assert "is refused: it asks for" in reason
+        assert "is refused: it imports" in reason
         assert not (tmp_path / "canary").exists()
 
 

@@ -311,7 +311,7 @@ class TestBrokenFiles:
             ({"shape": (2, 2, 1)}, "is broken"),
             ({"numel": "4"}, "is broken"),
             ({"key": "../0"}, "is broken"),
-            ({"kind": b"QInt8Storage"}, "asks for 'torch.QInt8Storage'"),
+            ({"kind": b"QInt8Storage"}, "imports 'torch.QInt8Storage'"),
         ],
     )
     def test_tensors_that_cannot_be(self, tmp_path, claim, reason):
@@ -324,8 +324,8 @@ class TestBrokenFiles:
             (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "too deep"),
             (b"\x80\x02" + b"}q\x00" + b"(X\x01\x00\x00\x00ah\x00X\x01\x00\x00\x00bh\x00u" * 40 + b".", "too deep"),
             (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "remembers object"),
-            (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "asks for 'builtins.bytearray'"),
-            (b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.", "asks for 'torch.FloatTensor'"),
+            (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "imports 'builtins.bytearray'"),
+            (b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.", "imports 'torch.FloatTensor'"),
             (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "holds no tensors"),
             (b"\x80\x02B\xff\xff\xff\x7fabc.", "is broken"),
             (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "a pickle of protocol 5"),
@@ -397,13 +397,13 @@ class TestBrokenFiles:
 
     def test_what_no_other_format_has_is_refused(self, tmp_path):
         torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "a")
-        assert "asks for 'torch._utils._rebuild_sparse_tensor'" in refused(lambda: open_torch(tmp_path / "a"))
+        assert "imports 'torch._utils._rebuild_sparse_tensor'" in refused(lambda: open_torch(tmp_path / "a"))
         torch.save({"a": torch.tensor([1j]).conj()}, tmp_path / "a")
         assert "yet to be conjugated" in refused(lambda: open_torch(tmp_path / "a"))
 
     def test_whole_models_are_refused(self, tmp_path):
         torch.save(nn.Linear(1, 1), tmp_path / "a")
-        with pytest.raises(CheckpointError, match=r"asks for 'torch\.nn\.modules\.linear\.Linear'") as caught:
+        with pytest.raises(CheckpointError, match=r"imports 'torch\.nn\.modules\.linear\.Linear'") as caught:
             open_torch(tmp_path / "a")
         assert "state_dict" in caught.value.hint
 
@@ -424,7 +424,7 @@ class TestPayloads:
     def test_none_is_run(self, tmp_path, canary, name):
         content = payloads(canary)[name]
         reason = refused(lambda: open_torch(with_pickle(tmp_path / "zip", content)))
-        assert "is refused: it asks for" in reason or "a pickle of protocol" in reason
+        assert "is refused: it imports" in reason or "a pickle of protocol" in reason
         (tmp_path / "plain").write_bytes(b"\x80" + content if content[0] != 0x80 else content)
         refused(lambda: open_torch(tmp_path / "plain"))
         torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)

@@ -194,7 +194,7 @@ def test_the_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
 def test_dcp_says_that_it_loses_metadata(source: Path, tmp_path: Path) -> None:
     reporter = RecordingReporter()
     convert(settings(source, tmp_path / "target", format="dcp"), reporter=reporter)
-    assert any("no place for metadata" in warning for warning in reporter.warnings)
+    assert any("has no metadata" in warning for warning in reporter.warnings)
 
 
 def test_it_says_that_it_reads_a_shard(source: Path, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_layout_that_could_not_be_noted_is_not_written(tmp_path: Path) -> None
     image = tmp_path / "image.safetensors"
     save_file(golden("mmdit_image"), image)
     plan_convert(settings(image, tmp_path / "dcp", format="dcp"))
-    with pytest.raises(RequestError, match="no place to note that rotary pairs are half, which fused"):
+    with pytest.raises(RequestError, match="cannot record that rotary pairs are half, which fused"):
         plan_convert(settings(image, tmp_path / "dcp", format="dcp", rotary="half"))
 
 

@@ -108,7 +108,7 @@ def test_statistics_name_what_is_broken(tmp_path: Path) -> None:
     assert sound.lines()[-2:] == ["not finite  none", "all zero    none"]
 
 
-def test_trainings_tell_their_selections(tmp_path: Path) -> None:
+def test_selections_of_trainings_are_listed(tmp_path: Path) -> None:
     state = {"weight": torch.ones(2)}
     checkpoint = {"step": 7, "model": state, "ema": {"weight": torch.zeros(2)}, "optimizers": []}
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
@@ -124,7 +124,7 @@ def test_trainings_tell_their_selections(tmp_path: Path) -> None:
         look(tmp_path, select="master")
 
 
-def test_every_form_is_told_alike(tmp_path: Path) -> None:
+def test_every_format_is_described_alike(tmp_path: Path) -> None:
     save_file(awkward_state(), tmp_path / "source.safetensors")
     expected = {tensor["name"]: tensor for tensor in look(tmp_path / "source.safetensors").to_json()["tensors"]}
     for form in ("safetensors-shards", "torch", "torch-shards", "colossalai", "dcp"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opensora_cli.checkpoint.stream import Entry, Extent, HeldEntry, StoredEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.ckpt.layout import ReorderedEntry, change_layout, find_layout, is_told_by_names
+from opensora_cli.engine.ckpt.layout import ReorderedEntry, change_layout, find_layout, is_implied_by_names
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.layout import QKV, Rotary, converter
 
@@ -64,7 +64,7 @@ def test_loading_understands_every_layout(weights, model, qkv, rotary):
     loaded = dict(converter(CONFIG, interleaved=rotary is Rotary.INTERLEAVED)(read(entries)))
     assert equal(loaded, weights)
     assert metadata == {"osora.rotary": rotary.value}
-    if is_told_by_names(qkv, rotary):
+    if is_implied_by_names(qkv, rotary):
         assert equal(dict(converter(CONFIG)(read(entries))), weights)
 
 

@@ -90,7 +90,7 @@ def test_unmerging_numbers_that_are_not_finite(base: Path, adapter: Path, tmp_pa
     save_file(state, tmp_path / "merged.safetensors")
     result = merge(tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors", unmerge=True)
     assert result.to_json()["error"] == {"bound": None, "tensor": "to_q.weight"}
-    assert result.lines()[1] == "nothing can be said of to_q.weight: it is not finite"
+    assert result.lines()[1] == "there is no bound for to_q.weight: it is not finite"
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])

@@ -211,7 +211,7 @@ def test_a_wrong_total_size(shards: Path) -> None:
     document = json.loads(index.read_text())
     document["metadata"]["total_size"] += 1
     index.write_text(json.dumps(document))
-    message = f"{index} says that the tensors have 241 bytes, and they have 240"
+    message = f"{index} gives 241 bytes for the tensors, and they have 240"
     assert check(shards, data=False).problems == (message,)
 
 
