@@ -1,43 +1,118 @@
-"""`osora ckpt`: to convert, look into, check, compare, merge and download weights."""
+"""`osora ckpt`: convert, inspect, verify, compare, merge and download weights."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from opensora_cli.cli import ckpt_options as opts
 from opensora_cli.cli import errors, options, output
+from opensora_cli.settings.enums import QKVLayout, RotaryLayout, TargetFormat, WeightDType, WeightSelection
 
 if TYPE_CHECKING:
     from opensora_cli.settings.base import Section
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-app = typer.Typer(help="Convert, look into, check, compare, merge and download weights.")
+app = typer.Typer(help="Convert, inspect, verify, compare, merge and download weights.")
+
+_WEIGHTS = "Weights"
+_TARGET = "Output"
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="File or folder to read.", show_default=False)]
+Target = Annotated[str, typer.Argument(metavar="DST", help="File or folder to write.", show_default=False)]
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder.", show_default=False)]
+
+Select = Annotated[
+    WeightSelection | None,
+    typer.Option("--select", help="Which weights of a training; model if not given.", rich_help_panel=_WEIGHTS),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="Only tensors whose names match, as in 'double_blocks.*'. Repeatable.",
+        rich_help_panel=_WEIGHTS,
+    ),
+]
+Drop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drop", metavar="PATTERN", help="No tensors whose names in SRC match. Repeatable.", rich_help_panel=_WEIGHTS
+    ),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="OLD=NEW",
+        help="Replace the start of names; re:PATTERN=NEW what a regular expression finds. Repeatable.",
+        rich_help_panel=_WEIGHTS,
+    ),
+]
+QKV = Annotated[
+    QKVLayout | None,
+    typer.Option("--qkv", help="q, k and v in one tensor, or in three.", rich_help_panel=_WEIGHTS),
+]
+Rotary = Annotated[
+    RotaryLayout | None,
+    typer.Option("--rotary", help="Order of rotary pairs in a head.", rich_help_panel=_WEIGHTS),
+]
+DType = Annotated[
+    WeightDType | None,
+    typer.Option("--dtype", help="Of all floating point weights.", rich_help_panel=_WEIGHTS),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help="Released model whose names and shapes it must have, as in open-sora-v2.",
+        rich_help_panel=_WEIGHTS,
+    ),
+]
+Format = Annotated[
+    TargetFormat | None,
+    typer.Option(
+        "--format",
+        help="What to write. Default: by the ending of DST, else a folder of safetensors shards.",
+        rich_help_panel=_TARGET,
+    ),
+]
+ShardSize = Annotated[
+    str | None,
+    typer.Option("--shard-size", metavar="SIZE", help="As in 4GB or 4096MiB (the default).", rich_help_panel=_TARGET),
+]
+NoHash = Annotated[
+    bool,
+    typer.Option("--no-hash", help="Do not record hashes of SRC and of shards: faster.", rich_help_panel=_TARGET),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST.", rich_help_panel=_TARGET)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would be done, and do nothing.")]
 
 
 def convert(
-    source: opts.Source,
-    target: opts.Target,
-    select: opts.Select = None,
-    only: opts.Only = None,
-    drop: opts.Drop = None,
-    rename: opts.Rename = None,
-    qkv: opts.QKV = None,
-    rotary: opts.Rotary = None,
-    dtype: opts.DType = None,
-    preset: opts.Preset = None,
-    format_: opts.Format = None,
-    shard_size: opts.ShardSize = None,
-    no_hash: opts.NoHash = False,
-    overwrite: opts.Overwrite = False,
-    dry_run: opts.DryRun = False,
+    source: Source,
+    target: Target,
+    select: Select = None,
+    only: Only = None,
+    drop: Drop = None,
+    rename: Rename = None,
+    qkv: QKV = None,
+    rotary: Rotary = None,
+    dtype: DType = None,
+    preset: Preset = None,
+    format_: Format = None,
+    shard_size: ShardSize = None,
+    no_hash: NoHash = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Convert weights from any form to any other, in little memory.
+    """Convert weights from any format to any other, in little memory.
 
-    Forms are found by content: safetensors files and shards, torch files and shards, ColossalAI and
+    Formats are found by content: safetensors files and shards, torch files and shards, ColossalAI and
     torch.distributed.checkpoint folders, and the checkpoints of osora train.
 
     Examples:
@@ -81,11 +156,11 @@ def convert(
 
 
 def inspect(
-    path: opts.Path,
-    only: opts.Only = None,
-    select: opts.Select = None,
+    path: PathArgument,
+    only: Only = None,
+    select: Select = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Read the data, too: ranges, means, what is not finite or all zero.")
+        bool, typer.Option("--stats", help="Read the data, too: ranges, means, NaN, infinities, all-zero tensors.")
     ] = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -117,9 +192,9 @@ def inspect(
 
 
 def verify(
-    path: opts.Path,
-    select: opts.Select = None,
-    preset: opts.Preset = None,
+    path: PathArgument,
+    select: Select = None,
+    preset: Preset = None,
     sha256: Annotated[str | None, typer.Option("--sha256", metavar="HEX", help="Hash that the file must have.")] = None,
     no_data: Annotated[
         bool, typer.Option("--no-data", help="Read headers and indexes alone: no hashes, no search for NaN.")
@@ -158,20 +233,20 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="File or folder.", show_default=False)],
     second: Annotated[str, typer.Argument(metavar="B", help="File or folder.", show_default=False)],
     rtol: Annotated[
-        float | None, typer.Option("--rtol", metavar="X", help="What may differ, relative to B. Dtypes may, then, too.")
+        float | None, typer.Option("--rtol", metavar="X", help="Relative tolerance, of B. Dtypes may differ, too.")
     ] = None,
     atol: Annotated[
-        float | None, typer.Option("--atol", metavar="X", help="What may differ, absolutely. Dtypes may, then, too.")
+        float | None, typer.Option("--atol", metavar="X", help="Absolute tolerance. Dtypes may differ, too.")
     ] = None,
-    only: opts.Only = None,
-    select: opts.Select = None,
+    only: Only = None,
+    select: Select = None,
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Compare names, shapes, dtypes and values; exit code 3 if they differ.
 
     Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A
-    and B may be of different forms.
+    and B may be of different formats.
 
     Examples:
 
@@ -206,15 +281,15 @@ def merge_lora(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of the PEFT adapter.", show_default=False)],
     target: Annotated[str, typer.Argument(metavar="OUT", help="File or folder to write.", show_default=False)],
     unmerge: Annotated[
-        bool, typer.Option("--unmerge", help="Take the adapter out of BASE again, and say how exact that is.")
+        bool, typer.Option("--unmerge", help="Take the adapter out of BASE again, and print how exact that is.")
     ] = False,
     scale: Annotated[
-        float | None, typer.Option("--scale", metavar="X", help="How much of it; 1 is as it was trained.")
+        float | None, typer.Option("--scale", metavar="X", help="Factor of the adapter; 1 is as trained.")
     ] = None,
-    format_: opts.Format = None,
-    shard_size: opts.ShardSize = None,
-    no_hash: opts.NoHash = False,
-    overwrite: opts.Overwrite = False,
+    format_: Format = None,
+    shard_size: ShardSize = None,
+    no_hash: NoHash = False,
+    overwrite: Overwrite = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -274,7 +349,7 @@ def download(
 ) -> None:
     """Download a released model from the Hugging Face Hub, and check all of it.
 
-    An interrupted download goes on where it was. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured.
+    An interrupted download continues where it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
 
     Examples:
 
@@ -285,14 +360,8 @@ def download(
     with errors.interruptible():
         from opensora_cli.settings.ckpt import DownloadSettings
 
-        settings = _validated(
-            DownloadSettings,
-            {
-                "preset": ("PRESET", preset),
-                "to": ("--to", to),
-                "overwrite": ("--overwrite", overwrite),
-            },
-        )
+        flags = {"preset": ("PRESET", preset), "to": ("--to", to), "overwrite": ("--overwrite", overwrite)}
+        settings = _validated(DownloadSettings, flags)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import download as engine
 
