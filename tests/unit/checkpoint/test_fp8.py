@@ -53,7 +53,7 @@ class TestDequantise:
         ],
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_variants(self, name, scale, factor, dtype):
+    def test_all_names_of_scales_are_understood(self, name, scale, factor, dtype):
         entries = {"x.bias": HeldEntry(torch.ones(5)), "x.weight": HeldEntry(QUANTISED), name: HeldEntry(scale)}
         result = read(dequantise(entries, dtype))
         assert list(result) == ["x.bias", "x.weight"]
@@ -106,11 +106,11 @@ class TestDequantise:
         "scale",
         [torch.ones(6), torch.ones(2, 5), torch.ones(5, dtype=torch.uint8), torch.ones(1, 6), torch.ones(0)],
     )
-    def test_scales_that_are_not_understood(self, scale):
+    def test_other_shapes_of_scales_are_refused(self, scale):
         with pytest.raises(CheckpointError, match=r"the scale of x\.weight \[5, 6\] is \w+ \["):
             dequantise(held(x__weight=QUANTISED, x__weight_scale=scale), torch.float32)
 
-    def test_two_scales(self):
+    def test_two_scales_are_refused(self):
         entries = held(x__weight=QUANTISED, x__weight_scale=torch.ones(1), x__scale_weight=torch.ones(1))
         with pytest.raises(CheckpointError, match=r"more than one scale: x\.weight_scale, x\.scale_weight"):
             dequantise(entries, torch.float32)
@@ -161,13 +161,13 @@ class TestQuantise:
         assert 0 < scale < float("inf")
         assert (result["x.weight"].float() * scale - tiny).abs().max() < 1e-39
 
-    def test_empty(self):
+    def test_empty_tensors_are_quantised(self):
         result = read(quantise(held(x__weight=torch.empty(0, 3)), E4M3))
         assert result["x.weight"].shape == (0, 3)
         assert result["x.weight_scale"].item() == 1
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-    def test_numbers_that_are_not_finite(self, bad):
+    def test_numbers_that_are_not_finite_are_refused(self, bad):
         weight = draw(30, 30, dtype=torch.bfloat16)
         weight[17, 3] = bad
         entries = quantise(held(x__weight=weight), E4M3)
@@ -175,7 +175,7 @@ class TestQuantise:
             with pytest.raises(CheckpointError, match=r"^x\.weight has numbers that are not finite"):
                 entries[name].read()
 
-    def test_name_of_the_scale_is_taken(self):
+    def test_a_taken_name_of_the_scale_is_refused(self):
         with pytest.raises(CheckpointError, match=r"x\.weight_scale already"):
             quantise(held(x__weight=draw(2, 2), x__weight_scale=torch.ones(())), E4M3)
 

@@ -155,14 +155,6 @@ class TestStrictness:
         )
         assert model.first.weight.is_meta
 
-    def test_long_lists_are_cut_and_counted(self, tmp_path):
-        path = tmp_path / "foreign.safetensors"
-        save_file({f"layer.{i}": torch.zeros(1) for i in range(5)}, path)
-        with pytest.raises(CheckpointError) as caught:
-            load(on_meta(), path)
-        assert "9 missing (first.weight, first.bias, inner.0.weight and 6 more)" in caught.value.message
-        assert "5 unexpected (layer.0, layer.1, layer.2 and 2 more)" in caught.value.message
-
     def test_what_may_be_missing_starts_at_zero(self, tmp_path, weights):
         path = tmp_path / "part.safetensors"
         save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
@@ -188,51 +180,23 @@ class TestStrictness:
             load(model, file)
 
 
-class TestBrokenFiles:
-    def check(self, path, words):
-        with pytest.raises(CheckpointError) as caught:
-            load(on_meta(), path)
-        assert str(path) in caught.value.message
-        assert words in caught.value.message
-        assert "\n" not in caught.value.message
+def test_a_broken_file_is_refused_in_one_line(file):
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is truncated") as caught:
+        load(on_meta(), file)
+    assert "\n" not in caught.value.message
 
-    @pytest.mark.parametrize("keep", [40, -1])
-    def test_truncated(self, file, keep):
-        file.write_bytes(file.read_bytes()[:keep])
-        self.check(file, "is truncated")
 
-    def test_empty(self, file):
-        file.write_bytes(b"")
-        self.check(file, "is empty")
-
-    @pytest.mark.parametrize(
-        ("content", "words"),
-        [
-            (b"<html>404 not found</html>", "is a web page"),
-            (b"\0" * 64, "holds no weights"),
-            (b"PK\x03\x04" + b"x" * 100, "truncated or no zip archive"),
-        ],
-    )
-    def test_something_else(self, file, content, words):
-        file.write_bytes(content)
-        self.check(file, words)
-
-    def test_missing(self, tmp_path):
-        self.check(tmp_path / "none.safetensors", "does not exist")
-
-    def test_folder(self, tmp_path):
-        self.check(tmp_path, "holds no checkpoint")
-
-    def test_data_at_odd_addresses_is_aligned(self, tmp_path):
-        header = json.dumps({"weight": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}}).encode()
-        header += b" " * (1 - len(header) % 2)
-        path = tmp_path / "odd.safetensors"
-        path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<2f", 1.0, 2.0))
-        with torch.device("meta"):
-            model = nn.Linear(2, 1, bias=False)
-        load(model, path)
-        assert model.weight.tolist() == [[1.0, 2.0]]
-        assert model.weight.data_ptr() % 4 == 0
+def test_data_at_odd_addresses_is_aligned(tmp_path):
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (1 - len(header) % 2)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<2f", 1.0, 2.0))
+    with torch.device("meta"):
+        model = nn.Linear(2, 1, bias=False)
+    load(model, path)
+    assert model.weight.tolist() == [[1.0, 2.0]]
+    assert model.weight.data_ptr() % 4 == 0
 
 
 MEASURE = """

@@ -32,7 +32,7 @@ def equal(loaded, weights):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_format(tmp_path, weights, format):
+def test_every_format_is_loaded(tmp_path, weights, format):
     entries = {name: HeldEntry(tensor) for name, tensor in weights.items()}
     write_checkpoint(entries, tmp_path / "a", format=format, shard_bytes=30)
     assert equal(load_checkpoint(model(1), tmp_path / "a"), weights)
@@ -97,13 +97,13 @@ class TestMismatches:
         save_file({"0.weight": weights["0.weight"], "more": torch.ones(1)}, tmp_path / "a")
         return tmp_path / "a"
 
-    def test_strict(self, partial):
+    def test_strict_loading_refuses_missing_keys(self, partial):
         loaded = model(1)
         with pytest.raises(CheckpointError, match=r"2 missing \(0\.bias, 1\.weight\); 1 unexpected \(more\)"):
             load_checkpoint(loaded, partial)
         assert equal(loaded, model(1).state_dict())
 
-    def test_not_strict(self, partial, weights):
+    def test_loading_without_strict_warns(self, partial, weights):
         with pytest.warns(UserWarning, match="2 missing"):
             loaded = load_checkpoint(model(1), partial, strict=False)
         assert torch.equal(loaded[0].weight, weights["0.weight"])
@@ -130,7 +130,7 @@ class TestHub:
             yield server
 
     @pytest.mark.parametrize("name", ["owner/repo/one/a.safetensors", "owner/repo"])
-    def test_a_file_or_all(self, tmp_path, weights, hub, name, monkeypatch):
+    def test_a_file_or_all_of_a_repository_is_fetched(self, tmp_path, weights, hub, name, monkeypatch):
         if name == "owner/repo":
             hub.repos[name].files["a.safetensors"] = hub.repos[name].files.pop("one/a.safetensors")
         assert equal(load_checkpoint(model(1), name, cache_dir=tmp_path / "cache"), weights)
@@ -148,7 +148,7 @@ class TestHub:
     @pytest.mark.parametrize(
         "name", ["owner/none", "owner/repo/none.safetensors", "./nowhere", "/nowhere", "nowhere", "a b/c d"]
     )
-    def test_nothing_there(self, tmp_path, hub, name):
+    def test_missing_repositories_are_refused(self, tmp_path, hub, name):
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(model(1), name, cache_dir=tmp_path / "cache")
         assert f"{name} does not exist" in caught.value.message

@@ -69,7 +69,7 @@ class TestMerge:
         assert torch.equal(merged, exact.float().bfloat16())
         assert not torch.equal(merged, weights["block.proj.weight"] + (4 * b @ a).bfloat16())
 
-    def test_how_much_of_it(self, folder, weights):
+    def test_the_scale_multiplies_the_update(self, folder, weights):
         adapter = open_adapter(write_adapter(folder, factors("block.proj", 6, 5)))
         base = weights["block.proj.weight"]
         whole, half = (merge(held(weights), adapter, scale=s)["block.proj.weight"].read() for s in (1.0, 0.5))
@@ -164,7 +164,7 @@ def test_products_are_computed_once(piece, monkeypatch):
 class TestUnmerge:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     @pytest.mark.parametrize("magnitude", [1e-3, 1.0])
-    def test_nothing_is_further_off_than_said(self, folder, dtype, magnitude):
+    def test_no_weight_differs_by_more_than_the_bound(self, folder, dtype, magnitude):
         weight = draw(300, 50, seed=7) * magnitude
         entries = {"block.proj.weight": HeldEntry(weight.to(dtype)), "other.weight": HeldEntry(1e6 * draw(3))}
         tensors = {name: 0.1 * tensor for name, tensor in factors("block.proj", 300, 50).items()}
@@ -210,7 +210,7 @@ class TestModelsThatDoNotFit:
         assert hint in (caught.value.hint or "")
         assert caught.value.exit_code == 3
 
-    def test_names(self, folder, weights):
+    def test_unknown_names_are_refused(self, folder, weights):
         tensors = {}
         for index in range(5):
             tensors |= factors(f"layer.{index}", 6, 5)
@@ -218,23 +218,23 @@ class TestModelsThatDoNotFit:
         self.refused(folder, tensors, weights, words, "--rename")
 
     @pytest.mark.parametrize(("linear", "qkv"), [("qkv", "fused"), ("linear1", "fused"), ("q_proj", "split")])
-    def test_the_other_layout(self, folder, weights, linear, qkv):
+    def test_the_hint_names_the_other_layout(self, folder, weights, linear, qkv):
         self.refused(folder, factors(f"block.{linear}", 6, 5), weights, f"block.{linear}.weight", f"--qkv {qkv}")
 
-    def test_shapes(self, folder, weights):
+    def test_other_shapes_are_refused(self, folder, weights):
         words = "does not fit the model: block.proj.weight [6, 5] (adapter: A [2, 6], B [6, 2])"
         self.refused(folder, factors("block.proj", 6, 6), weights, words)
 
-    def test_shapes_with_inputs_first(self, folder, weights):
+    def test_other_shapes_with_inputs_first_are_refused(self, folder, weights):
         self.refused(folder, factors("block.proj", 6, 5), weights, "does not fit the model", fan_in_fan_out=True)
 
-    def test_shapes_of_replacements(self, folder, weights):
+    def test_other_shapes_of_replacements_are_refused(self, folder, weights):
         tensors = factors("block.proj", 6, 5) | {"base_model.model.last.weight": draw(4)}
         words = "does not fit the model: last.weight [3] (adapter: [4])"
         self.refused(folder, tensors, weights, words, modules_to_save=["last"])
 
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-    def test_dtypes(self, folder, weights, dtype):
+    def test_dtypes_of_8_bits_are_refused(self, folder, weights, dtype):
         weights["block.proj.weight"] = weights["block.proj.weight"].to(dtype)
         words = f"cannot be merged into {str(dtype).removeprefix('torch.')}: block.proj.weight"
         self.refused(folder, factors("block.proj", 6, 5), weights, words, "--dtype bf16")

@@ -30,7 +30,7 @@ WRITERS = {save_file: Format.SAFETENSORS, torch.save: Format.TORCH, save_old: Fo
 
 @pytest.mark.parametrize("name", ["a", "a.safetensors", "a.pt", "a.json", "model.safetensors.index.json", "a.txt"])
 @pytest.mark.parametrize("write", WRITERS)
-def test_names_mean_nothing(tmp_path, write, name):
+def test_formats_are_found_by_content_not_name(tmp_path, write, name):
     write(TENSORS, tmp_path / name)
     opened = open_checkpoint(tmp_path / name)
     assert (opened.format, opened.path, opened.files) == (WRITERS[write], tmp_path / name, (tmp_path / name,))
@@ -94,7 +94,7 @@ def test_what_has_one_set_of_weights_has_no_average(tmp_path, write):
         (b"\x80\x02N.", "a pickle, but not of torch.save", None),
     ],
 )
-def test_what_is_no_checkpoint(tmp_path, content, reason, hint):
+def test_other_files_are_refused_with_a_hint(tmp_path, content, reason, hint):
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path / "a.safetensors")
@@ -104,14 +104,14 @@ def test_what_is_no_checkpoint(tmp_path, content, reason, hint):
         assert hint in caught.value.hint
 
 
-def test_a_tarball_of_an_old_torch(tmp_path):
+def test_a_tarball_of_an_old_torch_is_refused(tmp_path):
     (tmp_path / "pickle").write_bytes(b"\x80\x02N.")
     with tarfile.open(tmp_path / "a.pt", "w") as archive:
         archive.add(tmp_path / "pickle", "pickle")
     assert "a tar archive" in refused(lambda: open_checkpoint(tmp_path / "a.pt"))
 
 
-def test_no_file(tmp_path):
+def test_missing_files_are_refused(tmp_path):
     assert "does not exist" in refused(lambda: open_checkpoint(tmp_path / "a"))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert "does not exist" in refused(lambda: open_checkpoint(tmp_path / "link"))

@@ -229,7 +229,7 @@ class TestErrors:
         with pytest.raises(OutputError), CheckpointIO() as io:
             io.save(blocked, trained(0)[0])
 
-    def test_at_once(self, blocked):
+    def test_a_synchronous_save_raises_at_once(self, blocked):
         with pytest.raises(OutputError):
             CheckpointIO().save(blocked, trained(0)[0], async_io=False)
 
@@ -277,18 +277,18 @@ class TestLoading:
             CheckpointIO().load(folder, trained(1)[0])
 
     @pytest.mark.parametrize("content", ["", "[1]", "{"])
-    def test_broken_states(self, folder, content):
+    def test_broken_running_states_are_refused(self, folder, content):
         (folder / "running_states.json").write_text(content)
         with pytest.raises(CheckpointError, match="running_states"):
             CheckpointIO().load(folder)
 
-    def test_what_was_not_saved(self, folder):
+    def test_states_that_were_not_saved_are_refused(self, folder):
         with pytest.raises(RequestError, match="ema"):  # and nobody is asked for it over the network
             CheckpointIO().load(folder, ema=trained(1)[0])
         with pytest.raises(CheckpointError, match=r"sampler\.pt does not exist"):
             CheckpointIO().load(folder, sampler=Counter())
 
-    def test_a_state_of_something_else(self, folder):
+    def test_a_state_of_another_optimizer_is_refused(self, folder):
         with pytest.raises(CheckpointError, match=r"optimizer\.pt is broken or of another run"):
             CheckpointIO().load(folder, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters()))
 

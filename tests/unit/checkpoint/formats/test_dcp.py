@@ -93,9 +93,6 @@ class TestWriting:
         dcp.load(loaded, checkpoint_id=folder)
         assert_same(loaded, tensors())
 
-    def test_we_read_it(self, folder):
-        assert_same(read(folder), tensors())
-
     def test_progress_and_order(self, tmp_path):
         told = []
         write_dcp(tmp_path, {name: HeldEntry(tensor) for name, tensor in tensors().items()}, advance=told.append)

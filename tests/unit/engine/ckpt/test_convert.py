@@ -53,8 +53,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.safetensors"
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(TargetFormat, 2)), ids=str)
-def test_every_form_becomes_every_other(
+@pytest.mark.parametrize(("first", "second"), itertools.pairwise([*TargetFormat, next(iter(TargetFormat))]), ids=str)
+def test_every_format_is_read_and_written(
     first: TargetFormat, second: TargetFormat, forms: dict[TargetFormat, Path], tmp_path: Path
 ) -> None:
     there = converted(forms[first], tmp_path / f"there{SUFFIXES.get(second, '')}", format=second)
@@ -92,11 +92,6 @@ def test_metadata_is_kept_and_provenance_added(source: Path, tmp_path: Path) -> 
     assert index["metadata"]["osora.source"] == str(target)
     assert "osora.source_sha256" not in index["metadata"]
     assert "sha256" not in index["metadata"]
-
-
-def test_metadata_survives_torch_files(source: Path, tmp_path: Path) -> None:
-    back = converted(converted(source, tmp_path / "there.pt"), tmp_path / "back.safetensors")
-    assert metadata_of(back)["note"] == "kept"
 
 
 def test_several_files_have_one_hash(source: Path, tmp_path: Path) -> None:
@@ -176,7 +171,7 @@ def test_a_plan_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_the_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
+def test_the_result_lists_what_was_written(source: Path, tmp_path: Path) -> None:
     reporter = RecordingReporter()
     result = convert(settings(source, tmp_path / "target", shard_size="60"), reporter=reporter)
     assert result.lines() == [str(tmp_path / "target")]
@@ -191,13 +186,13 @@ def test_the_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
     assert f"target  {tmp_path / 'target'} (safetensors-shards)" in reporter.notes
 
 
-def test_dcp_says_that_it_loses_metadata(source: Path, tmp_path: Path) -> None:
+def test_dcp_warns_that_metadata_is_lost(source: Path, tmp_path: Path) -> None:
     reporter = RecordingReporter()
     convert(settings(source, tmp_path / "target", format="dcp"), reporter=reporter)
     assert any("has no metadata" in warning for warning in reporter.warnings)
 
 
-def test_it_says_that_it_reads_a_shard(source: Path, tmp_path: Path) -> None:
+def test_a_single_shard_is_warned_about(source: Path, tmp_path: Path) -> None:
     shard = converted(source, tmp_path / "shards", shard_size="60") / "model-00001-of-00004.safetensors"
     reporter = RecordingReporter()
     planned = plan_convert(settings(shard, tmp_path / "new.safetensors"))
@@ -246,28 +241,14 @@ def test_what_is_there_is_replaced_only_on_request(source: Path, tmp_path: Path)
     assert bit_equal(load_file(tmp_path / "old.safetensors"), load_file(source))
 
 
-def test_a_target_below_a_file_is_noticed_before_anything_long(source: Path, tmp_path: Path) -> None:
-    reporter = RecordingReporter()
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"file is not a folder"):
-        convert(settings(source, tmp_path / "file" / "x" / "new.safetensors"), reporter=reporter)
-    assert reporter.stages == []
-
-
-def test_a_folder_with_other_things_in_it_is_not_replaced(source: Path, tmp_path: Path) -> None:
-    target = converted(source, tmp_path / "target")
-    converted(source, target, overwrite=True)
-    (target / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(OutputError, match=r"holds more than a checkpoint.*thesis\.txt"):
-        converted(source, target, overwrite=True)
-
-
-def test_nothing_left_to_write(source: Path, tmp_path: Path) -> None:
+def test_dropping_every_tensor_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"nothing of .* is left"):
         plan_convert(settings(source, tmp_path / "x", drop=["*"]))
 
 
-def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_reading(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 50})())
     reporter = RecordingReporter()
     with pytest.raises(OutputError, match="free"):
@@ -293,7 +274,7 @@ def test_layouts_as_the_reference_converts_them(form: TargetFormat, tmp_path: Pa
     assert bit_equal(load_file(back), golden("mmdit_image"))
 
 
-def test_a_layout_that_could_not_be_noted_is_not_written(tmp_path: Path) -> None:
+def test_a_layout_that_the_format_cannot_record_is_refused(tmp_path: Path) -> None:
     image = tmp_path / "image.safetensors"
     save_file(golden("mmdit_image"), image)
     plan_convert(settings(image, tmp_path / "dcp", format="dcp"))
@@ -354,7 +335,7 @@ def test_scales_that_stay_with_their_weights(
     ("dtype", "value", "hint"),
     [("fp16", 65_520.0, "bf16"), ("fp16", -1e30, "bf16"), ("bf16", 3.4e38, "fp32"), ("fp32", 1e300, "leave")],
 )
-def test_numbers_that_would_become_infinite(dtype: str, value: float, hint: str, tmp_path: Path) -> None:
+def test_numbers_that_would_become_infinite_are_refused(dtype: str, value: float, hint: str, tmp_path: Path) -> None:
     wide = torch.zeros(3, 5, dtype=torch.float64)
     wide[2, 3] = value
     save_file({"fine": torch.ones(2).double(), "large": wide}, tmp_path / "source.safetensors")
@@ -371,7 +352,7 @@ def test_infinite_numbers_stay_infinite(tmp_path: Path) -> None:
     assert bit_equal({"x": found}, {"x": numbers.half()})
 
 
-def test_products_with_scales_that_would_become_infinite(tmp_path: Path) -> None:
+def test_products_with_scales_that_would_become_infinite_are_refused(tmp_path: Path) -> None:
     state = {"x.weight": torch.full((2, 2), 448.0).to(torch.float8_e4m3fn), "x.weight_scale": torch.tensor(1000.0)}
     save_file(state, tmp_path / "source.safetensors")
     with pytest.raises(CheckpointError, match=r"x\.weight has numbers that are too large for float16"):

@@ -91,7 +91,7 @@ class Stopping(SilentReporter):
             raise KeyboardInterrupt
 
 
-def test_the_server_speaks_as_the_hub_does(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_fake_hub_serves_the_client_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     for file, content in ((BIG, CONTENT), (f"{T5}/config.json", b"{}")):
         path = huggingface_hub.hf_hub_download(MAIN, file, local_dir=tmp_path)
         assert Path(path).read_bytes() == content
@@ -159,7 +159,7 @@ def test_a_changed_file_is_noticed_although_it_was_downloaded(hub: FakeHub, tmp_
         download(settings(tmp_path))
 
 
-def test_broken_connections_are_taken_up_again(hub: FakeHub, tmp_path: Path) -> None:
+def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
     hub.breaks[BIG] = [100_000, 50_000, 0, 0]
     hub.statuses[BIG] = [503, 429]
     download(settings(tmp_path))
@@ -179,7 +179,7 @@ def test_a_connection_that_keeps_breaking_ends_it_and_keeps_what_came(hub: FakeH
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_an_interrupted_download_goes_on(knows_ranges: bool, hub: FakeHub, tmp_path: Path) -> None:
+def test_an_interrupted_download_continues(knows_ranges: bool, hub: FakeHub, tmp_path: Path) -> None:
     hub.knows_ranges = knows_ranges
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
@@ -195,7 +195,7 @@ def test_an_interrupted_download_goes_on(knows_ranges: bool, hub: FakeHub, tmp_p
     assert files_in(tmp_path) == WANTED
 
 
-def test_what_was_begun_of_another_version_is_no_part_of_this_one(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_partial_file_of_another_version_is_not_continued(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
     newer = random.Random(6).randbytes(len(CONTENT))
@@ -216,14 +216,14 @@ def test_wrong_content_is_refused_and_removed(name: str, hub: FakeHub, tmp_path:
     assert (tmp_path / name).read_bytes() == hub.repos[MAIN].files[name]
 
 
-def test_more_than_was_promised_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+def test_more_bytes_than_listed_are_refused(hub: FakeHub, tmp_path: Path) -> None:
     hub.sent_instead[BIG] = CONTENT + b"more"
     with pytest.raises(CheckpointError, match="sends more than the 400000 bytes"):
         download(settings(tmp_path))
     assert not (tmp_path / BIG).exists()
 
 
-def test_a_mirror_that_lists_only_names(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_mirror_that_lists_only_names_is_supported(hub: FakeHub, tmp_path: Path) -> None:
     hub.lists_sizes = False
     download(settings(tmp_path))
     assert files_in(tmp_path) == WANTED
@@ -250,7 +250,7 @@ def test_flux_has_its_own_names_here(hub: FakeHub, tmp_path: Path, monkeypatch: 
     ("token", "hint"),
     [("", "hf auth login, or HF_TOKEN"), ("hf_other", "with the account of your token")],
 )
-def test_gated_repositories_say_how_to_get_in(
+def test_hints_for_gated_repositories_explain_access(
     token: str, hint: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -265,7 +265,7 @@ def test_gated_repositories_say_how_to_get_in(
     assert files_in(tmp_path) == set()
 
 
-def test_a_repository_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_missing_repository_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{FLUX} is not at http"):
         plan_download(settings(tmp_path, preset="flux1-dev"))
 
@@ -277,27 +277,27 @@ def test_files_that_a_repository_lacks_are_named_at_once(hub: FakeHub, tmp_path:
         plan_download(settings(tmp_path))
 
 
-def test_something_else_than_a_hub(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_server_that_is_no_hub_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     hub.speaks_html = True
     with pytest.raises(CheckpointError, match=r"http.* does not answer as the Hub does"):
         plan_download(settings(tmp_path))
 
 
-def test_hashes_that_are_none(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_hashes_are_refused(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fake_hub._git_hash", lambda content: "../../../evil")
     with pytest.raises(CheckpointError, match=r"no valid size and hash of "):
         download(settings(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_hub_at_all(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_connection_names_the_endpoint(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CheckpointError, match=f"{MAIN}: the connection to http://127.0.0.1:9 broke") as caught:
         plan_download(settings(tmp_path))
     assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
-def test_offline_says_what_is_missing(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_missing_files_are_listed(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / BIG).write_bytes(CONTENT)
     lacking = f"lacks hunyuan_vae.safetensors, {T5}/config.json, {CLIP}/config.json"
@@ -306,7 +306,7 @@ def test_offline_says_what_is_missing(hub: FakeHub, tmp_path: Path, monkeypatch:
     assert hub.requests == []
 
 
-def test_offline_with_everything_there(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_a_complete_download_is_checked(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download(settings(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
@@ -331,7 +331,7 @@ def test_offline_with_everything_there(hub: FakeHub, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("change", [{"size": -1}, {"digest": "../evil"}, {"commit": None}, {"other": 1}, None])
-def test_offline_with_a_broken_note(
+def test_offline_a_broken_listing_is_ignored(
     change: dict[str, object] | None, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     download(settings(tmp_path))
@@ -344,20 +344,22 @@ def test_offline_with_a_broken_note(
         download(settings(tmp_path))
 
 
-def test_too_little_room(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_fetching(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 300_000})())
     with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
         download(settings(tmp_path))
     assert hub.transfers == []
 
 
-def test_a_folder_that_is_a_file(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"cannot write .*file"):
         download(settings(tmp_path / "file"))
 
 
-def test_the_document(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_plan_is_a_document(hub: FakeHub, tmp_path: Path) -> None:
     document = plan_download(settings(tmp_path)).to_json()
     assert document["schema"] == "osora.ckpt.download/1"
     assert document["repos"][0]["licence"] == "apache-2.0"

@@ -54,7 +54,7 @@ def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
     }
 
 
-def test_lines(tmp_path: Path) -> None:
+def test_lines_are_a_table_and_a_summary(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     write_sparse(path, "hunyuan-vae", metadata={"note": "two\nlines\x1b[31m"})
     lines = look(path).lines()
@@ -76,7 +76,7 @@ def test_lines(tmp_path: Path) -> None:
     assert r"metadata    note: 'two\nlines\x1b[31m'" in summary
 
 
-def test_only_some_tensors(tmp_path: Path) -> None:
+def test_patterns_select_tensors(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     write_sparse(path, "hunyuan-vae", metadata={})
     found = look(path, only=["decoder.conv_out.*"])
@@ -141,7 +141,7 @@ def test_empty_and_missing_paths(tmp_path: Path) -> None:
         look(tmp_path)
 
 
-def test_it_says_that_it_reads_a_shard(tmp_path: Path) -> None:
+def test_a_single_shard_is_warned_about(tmp_path: Path) -> None:
     shard = tmp_path / "model-00001-of-00004.safetensors"
     save_file({"a": torch.ones(1)}, shard)
     reporter = RecordingReporter()

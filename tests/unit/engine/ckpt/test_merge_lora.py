@@ -61,7 +61,7 @@ def test_the_adapter_is_added(scale: float, base: Path, adapter: Path, tmp_path:
     assert result.lines() == [str(tmp_path / "merged.safetensors")]
 
 
-def test_what_was_done_is_noted(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_provenance_is_recorded(base: Path, adapter: Path, tmp_path: Path) -> None:
     document = merge(base, adapter, tmp_path / "merged.safetensors", scale=0.5).to_json()
     assert document["schema"] == "osora.ckpt.merge-lora/1"
     assert (document["changed"], document["error"]) == (1, None)
@@ -71,7 +71,7 @@ def test_what_was_done_is_noted(base: Path, adapter: Path, tmp_path: Path) -> No
     assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": 0.5}
 
 
-def test_unmerging_is_as_exact_as_it_says(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_unmerging_stays_within_its_bound(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge(base, adapter, tmp_path / "merged.safetensors")
     result = merge(tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors", unmerge=True)
     before, after = load_file(base)["to_q.weight"], load_file(tmp_path / "back.safetensors")["to_q.weight"]
@@ -84,7 +84,7 @@ def test_unmerging_is_as_exact_as_it_says(base: Path, adapter: Path, tmp_path: P
     assert result.lines()[1].endswith(f"off by at most {bound:.3g}, in to_q.weight")
 
 
-def test_unmerging_numbers_that_are_not_finite(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_unmerging_numbers_that_are_not_finite_has_no_bound(base: Path, adapter: Path, tmp_path: Path) -> None:
     state = load_file(base)
     state["to_q.weight"][2, 3] = float("inf")
     save_file(state, tmp_path / "merged.safetensors")
@@ -94,7 +94,7 @@ def test_unmerging_numbers_that_are_not_finite(base: Path, adapter: Path, tmp_pa
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scales_that_are_no_numbers(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_scales_that_are_no_numbers_are_refused(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finite"):
         merge(base, adapter, tmp_path / "x.safetensors", scale=scale)
 
@@ -108,7 +108,7 @@ def test_progress(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert reporter.advanced == reporter.totals
 
 
-def test_an_adapter_of_another_model(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
     save_file({"other.weight": torch.ones(6, 5)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="not in the model"):
         merge(tmp_path / "other.safetensors", adapter, tmp_path / "x.safetensors")

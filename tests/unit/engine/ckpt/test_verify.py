@@ -44,7 +44,7 @@ def shards(source: Path, tmp_path: Path) -> Path:
     return converted(source, tmp_path / "shards", shard_size="60")
 
 
-def test_sound_checkpoints(source: Path, shards: Path) -> None:
+def test_sound_checkpoints_have_no_problems(source: Path, shards: Path) -> None:
     alone, several = check(source), check(shards)
     assert (alone.problems, several.problems) == ((), ())
     assert alone.hashed == ()
@@ -69,7 +69,7 @@ def test_sound_checkpoints(source: Path, shards: Path) -> None:
     }
 
 
-def test_a_changed_bit_in_a_shard(shards: Path) -> None:
+def test_a_changed_bit_in_a_shard_is_found(shards: Path) -> None:
     broken = sorted(shards.glob("*.safetensors"))[2]
     flip(broken)
     found = check(shards)
@@ -80,7 +80,7 @@ def test_a_changed_bit_in_a_shard(shards: Path) -> None:
     assert check(shards, data=False).sound  # what it does not read it cannot know
 
 
-def test_all_problems_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     state = {"a": torch.tensor([float("nan"), 1]), "b": torch.ones(2), "c": torch.tensor([float("inf")] * 3)}
     save_file(state, tmp_path / "a.safetensors")
     found = check(tmp_path / "a.safetensors", preset="hunyuan-vae", sha256="0" * 64)
@@ -105,7 +105,7 @@ def test_what_cannot_be_opened_is_a_problem_too(source: Path, tmp_path: Path) ->
         assert found.to_json()["format"] is None
 
 
-def test_missing_shards(shards: Path) -> None:
+def test_missing_shards_are_a_problem(shards: Path) -> None:
     gone = sorted(shards.glob("*.safetensors"))[1:3]
     for path in gone:
         path.unlink()
@@ -113,7 +113,7 @@ def test_missing_shards(shards: Path) -> None:
     assert all(path.name in "\n".join(found.problems) for path in gone)
 
 
-def test_a_shard_is_not_a_whole(shards: Path) -> None:
+def test_a_single_shard_is_a_problem(shards: Path) -> None:
     shard = shards / "model-00002-of-00004.safetensors"
     problem = f"{shard} is shard 2 of 4: a part of a checkpoint"
     assert check(shard).problems == (problem,)
@@ -125,7 +125,7 @@ def test_a_shard_is_not_a_whole(shards: Path) -> None:
     assert "without their index" in check(shards).problems[0]
 
 
-def test_an_index_that_disagrees_with_its_shards(shards: Path) -> None:
+def test_an_index_that_disagrees_with_its_shards_is_a_problem(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     document["weight_map"]["layer.9"] = document["weight_map"]["layer.0"]
@@ -133,7 +133,7 @@ def test_an_index_that_disagrees_with_its_shards(shards: Path) -> None:
     assert "layer.9" in "\n".join(check(shards).problems)
 
 
-def test_the_given_hash(source: Path, shards: Path) -> None:
+def test_the_given_hash_is_checked(source: Path, shards: Path) -> None:
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     assert check(source, sha256=digest.upper()).hashed == (source,)
     assert check(source, sha256=digest).sound
@@ -142,7 +142,7 @@ def test_the_given_hash(source: Path, shards: Path) -> None:
         check(shards, sha256=digest)
 
 
-def test_what_a_download_noted(source: Path, tmp_path: Path) -> None:
+def test_the_recorded_hash_of_a_download_is_checked(source: Path, tmp_path: Path) -> None:
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     write_record(tmp_path, source.name, commit="abc", digest=digest)
     assert check(source).hashed == (source,)
@@ -163,7 +163,7 @@ def test_a_blob_of_the_hub_cache_is_named_after_its_hash(source: Path, tmp_path:
     assert not check(link).sound
 
 
-def test_all_weights_of_a_training_are_looked_at(tmp_path: Path) -> None:
+def test_all_weights_of_a_training_are_checked(tmp_path: Path) -> None:
     broken = {"weight": torch.full((2,), float("nan"))}
     state = {"step": 7, "model": {"weight": torch.ones(2)}, "ema": broken, "optimizers": []}
     torch.save(state, tmp_path / "checkpoint.pt")
@@ -178,7 +178,7 @@ def test_progress_is_in_bytes(shards: Path) -> None:
     assert reporter.advanced == reporter.totals
 
 
-def test_unknown_presets(source: Path) -> None:
+def test_unknown_presets_are_refused(source: Path) -> None:
     with pytest.raises(RequestError, match="preset=flux-dev is not one of") as caught:
         check(source, preset="flux-dev")
     assert caught.value.hint == "did you mean flux1-dev?"
@@ -197,7 +197,7 @@ def test_only_shards_are_hashed(name: str, shards: Path, tmp_path: Path) -> None
     assert len(found.hashed) == 4
 
 
-def test_a_hash_that_is_none(shards: Path) -> None:
+def test_an_invalid_hash_in_an_index_is_a_problem(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     shard = sorted(document["metadata"]["sha256"])[0]
@@ -206,7 +206,7 @@ def test_a_hash_that_is_none(shards: Path) -> None:
     assert check(shards).problems == (f"{index} has no hash for {shard!r}, but '\\x1b[2J'",)
 
 
-def test_a_wrong_total_size(shards: Path) -> None:
+def test_a_wrong_total_size_is_a_problem(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     document["metadata"]["total_size"] += 1
@@ -230,7 +230,7 @@ def test_nothing_is_read_of_what_is_not_there(tmp_path: Path) -> None:
     assert (found.data_read, found.to_json()["data_read"]) == (False, False)
 
 
-def test_a_file_that_was_written_after_its_download(source: Path, tmp_path: Path) -> None:
+def test_a_file_written_after_its_download_has_no_known_hash(source: Path, tmp_path: Path) -> None:
     write_record(tmp_path, source.name, commit="abc", digest="0" * 64)
     assert not check(source).sound
     later = source.stat().st_mtime + 100
@@ -251,7 +251,7 @@ def training(tmp_path: Path) -> Path:
     return io.save(tmp_path, model, ema=model, optimizer=optimizer, lr_scheduler=scheduler, async_io=False)
 
 
-def test_a_training_that_keeps_everything(training: Path) -> None:
+def test_a_whole_training_is_sound(training: Path) -> None:
     assert check(training).problems == ()
 
 
@@ -260,7 +260,7 @@ def test_a_training_that_keeps_everything(training: Path) -> None:
 )
 @pytest.mark.parametrize("length", [50, -2])
 @pytest.mark.parametrize("named", ["epoch", "run"])
-def test_a_truncated_part_of_a_training(name: str, length: int, named: str, training: Path) -> None:
+def test_a_truncated_part_of_a_training_is_a_problem(name: str, length: int, named: str, training: Path) -> None:
     path = training / name
     content = path.read_bytes()
     path.write_bytes(content[:length])
@@ -272,7 +272,7 @@ def test_a_truncated_part_of_a_training(name: str, length: int, named: str, trai
     assert check(whole, select="model").sound
 
 
-def test_states_that_lack_data_or_lie_elsewhere(training: Path, tmp_path: Path) -> None:
+def test_states_that_lack_data_or_lie_elsewhere_are_problems(training: Path, tmp_path: Path) -> None:
     path = training / "optimizer" / "optimizer.pt"
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
