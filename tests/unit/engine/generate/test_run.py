@@ -88,7 +88,9 @@ def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):
         settings.replace({"condition.references": ()})
 
 
-@pytest.mark.parametrize(("resolution", "size"), [("256px", (192, 336)), ("768px", (576, 1024))])
+@pytest.mark.parametrize(
+    ("resolution", "size"), [("256px", (192, 336)), pytest.param("768px", (576, 1024), marks=pytest.mark.slow)]
+)
 def test_every_released_preset_at_its_size(world, tmp_path, resolution, size):
     settings = released_settings(
         world,
