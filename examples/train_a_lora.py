@@ -13,8 +13,9 @@ from opensora_cli.settings.train import load_train_settings
 def main(folder: str, steps: str = "60") -> None:
     found = scan(ScanSettings(folder=folder))
     print(f"{found.table}: {found.videos} videos, {found.pictures} pictures")
-    # The recipe encodes clips in bfloat16, which is slow on CPUs without instructions for it.
-    changes = {"data.table": str(found.table), "loop.steps": steps, "train_mmdit.frozen_dtype": "float32"}
+    # The recipe computes in bfloat16, which is slow on CPUs without instructions for it.
+    float32 = {"precision.compute": "fp32", "train_mmdit.frozen_dtype": "float32"}
+    changes = {"data.table": str(found.table), "loop.steps": steps, **float32}
     settings = load_train_settings(
         config=Path("demo_lora"),
         overrides={key: Given(value, "this script") for key, value in changes.items()},
