@@ -344,7 +344,8 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
         "weights": [str(demo)],
         "data": {"scenes": {"count": 4, "size": 64, "num_frames": 17, "batch_size": 2}, "workers": 0},
         "loop": {"steps": 2},
-        "train_mmdit": {"video_latent_frames": 2, "easy_latent_frames": 3, "frozen_dtype": "bfloat16"},
+        "precision": {"compute": "fp32"},
+        "train_mmdit": {"video_latent_frames": 2, "easy_latent_frames": 3, "frozen_dtype": "float32"},
         **sizes,
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))

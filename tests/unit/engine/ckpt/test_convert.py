@@ -53,7 +53,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.safetensors"
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.pairwise([*TargetFormat, next(iter(TargetFormat))]), ids=str)
+@pytest.mark.parametrize(("first", "second"), [*itertools.pairwise([*TargetFormat, next(iter(TargetFormat))])], ids=str)
 def test_every_format_is_read_and_written(
     first: TargetFormat, second: TargetFormat, forms: dict[TargetFormat, Path], tmp_path: Path
 ) -> None:
