@@ -212,7 +212,7 @@ def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo,
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        # zipfile documents BadZipFile, but raises struct.error, ValueError, NotImplementedError and others as well.
+        # zipfile documents BadZipFile, but raises struct.error, ValueError and others as well.
         reason = shown(" ".join(str(error).split()))
         raise CheckpointError(f"{path} is truncated or no zip archive: {reason}", hint=FETCH_AGAIN) from error
     if order not in (b"", b"little"):

@@ -135,6 +135,17 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
+@contextmanager
+def out_of_memory_reported(where: str = "", *, hint: str) -> Iterator[None]:
+    """Raise an OutOfMemoryError, naming `where`, if the block runs out of memory on any device."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"out of memory{where}: {' '.join(str(error).split())[:200]}", hint=hint) from error
+
+
 def versions() -> dict[str, str]:
     """Return the versions that results depend on."""
     return {

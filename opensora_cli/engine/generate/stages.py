@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from opensora_cli.core.progress import Reporter, StageProgress
-from opensora_cli.engine.components.hardware import OutOfMemoryError, is_out_of_memory, release_memory
+from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, release_memory
 from opensora_cli.engine.generate.plan import ExecutionPlan
 
 T = TypeVar("T")
@@ -37,15 +37,10 @@ class RunRecord:
         Running out of memory inside is an OutOfMemoryError.
         """
         start, timed_s = time.perf_counter(), sum(self.timings_s.values())
+        hint = "ask for a smaller --res or fewer --num-frames, or close what else uses the device"
         try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"out of memory in the stage {name}: {' '.join(str(error).split())[:200]}",
-                hint="ask for a smaller --res or fewer --num-frames, or close what else uses the device",
-            ) from error
+            with out_of_memory_reported(f" in the stage {name}", hint=hint):
+                yield
         finally:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s

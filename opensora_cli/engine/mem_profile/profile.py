@@ -1,15 +1,14 @@
 """`osora mem-profile`: where the bytes of a generation or a training go, predicted and measured."""
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import refuse_special
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, OutOfMemoryError, is_out_of_memory, pick_hardware
+from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
@@ -55,7 +54,9 @@ def mem_profile(
         new_figure()  # without matplotlib, now and not after the measurement
     if isinstance(what, GenerateRequest):
         what = resolve_generate_settings(what, reporter=reporter)
-    with _out_of_memory_reported():
+    with out_of_memory_reported(
+        hint="profile fewer frames or a smaller batch with --set, or close what else uses the device"
+    ):
         if isinstance(what, TrainSettings):
             profile = _of_training(what, settings, reporter)
         else:
@@ -63,19 +64,6 @@ def mem_profile(
     if settings.plot is not None:
         write_figure(profile_figure(profile), settings.plot, replace=settings.overwrite)
     return profile
-
-
-@contextmanager
-def _out_of_memory_reported() -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"out of memory: {' '.join(str(error).split())[:200]}",
-            hint="profile fewer frames or a smaller batch with --set, or close what else uses the device",
-        ) from error
 
 
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
