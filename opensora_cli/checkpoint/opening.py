@@ -1,6 +1,6 @@
 """Opening a checkpoint of any format, which is found out from what is there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import islice
@@ -8,25 +8,23 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection, ShardName
 from opensora_cli.checkpoint.formats.colossal import (
-    _LISTED,
     SETTINGS_FILE,
     TRAINING_FILE,
-    _listed,
-    _names,
-    _unfinished,
     all_epoch_folders,
     colossalai_parts,
     epoch_folders,
+    unfinished_error,
 )
 from opensora_cli.checkpoint.formats.dcp import DATA_SUFFIX, METADATA_FILE, open_dcp
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
-from opensora_cli.checkpoint.stream import Entry, reading, require_file
+from opensora_cli.checkpoint.stream import Entry, reading, require_file, visible_files
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 
+_LISTED = 10
 _START_BYTES = 512
 _SHOWN_BYTES = 16
 _TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
@@ -194,7 +192,7 @@ def find_index(folder: Path) -> Path | None:
     Raises:
         RequestError: it has several.
     """
-    indexes = sorted(path for path in _listed(folder) if path.match(_INDEXES))
+    indexes = sorted(path for path in visible_files(folder) if path.match(_INDEXES))
     chosen = [path for path in indexes if path.name.endswith(_SAFETENSORS_INDEX)] or indexes
     if len(chosen) > 1:
         raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
@@ -209,7 +207,7 @@ def find_file(folder: Path) -> Path:
         CheckpointError: it has none, or shards, or nothing but an unfinished checkpoint of a training, or a link to a
             file elsewhere, which is not read even to see what it is.
     """
-    kinds = {path: recognise(refuse_outside(path, folder)) for path in _listed(folder) if path.is_file()}
+    kinds = {path: recognise(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in WEIGHTS]
     chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
     if shards := [name for path in chosen if (name := ShardName.of(path.name))]:
@@ -222,7 +220,7 @@ def find_file(folder: Path) -> Path:
         if kind in (Kind.LFS_POINTER, Kind.WEB_PAGE):
             raise refusal(path, kind)
     if unfinished := all_epoch_folders(folder):
-        raise _unfinished(unfinished[0])
+        raise unfinished_error(unfinished[0])
     there = f"only {_names(kinds)}" if kinds else "no file"
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
@@ -241,3 +239,9 @@ def _without_index(folder: Path, shards: Sequence[ShardName]) -> CheckpointError
         f"{folder} holds shards without their index: it lacks {plain(first.index_name)}{others}",
         hint="fetch what is missing; the index maps each tensor to its shard",
     )
+
+
+def _names(paths: Iterable[Path]) -> str:
+    names = [path.name if path.name.isprintable() else ascii(path.name) for path in paths]
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

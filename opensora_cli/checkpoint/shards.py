@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import Entry, reading, require_file
+from opensora_cli.checkpoint.stream import Entry, reading, reading_file
 from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
@@ -90,8 +90,7 @@ def read_index(path: Path) -> ShardIndex:
         CheckpointError: no such file, or no index.
     """
     refuse_outside(path, path.parent)
-    with reading(path):
-        require_file(path)
+    with reading_file(path):
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is no index of shards: it is too long")
         content = path.read_bytes()

@@ -35,10 +35,24 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+@contextmanager
+def reading_file(path: Path) -> Iterator[None]:
+    """As `reading`, of a file that must be there."""
+    with reading(path):
+        require_file(path)
+        yield
+
+
 def require_file(path: Path) -> None:
     """Raise CheckpointError unless `path` is a file."""
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return what is in a folder, sorted, but for hidden files: those that are being written are hidden."""
+    with reading(folder):
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +221,16 @@ def copy_entries(entries: Iterable[Entry], file: FileIO, *, advance: Callable[[i
             for run in merged(chain.from_iterable(entry.extents() or () for entry in group)):
                 _copy_run(run, file, progress)
         else:
-            for piece in chain.from_iterable(entry.pieces() for entry in group):
-                write_all(file, _bytes_of(piece))
-                progress(piece.nbytes)
+            for data in byte_pieces(group, progress):
+                write_all(file, data)
+
+
+def byte_pieces(entries: Iterable[Entry], advance: Callable[[int], None] | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of tensors piece by piece; `advance` is called with the size of each one that was used."""
+    for piece in chain.from_iterable(entry.pieces() for entry in entries):
+        yield piece.contiguous().view(uint8).numpy().data
+        if advance is not None:
+            advance(piece.nbytes)
 
 
 def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
@@ -242,10 +263,6 @@ def _copy_run(run: Extent, file: FileIO, advance: Callable[[int], None]) -> None
         read_extent(part, buffer)
         write_all(file, buffer[: part.length])
         advance(part.length)
-
-
-def _bytes_of(piece: Tensor) -> memoryview:
-    return piece.contiguous().view(uint8).numpy().data
 
 
 def _ignore(_: int) -> None:

@@ -169,8 +169,9 @@ class ComputedEntry(Entry):
 class StridedEntry(Entry):
     """A view of a longer tensor, such as a transposed one or some of its columns.
 
-    Any part of a transposed matrix lies all over the file. So a view is read as a whole, and kept until its last
-    element was read or two other views were read: `diff` reads two at a time.
+    Any part of a transposed matrix lies all over the file. So a view is read as a whole, once and in the order of the
+    file, and kept until its last element was read or two other views were read: `diff` reads two at a time. Reading
+    takes the memory of the view and of `STEP_NUMEL` elements of `base`.
 
     Args:
         shape: its sizes: one dimension or more, and no zero.
@@ -178,7 +179,8 @@ class StridedEntry(Entry):
         base: the tensor of one dimension that it is a view of, from its first element to its last.
     """
 
-    _kept: ClassVar[list["StridedEntry"]] = []
+    kept: ClassVar[list["StridedEntry"]] = []
+    """The views that hold their elements, the oldest first."""
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], base: Entry) -> None:
         super().__init__(shape, base.dtype)
@@ -190,19 +192,48 @@ class StridedEntry(Entry):
         """Return elements `start` to `stop`, having read them all."""
         if start >= stop:
             return torch.empty(0, dtype=self.dtype)
-        whole = self._whole
-        if whole is None:
-            whole = self._base.read().as_strided(self.shape, self._stride).contiguous().view(-1)
-            self._keep(whole)
+        whole = self._gather() if self._whole is None else self._whole
         if stop == self.numel:
-            self._whole = None
-        return whole[start:stop]
+            self._release()
+        elif self._whole is None:
+            self._keep(whole)
+        return whole.view(-1)[start:stop]
 
     def _keep(self, whole: Tensor) -> None:
+        if len(self.kept) == _MOST_KEPT:
+            self.kept[0]._release()
         self._whole = whole
-        self._kept.append(self)
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.pop(0)._whole = None
+        self.kept.append(self)
+
+    def _release(self) -> None:
+        if self._whole is not None:
+            self._whole = None
+            self.kept.remove(self)
+
+    def _gather(self) -> Tensor:
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        order = sorted(range(len(self.shape)), key=lambda dimension: -self._stride[dimension])
+        self._fill(whole.permute(order), [self._stride[dimension] for dimension in order], 0)
+        return whole
+
+    def _fill(self, target: Tensor, stride: Sequence[int], begin: int) -> None:
+        """Read a part of the view that begins at an element of the base; its strides become smaller and smaller."""
+        row_span = span(target.shape[1:], stride[1:])
+        if row_span > STEP_NUMEL:
+            for number, row in enumerate(target):
+                self._fill(row, stride[1:], begin + number * stride[0])
+            return
+        count = (STEP_NUMEL - row_span) // max(1, stride[0]) + 1
+        for first in range(0, len(target), count):
+            rows = target[first : first + count]
+            start = begin + first * stride[0]
+            read = self._base.elements(start, start + span(rows.shape, stride))
+            rows.copy_(read.as_strided(rows.shape, stride))
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements of the base a view reaches over, from its first to its last."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The layout of folders that trainings and downloads leave."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from opensora_cli.checkpoint.contents import Selection
+from opensora_cli.checkpoint.stream import visible_files
 from opensora_cli.core.exceptions import CheckpointError
 
 TRAINING_FILE = "checkpoint.pt"
@@ -26,7 +26,6 @@ _PARTS = {
     Selection.MASTER: (MASTER_FILE, "master.pt"),
 }
 _EPOCH_FOLDER = re.compile(r"epoch(\d+)-global_step(\d+)")
-_LISTED = 10
 
 
 def checkpoint_folder_name(*, epoch: int, global_step: int) -> str:
@@ -42,7 +41,7 @@ def epoch_folders(run: Path) -> list[Path]:
 def all_epoch_folders(run: Path) -> list[Path]:
     """Return the folders with the names of checkpoints, newest first, whether they were written to their end or not."""
     found = []
-    for folder in _listed(run):
+    for folder in visible_files(run):
         match = _EPOCH_FOLDER.fullmatch(folder.name)
         if match and folder.is_dir():
             found.append((int(match[2]), int(match[1]), folder))
@@ -51,7 +50,7 @@ def all_epoch_folders(run: Path) -> list[Path]:
 
 def is_complete(folder: Path) -> bool:
     """Return whether ColossalAI's folder was written to its end: converted ones hold nothing but `model/`."""
-    return (folder / RUNNING_STATES_FILE).is_file() or [each.name for each in _listed(folder)] == [MODEL_FOLDER]
+    return (folder / RUNNING_STATES_FILE).is_file() or [each.name for each in visible_files(folder)] == [MODEL_FOLDER]
 
 
 def colossalai_parts(folder: Path) -> dict[Selection, Path]:
@@ -63,7 +62,7 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
     if not (folder / MODEL_FOLDER).is_dir() and not (folder / RUNNING_STATES_FILE).is_file():
         return {}
     if not is_complete(folder):
-        raise _unfinished(folder)
+        raise unfinished_error(folder)
     parts = {}
     for selection, names in _PARTS.items():
         there = [folder / name for name in names if (folder / name).exists()]
@@ -74,22 +73,9 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
     return parts
 
 
-def _unfinished(folder: Path) -> CheckpointError:
+def unfinished_error(folder: Path) -> CheckpointError:
+    """Return the error for a folder that was not written to its end."""
     return CheckpointError(
         f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}",
         hint=f"choose an earlier one; or, if you know that they are whole, name {folder / MODEL_FOLDER} or a file",
     )
-
-
-def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder, but for hidden files: those that are being written are hidden."""
-    try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
-
-
-def _names(paths: Iterable[Path]) -> str:
-    names = [path.name if path.name.isprintable() else ascii(path.name) for path in paths]
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

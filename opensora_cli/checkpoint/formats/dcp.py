@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
         if imported in DTYPES:
             return DTYPES[imported]
         if imported in _RECORDS:
-            return type(name, (_Record,), {})
+            return _Record
         if imported == _SIZE:
             return lambda sizes: tuple(sizes)
         if imported == "collections.OrderedDict":

@@ -21,8 +21,7 @@ from opensora_cli.checkpoint.stream import (
     Extent,
     StoredEntry,
     copy_entries,
-    reading,
-    require_file,
+    reading_file,
     write_all,
 )
 from opensora_cli.checkpoint.strict_json import (
@@ -162,8 +161,7 @@ def _ordered(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     """Return the header's JSON and how many bytes follow it."""
-    with reading(path):
-        require_file(path)
+    with reading_file(path):
         size = path.stat().st_size
         if not size:
             raise CheckpointError(f"{path} is empty", hint=_FETCH_AGAIN)

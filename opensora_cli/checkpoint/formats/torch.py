@@ -14,7 +14,7 @@ import struct
 import zipfile
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -37,7 +37,16 @@ from opensora_cli.checkpoint.formats.pickles import (
     check_pickle,
 )
 from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry, reading, require_file
+from opensora_cli.checkpoint.stream import (
+    MAX_DIMENSIONS,
+    Entry,
+    Extent,
+    HeldEntry,
+    StoredEntry,
+    byte_pieces,
+    reading,
+    reading_file,
+)
 from opensora_cli.checkpoint.strict_json import as_unicode, parse_object, shown
 from opensora_cli.checkpoint.views import StridedEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -158,7 +167,8 @@ def check_torch(path: Path) -> None:
         CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
     """
     opened = _open(path)
-    for name, tensor in find_leaves(opened.tree, Tensor, path):
+    tree = {"its tensor": opened.tree} if isinstance(opened.tree, Tensor) else opened.tree
+    for name, tensor in find_leaves(tree, Tensor, path):
         opened.entry(name, tensor)
 
 
@@ -175,8 +185,7 @@ def open_tensor(path: Path, *, start: int, length: int) -> Entry:
 
 
 def _open(path: Path) -> _Opened:
-    with reading(path):
-        require_file(path)
+    with reading_file(path):
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(len(_OLD_START))
@@ -298,8 +307,6 @@ def write_torch(
     """Write a state dict in the form of `torch.save`, which needs all tensors at once: here it goes piece by piece.
 
     Args:
-        path: the file.
-        entries: its tensors.
         metadata: kept beside them, where `open_torch` finds it and `torch.load` does not look.
         advance: called with the bytes written by each step.
 
@@ -311,7 +318,7 @@ def write_torch(
     tree = {name: _describe(entry, str(number)) for number, (name, entry) in enumerate(entries.items())}
     content = io.BytesIO()
     _Pickler(content, protocol=PROTOCOL).dump(tree)
-    data = ((f"data/{number}", _bytes(entry, advance)) for number, entry in enumerate(entries.values()))
+    data = ((f"data/{number}", byte_pieces([entry], advance)) for number, entry in enumerate(entries.values()))
     described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
     _write_archive(
         path,
@@ -377,13 +384,6 @@ def _describe(entry: Entry, key: str) -> _Described:
         raise RequestError(f"torch.save does not write {str(dtype).removeprefix('torch.')}", hint="convert it")
     storage = _Storage(key, dtype, entry.numel) if dtype in STORAGE_NAMES else _Storage(key, torch.uint8, entry.nbytes)
     return _Described(storage, dtype, entry.shape)
-
-
-def _bytes(entry: Entry, advance: Callable[[int], None] | None) -> Iterator[memoryview]:
-    for piece in entry.pieces():
-        yield piece.contiguous().view(torch.uint8).numpy().data
-        if advance is not None:
-            advance(piece.nbytes)
 
 
 def _write_archive(path: Path, records: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:

@@ -93,7 +93,7 @@ def _newest_cuda(driver: DriverFacts) -> str:
 
 
 def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Judge each gpu."""
+    """Judge each GPU."""
     check = Check("cards")  # its name in the JSON of this schema's version
     if not gpus:
         yield check.note("none that torch can use")
@@ -145,7 +145,7 @@ def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> b
 
     Machine code (`sm_86`) runs on GPUs of its major version from its minor version on, with an `a` on that GPU alone;
     intermediate code (`compute_90`) is compiled for any newer GPU when it is first used (CUDA C++ Programming Guide,
-    compute capabilities). Without a list, as a build may have none, nothing is known against the gpu.
+    compute capabilities). Without a list, as a build may have none, nothing is known against the GPU.
     """
     return not architectures or any(_runs(capability, architecture) for architecture in architectures)
 

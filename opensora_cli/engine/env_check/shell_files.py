@@ -18,6 +18,9 @@ from opensora_cli.engine.env_check.variables import lint_variables
 _CHECK = Check("file")
 _LARGEST_BYTES = 2**20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_INNER_HASH = re.compile(r"(?<=[^\s;&|()<>])#")
+_HASH = "\ue000"
+"""A private character in place of `#`."""
 _DECLARING = frozenset({"export", "declare", "typeset", "readonly", "local"})
 _OPENING = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "select": "done"}
 _CLOSED_BY = {**_OPENING, "{": "}", "(": ")"}
@@ -168,9 +171,11 @@ def _split(text: str, line: int, *, operators: str, comments: str) -> list[tuple
     """Return the words of a text that begins in `line`, each with its own line.
     Raises ValueError if a quote or an escape has no end.
     """
+    if comments:  # a shell's comment begins a word, but `shlex` sees one inside of words, too
+        text = _INNER_HASH.sub(_HASH, text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=operators)
     lexer.whitespace_split, lexer.commenters, lexer.lineno = True, comments, line
-    return [(word, lexer.lineno) for word in lexer]
+    return [(word.replace(_HASH, "#"), lexer.lineno) for word in lexer]
 
 
 def _literal(value: str) -> str | None:

@@ -205,7 +205,7 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> Non
 
 
 def require_devices(settings: GenerateSettings) -> None:
-    """Raise a HardwareError if this machine has too few devices for the ranks to be started."""
+    """Raise a RequestError if the settings are for several machines, a HardwareError if devices are too few."""
     _ranks_to_start(settings, Path()).check()
 
 

@@ -87,8 +87,8 @@ class TestPlanning:
 
 class TestWriting:
     def test_the_library_reads_the_shards(self, folder, tensors):
-        told = []
-        write(folder, tensors, advance=told.append)
+        advanced = []
+        write(folder, tensors, advance=advanced.append)
         index = json.loads((folder / INDEX).read_text())
         names = sorted(set(index["weight_map"].values()))
         assert sorted(os.listdir(folder)) == [*names, INDEX]
@@ -98,7 +98,7 @@ class TestWriting:
         loaded = {key: load_file(folder / name)[key] for key, name in index["weight_map"].items()}
         assert list(loaded) == list(tensors)
         assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
-        assert sum(told) == index["metadata"]["total_size"]
+        assert sum(advanced) == index["metadata"]["total_size"]
 
     def test_transformers_finds_every_shard(self, folder, tensors):
         from transformers.utils.hub import get_checkpoint_shard_files
@@ -137,9 +137,10 @@ class TestWriting:
 
 def test_hashing_a_file_reports_progress(tmp_path):
     (tmp_path / "a").write_bytes(os.urandom(3 * 2**20 + 5))
-    told = []
-    assert sha256_of(tmp_path / "a", advance=told.append) == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
-    assert (sum(told), len(told)) == (3 * 2**20 + 5, 4)
+    advanced = []
+    digest = hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
+    assert sha256_of(tmp_path / "a", advance=advanced.append) == digest
+    assert (sum(advanced), len(advanced)) == (3 * 2**20 + 5, 4)
     with pytest.raises(CheckpointError, match="No such file"):
         sha256_of(tmp_path / "b")
 

@@ -145,8 +145,8 @@ def test_one_whose_disk_is_full_ends_all(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(shared_folder, "_write_bytes", file_on_full_disk)
     monkeypatch.setattr(shared_folder, "write_bytes_atomic", flag_on_full_disk)
-    told = {str(error) for error in write_all(tmp_path, [share_of(process, 2) for process in range(2)])}
-    assert told == {
+    reported = {str(error) for error in write_all(tmp_path, [share_of(process, 2) for process in range(2)])}
+    assert reported == {
         f"cannot write {tmp_path / NAME}: No space left on device",
         f"rank {failing}: cannot write its part, nor why: is the disk full?",
     }

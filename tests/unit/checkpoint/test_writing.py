@@ -55,9 +55,9 @@ def write(tensors, path, format, **options):
 @pytest.mark.parametrize("format", FILES + FOLDERS)
 class TestEveryFormat:
     def test_it_is_read_again_bit_for_bit(self, tmp_path, tensors, format):
-        told = []
-        files = write(tensors, tmp_path / "new" / "a", format, advance=told.append)
-        assert sum(told) == sum(tensor.nbytes for tensor in tensors.values())
+        advanced = []
+        files = write(tensors, tmp_path / "new" / "a", format, advance=advanced.append)
+        assert sum(advanced) == sum(tensor.nbytes for tensor in tensors.values())
         opened = open_checkpoint(tmp_path / "new" / "a")
         assert opened.format is format
         assert opened.entries.keys() == tensors.keys()

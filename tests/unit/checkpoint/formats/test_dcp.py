@@ -94,9 +94,9 @@ class TestWriting:
         assert_same(loaded, tensors())
 
     def test_progress_and_order(self, tmp_path):
-        told = []
-        write_dcp(tmp_path, {name: HeldEntry(tensor) for name, tensor in tensors().items()}, advance=told.append)
-        assert sum(told) == sum(tensor.nbytes for tensor in tensors().values())
+        advanced = []
+        write_dcp(tmp_path, {name: HeldEntry(tensor) for name, tensor in tensors().items()}, advance=advanced.append)
+        assert sum(advanced) == sum(tensor.nbytes for tensor in tensors().values())
         assert list(open_dcp(tmp_path).entries) == list(tensors())
 
     def test_the_metadata_comes_last(self, tmp_path):

@@ -231,12 +231,12 @@ class TestWriting:
     @pytest.mark.parametrize("mmap", [False, True])
     def test_torch_reads_it(self, tmp_path, mmap):
         tensors = of_all_kinds()
-        told = []
-        write_torch(tmp_path / "a", entries_of(tensors), advance=told.append)
+        advanced = []
+        write_torch(tmp_path / "a", entries_of(tensors), advance=advanced.append)
         loaded = torch.load(tmp_path / "a", weights_only=True, mmap=mmap)
         assert_same(loaded, tensors)
         assert all(tensor.is_contiguous() for tensor in loaded.values())
-        assert sum(told) == sum(tensor.nbytes for tensor in tensors.values())
+        assert sum(advanced) == sum(tensor.nbytes for tensor in tensors.values())
 
     def test_we_read_it_with_its_metadata(self, tmp_path):
         tensors = of_all_kinds()

@@ -65,6 +65,8 @@ declare -x M=10
 export N \\
   O=11
 export P=${P:-12} Q=$(date) R=1
+if [ $# -eq 0 ]; then exit 1; fi
+export S=a#b T='#' U=15 # V=16
 """
     assert found(read_shell(text)) == [
         (2, "A", "1"),
@@ -78,7 +80,11 @@ export P=${P:-12} Q=$(date) R=1
         (14, "P", None),
         (14, "Q", None),
         (14, "R", "1"),
+        (16, "S", "a#b"),
+        (16, "T", "#"),
+        (16, "U", "15"),
     ]
+    assert next(item for item in read_shell(text) if getattr(item, "name", "") == "S").is_certain
 
 
 def test_branches_and_commands_of_their_own_are_not_certain():

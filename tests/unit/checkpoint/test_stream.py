@@ -45,9 +45,9 @@ def test_stored_tensors(source):
         stored(source / rng.choice("ab"), offset, rng.choice([0, 1, 1000, 2 * MIB + 5, 5 * MIB - offset]))
         for offset in [0, 1, 7, MIB, 2 * MIB - 3] * 3
     ]
-    told = []
-    assert copied(entries, source / "out", advance=told.append) == b"".join(map(content, entries))
-    assert sum(told) == sum(entry.nbytes for entry in entries)
+    advanced = []
+    assert copied(entries, source / "out", advance=advanced.append) == b"".join(map(content, entries))
+    assert sum(advanced) == sum(entry.nbytes for entry in entries)
 
 
 def test_stored_and_computed_tensors_in_turn(source):
@@ -63,10 +63,10 @@ def test_stored_and_computed_tensors_in_turn(source):
     ]
     expected = [values.to(torch.bfloat16).view(torch.uint8), flags.view(torch.uint8)]
     computed = b"".join(tensor.numpy().tobytes() for tensor in expected)
-    told = []
-    assert copied(entries, source / "out", advance=told.append) == content(first) + computed + content(last)
-    assert sum(told) == sum(entry.nbytes for entry in entries)
-    assert max(told) <= MIB
+    advanced = []
+    assert copied(entries, source / "out", advance=advanced.append) == content(first) + computed + content(last)
+    assert sum(advanced) == sum(entry.nbytes for entry in entries)
+    assert max(advanced) <= MIB
 
 
 def test_it_goes_to_the_position_of_the_file_and_moves_it(source):
