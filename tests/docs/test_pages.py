@@ -1,11 +1,12 @@
 """Every command in README.md, CONTRIBUTING.md, docs/ and help texts: planned here, run in order in the slow tier."""
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import typer
 from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
 
 from opensora_cli.cli.app import app, main
+from opensora_cli.core.documents import Document
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -92,12 +94,47 @@ def test_a_command_is_understood_and_planned(
 ) -> None:
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
-    block = COMMANDS[command]
-    arguments = list(command)
-    if not PRINTING & set(command):
-        arguments.append("--dry-run" if command[0] in PLANNED else "--help")
-    code = main(arguments)
-    assert code in block.exit_codes, capsys.readouterr().err
+    if PRINTING & set(command) or command[0] in PLANNED:
+        planned = main([*command, *([] if PRINTING & set(command) else ["--dry-run"])])
+        assert planned in COMMANDS[command].exit_codes, capsys.readouterr().err
+    else:
+        _parse(typer.main.get_command(app), command)
+
+
+def _parse(command: Any, arguments: Sequence[str]) -> None:
+    """Convert all options of a command without running it; raises what the command line reports as a bad request."""
+    for number, name in enumerate(arguments):
+        if not hasattr(command, "commands"):
+            command.make_context(name, list(arguments[number:]))
+            return
+        command = command.commands[name]
+    assert not hasattr(command, "commands"), f"{arguments} names no command"
+    command.make_context("osora", [])
+
+
+def test_a_wrong_value_of_a_parsed_command_is_noticed() -> None:
+    with pytest.raises(Exception, match="valid integer"):
+        _parse(typer.main.get_command(app), ["bench-comm", "--gpus", "abc"])
+
+
+def test_every_fence_of_a_page_is_read_as_a_block() -> None:
+    for name, page in PAGES_BY_NAME.items():
+        fences = re.findall(r"^[ \t]*(?:```|~~~).*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) % 2 == 0, name
+        assert {fence for fence in fences[::2]} <= {"```bash", "```text", "```yaml", "```python"}, name
+        assert set(fences[1::2]) <= {"```"}, name
+
+
+def test_the_reference_describes_every_command_and_document() -> None:
+    spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "\n".join(module.pages().values())
+    documents = [document.SCHEMA for document in Document.__subclasses__() if document.SCHEMA is not None]
+    assert len(documents) >= 10
+    assert [name for name in (*documents, "osora ckpt convert", "osora train") if name not in text] == []
 
 
 @pytest.mark.slow
