@@ -22,7 +22,7 @@ from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import PrecisionSettings
 
-MAX_NORM = 2.5
+MAX_NORM = 2.0
 LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2
 
 

@@ -43,7 +43,10 @@ def _golden_errors(scheme: Scheme, name: str) -> tuple[float, float]:
         (Scheme(ring=2), "mmdit_image"),
         (Scheme(ring=2, ulysses=2), "mmdit_video"),
         pytest.param(Scheme(ulysses=2), "mmdit_image", marks=SLOW),
+        pytest.param(Scheme(ring=2), "mmdit_video", marks=SLOW),
+        pytest.param(Scheme(ring=2, ulysses=2), "mmdit_image", marks=SLOW),
         pytest.param(Scheme(ring=4), "mmdit_video", marks=SLOW),
+        pytest.param(Scheme(ring=4), "mmdit_image", marks=SLOW),
     ],
     ids=str,
 )

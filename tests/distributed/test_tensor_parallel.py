@@ -51,7 +51,14 @@ def _velocity_errors(scheme: Scheme, name: str | None, chunk: int | None) -> flo
 
 
 @pytest.mark.parametrize(
-    ("scheme", "chunk"), [(ALONE[0], 4), *((scheme, None) for scheme in (*ALONE[1:], *COMBINED))], ids=str
+    ("scheme", "chunk"),
+    [
+        (ALONE[0], 4),
+        *((scheme, None) for scheme in (*ALONE[1:], *COMBINED)),
+        *(pytest.param(scheme, 4, marks=pytest.mark.slow) for scheme in (*ALONE[1:], *COMBINED)),
+        pytest.param(ALONE[0], None, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_velocity_is_that_of_one_process(pool: Pool, scheme: Scheme, chunk: int | None) -> None:
     assert max(pool(scheme.ranks).run(_velocity_errors, scheme, None, chunk)) < 1e-5
@@ -112,7 +119,7 @@ def _gradient_error(scheme: Scheme) -> tuple[float, int]:
     return max(errors), len(errors)
 
 
-@pytest.mark.parametrize("scheme", [ALONE[0], *COMBINED], ids=str)
+@pytest.mark.parametrize("scheme", [ALONE[0], *COMBINED, pytest.param(ALONE[1], marks=pytest.mark.slow)], ids=str)
 def test_gradients_are_those_of_one_process(pool: Pool, scheme: Scheme) -> None:
     for error, count in pool(scheme.ranks).run(_gradient_error, scheme):
         assert error < 1e-10
@@ -248,7 +255,13 @@ def _streamed(scheme: Scheme) -> tuple[float, float, int]:
 
 
 @pytest.mark.parametrize(
-    "scheme", [Scheme(tensor=2), pytest.param(Scheme(ulysses=2), marks=pytest.mark.slow), COMBINED[1]], ids=str
+    "scheme",
+    [
+        Scheme(tensor=2),
+        COMBINED[1],
+        *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in (Scheme(ulysses=2), Scheme(ring=2), COMBINED[0])),
+    ],
+    ids=str,
 )
 def test_blocks_can_be_streamed(pool: Pool, scheme: Scheme) -> None:
     for error, difference, copied in pool(scheme.ranks).run(_streamed, scheme):

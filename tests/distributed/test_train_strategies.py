@@ -25,7 +25,7 @@ from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, linears_of_blocks
 from opensora_cli.settings.strategy import Strategy
 
 Pool = Callable[[int], Any]
-STEPS = 8
+STEPS = 20
 
 DATA = [
     *(Case(strategy, ranks) for strategy in ("ddp", "zero1", "zero2", "zero3") for ranks in (2, 4)),
@@ -71,7 +71,7 @@ def _blocks(model: MMDiT) -> list[nn.Module]:
 def _expected(micro_batches: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     run = Run(_alone(), tiny_transformer(), micro_batches)
     run.step(STEPS)
-    assert run.losses[-1] < run.losses[0]
+    assert run.losses[-1] < 0.8 * run.losses[0]
     # Some gradients are clipped, others are not.
     assert min(run.norms) < MAX_NORM < max(run.norms)
     return run.losses, run.norms, run.whole()
@@ -383,7 +383,7 @@ def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
     return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
 
 
-@pytest.mark.parametrize("case", [Case("zero1", 2), *HYBRID[:2]], ids=str)
+@_slow_but({Case("zero1", 2), *HYBRID[:2]}, [Case("zero1", 2), Case("zero3", 4), *HYBRID[:3]])
 def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
     for norm, some, none, mean in pool(case.ranks).run(_not_finite, case):
         assert norm == float("inf")
@@ -408,7 +408,7 @@ def _from_meta(case: Case) -> tuple[int, bool]:
     return held, run.losses == twin.losses
 
 
-@pytest.mark.parametrize("case", [Case("zero2", 2), HYBRID[0]], ids=str)
+@_slow_but({Case("zero2", 2), HYBRID[0]}, [Case("zero2", 2), Case("zero3", 4), *HYBRID[:2]])
 def test_weights_can_come_after_dividing(pool: Pool, case: Case) -> None:
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     for held, same in pool(case.ranks).run(_from_meta, case):

@@ -41,13 +41,15 @@ def test_the_released_models_heads_on_five_ranks(pool: Pool) -> None:
         assert max(errors) < 1e-13
 
 
-@pytest.mark.parametrize(("num_heads", "tokens"), [(3, (6, 2, 1, 4))])
+@pytest.mark.parametrize(
+    ("num_heads", "tokens"), [(3, (6, 2, 1, 4)), pytest.param(2, (4, 4, 4, 4), marks=pytest.mark.slow)]
+)
 def test_around_a_ring(pool: Pool, num_heads: int, tokens: tuple[int, ...]) -> None:
     for errors, _ in pool(4).run(_errors, 2, 2, num_heads, tokens, torch.float64, 1.0):
         assert max(errors) < 1e-13
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_bfloat16(pool: Pool, ring: int, ulysses: int) -> None:
     for errors, dtypes in pool(4).run(_errors, ring, ulysses, 5, (6, 2, 1, 4), torch.bfloat16, 1.0):
         assert max(errors) < 3e-2

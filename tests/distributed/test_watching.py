@@ -1,4 +1,4 @@
-"""Watched collectives: what ranks are told when one of them does something else, or nothing."""
+"""Watched collectives: what ranks report when one of them does something else, or nothing."""
 
 import os
 import socket
@@ -118,7 +118,7 @@ def test_a_group_that_broke_is_rebuilt_by_all_or_by_none() -> None:
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rendezvous_is_retried(late: int) -> None:
-    """Whoever comes late, also by many times what one attempt takes."""
+    """A rank may be late by many times what one attempt takes."""
     assert _run(f"_meet_{late}") == ["[2.0]\n", "[2.0]\n"]
 
 

@@ -71,6 +71,8 @@ def test_weights_gradients_and_moments_add_up_by_weight(tmp_path: Path) -> None:
     assert sum(size for _, _, size, _ in memory.by_weight.values()) == weights
     # Two moments and the number of steps.
     assert sum(size for _, _, _, size in memory.by_weight.values()) == 2 * weights + 4 * len(memory.by_weight)
+    checkpointed = estimate_training(settings.replace({"memory.checkpointing": True}))
+    assert checkpointed.held_for_backward < memory.held_for_backward
 
 
 RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}

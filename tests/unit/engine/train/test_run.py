@@ -125,6 +125,7 @@ class TestMMDiT:
         assert len(set(losses)) == 4
         for name, memory in {
             "some": {"checkpoint_double_blocks": 0},
+            "all": {"activation_offload": "all"},
             "dynamic": {"activation_offload": "dynamic", "offload_above": 0.0},
         }.items():
             same, bits, plan = trained(name, checkpointing=True, **memory)
