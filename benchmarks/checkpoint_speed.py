@@ -58,14 +58,14 @@ def copy(source: Path, target: Path) -> None:
 
 
 def reshard(source: Path, target: Path) -> None:
-    """Write `source` anew in four shards."""
+    """Write `source` again in four shards."""
     entries, metadata = open_safetensors(source)
     shard_bytes = source.stat().st_size // 4
     write_checkpoint(entries, target, format=Format.SAFETENSORS_SHARDS, shard_bytes=shard_bytes, metadata=metadata)
 
 
 def cast(source: Path, target: Path) -> None:
-    """Write `source` anew in bf16."""
+    """Write `source` again in bf16."""
     entries, metadata = open_safetensors(source)
     rounded = {name: CastEntry(entry, torch.bfloat16, name=name) for name, entry in entries.items()}
     write_checkpoint(rounded, target, format=Format.SAFETENSORS, metadata=metadata)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from batch_generate import Clips, Models, as_pixels, generate_clips, reconstruct
-from quality_report import SCHEMA, percent, told
+from quality_report import SCHEMA, percent, report_lines
 from scene_reader import (
     ANSWERS,
     Reader,
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OsoraError as error:
         print(f"error: {error.message}" + (f" ({error.hint})" if error.hint else ""), file=sys.stderr)
         return error.exit_code
-    print("\n".join(told(report)))
+    print("\n".join(report_lines(report)))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0

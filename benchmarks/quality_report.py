@@ -34,7 +34,7 @@ def percent(shares: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
 
 
-def told(report: Mapping[str, Any]) -> list[str]:
+def report_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the lines of a report, of the parts that it has."""
     lines = []
     if vae := report.get("vae"):

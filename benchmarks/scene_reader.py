@@ -192,7 +192,7 @@ def train_reader(
         learning_rate: its highest.
         width: of the reader.
         seed: of the first weights and all clips.
-        say: told about the loss now and then.
+        say: called with the loss now and then.
     """
     torch.manual_seed(seed)
     reader = Reader(width=width).train()

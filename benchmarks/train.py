@@ -6,7 +6,7 @@ Three parts, in one process, on the demo's transformer, and on a GPU where there
 
 - `throughput`: steps of the trainer against those of the loop in `plain_loop.py`, on the same encoded clips, with the
   same optimizer, precision, clipping and average. They take turns in blocks, and medians over the blocks are compared.
-  Both train text to video alone. Seconds of the processor are told beside, for they mind other programs less.
+  Both train text to video alone. Seconds of the processor are printed beside, for they mind other programs less.
 - `data`: the share of a step in which the trainer waits for clips that worker processes cut out of MP4 files. How long
   a step is depends on this machine: such clips are encoded in it, too. How long reading takes by itself stands beside.
 - `checkpoints`: how long training stands still for a checkpoint in the background, as a share of a synchronous one.
@@ -283,7 +283,7 @@ def table(figures: Mapping[str, Any]) -> tuple[list[str], bool]:
         )
     )
     head = f"{'':41} {'found':>7} {'at most':>8}"
-    lines = [f"{name:41} {value:>7.1%} {most:>8.0%}   {told}" for name, told, value, most in rows]
+    lines = [f"{name:41} {value:>7.1%} {most:>8.0%}   {found}" for name, found, value, most in rows]
     return [head, *lines], all(value <= most for _, _, value, most in rows)
 
 

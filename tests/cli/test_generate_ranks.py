@@ -140,14 +140,14 @@ from pathlib import Path
 from opensora_cli.core import rank_link
 
 def beat(stage, *arguments, **named):
-    told(stage, *arguments, **named)
+    real_beat(stage, *arguments, **named)
     if (rank, stage) == ("{rank}", "{stage}"):
         Path(os.environ["MARK"]).touch()
         {act}
 
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 if rank is not None:
-    told, rank_link.beat = rank_link.beat, beat
+    real_beat, rank_link.beat = rank_link.beat, beat
     rank_link.linked = partial(rank_link.linked, silence_s=3.0)
 """
 
@@ -194,7 +194,7 @@ class TestRanksThatOthersStart:
 
     @SLOW
     def test_one_killed_under_slurm(self) -> None:
-        """Nobody watches both; the other finds its connection closed, and says where it was."""
+        """No launcher watches them: the other finds its connection closed, and says where it was."""
         Path("sitecustomize.py").write_text(
             ACTING.format(rank=1, stage="denoise", act="os.kill(os.getpid(), signal.SIGKILL)")
         )

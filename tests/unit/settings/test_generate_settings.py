@@ -150,8 +150,8 @@ def test_broken_rule_of_the_demo(changes: dict[str, object], message: str) -> No
 
 
 def test_every_broken_rule_is_told_at_once() -> None:
-    told = problems(RELEASED, {"video.num_frames": 130, "video.resolution": "1px", "prompt": ""})
-    assert [line.partition("=")[0].partition(" ")[0] for line in told.splitlines()] == [
+    found = problems(RELEASED, {"video.num_frames": 130, "video.resolution": "1px", "prompt": ""})
+    assert [line.partition("=")[0].partition(" ")[0] for line in found.splitlines()] == [
         "prompt",
         "video.resolution",
         "video.num_frames",

@@ -173,8 +173,8 @@ def test_what_goes_with_ddp() -> None:
 
 def test_what_a_strategy_comes_to_is_told() -> None:
     four = TrainParallelSettings(gpus=4, dp_replicate_degree=2)
-    told = four.describe(Strategy.ZERO1)
-    assert told.startswith("4, zero1 (replicate 2 x shard 2): FSDP2 without resharding after forward, as zero2;")
+    described = four.describe(Strategy.ZERO1)
+    assert described.startswith("4, zero1 (replicate 2 x shard 2): FSDP2 without resharding after forward, as zero2;")
     assert "as zero1" in four.describe(Strategy.ZERO2)
     assert "with resharding" in four.describe(Strategy.ZERO3)
     assert "ulysses 2" in TrainParallelSettings(gpus=4, ulysses_degree=2).describe(Strategy.HYBRID)

@@ -16,7 +16,7 @@ SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"watching.nvtx": True}, "watching.nvtx=true marks the work of a GPU, and device=cpu"),
         ({"watching.exact_timers": True}, "watching.exact_timers=true synchronizes with a GPU, and device=cpu"),
@@ -32,8 +32,8 @@ SHOWN = {"samples.every": 2, "samples.prompts": ("rain",)}
         ({**SHOWN, "samples.height": 36}, "samples.height=36 must be a multiple of 8, the side of a token: use 40"),
     ],
 )
-def test_refused(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         mmdit_settings(OUTPUT).replace(changes)
 
 

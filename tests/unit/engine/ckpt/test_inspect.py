@@ -1,4 +1,4 @@
-"""Looking into checkpoints: what is told, and that nothing is read for it."""
+"""Looking into checkpoints: what is reported, without reading tensors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How ranks share a generation, where nobody says it."""
+"""How ranks share a generation when no degree is set."""
 
 import pytest
 
