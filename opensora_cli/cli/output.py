@@ -4,21 +4,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 
-
-class Printable(Protocol):
-    """What a command prints: a plan, or a result."""
-
-    def to_json(self) -> Mapping[str, object]:
-        """Return a document that names its schema."""
-
-    def lines(self) -> Sequence[str]:
-        """Return it for people, and for scripts that read lines."""
+if TYPE_CHECKING:
+    from opensora_cli.core.documents import Document
 
 
 def make_reporter(*, quiet: bool) -> Reporter:
@@ -31,7 +24,7 @@ def make_reporter(*, quiet: bool) -> Reporter:
     return BarReporter() if sys.stderr.isatty() else LineReporter()
 
 
-def print_result(result: Printable, *, as_json: bool) -> None:
+def print_result(result: "Document", *, as_json: bool) -> None:
     """Print a result to stdout, as JSON or as lines."""
     if as_json:
         print_json(result.to_json())

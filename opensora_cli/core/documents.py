@@ -1,5 +1,6 @@
 """The form of every result: one pydantic model, which is the JSON document that `--json` prints."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
@@ -28,3 +29,7 @@ class Document(BaseModel):
         """Return the document as plain dictionaries, lists, text and numbers."""
         fields = self.model_dump(mode="json", by_alias=True)
         return fields if self.SCHEMA is None else {"schema": self.SCHEMA, **fields}
+
+    def lines(self) -> Sequence[str]:
+        """Return it for people, and for scripts that read lines; a part of another document has none."""
+        return ()

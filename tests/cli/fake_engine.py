@@ -1,8 +1,12 @@
 """A fake engine: the command line is tested without torch and without weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from pydantic import Field
+
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
@@ -11,15 +15,13 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
 
 
-@dataclass
-class FakeResult:
+class FakeResult(Document):
     """A plan or a result."""
 
-    settings: GenerateSettings
-    shortage: HardwareError | None = None
+    SCHEMA = "fake/1"
 
-    def to_json(self) -> Mapping[str, object]:
-        return {"schema": "fake/1", "settings": self.settings.model_dump(mode="json")}
+    settings: GenerateSettings
+    shortage: Any = Field(default=None, exclude=True)
 
     def lines(self) -> list[str]:
         return ["samples/原野.mp4"]
@@ -56,4 +58,4 @@ class FakeEngine:
         self.settings = load_generate_settings(request, model=model)
         self.reporter = reporter
         self.while_running(reporter)
-        return FakeResult(self.settings, self.shortage)
+        return FakeResult(settings=self.settings, shortage=self.shortage)

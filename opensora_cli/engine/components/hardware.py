@@ -35,6 +35,11 @@ class Hardware:
     free_bytes: int
     total_bytes: int
 
+    @property
+    def dtype_name(self) -> str:
+        """Such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def pick_hardware(device: str, dtype: str) -> Hardware:
     """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,20 +41,14 @@ class Lora:
     updates: Mapping[str, LowRank]
     """By the paths of the linear layers."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a part of the schemas `osora.plan/1` and `osora.generate/1`."""
-        return {
-            "path": str(self.path),
-            "scale": self.scale,
-            "sha256": self.sha256,
-            "layers": len(self.updates),
-            "rank": max(update.a.shape[0] for update in self.updates.values()),
-        }
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of its layers, each once, in rising order."""
+        return sorted({update.a.shape[0] for update in self.updates.values()})
 
     def line(self) -> str:
         """Return it for people."""
-        ranks = sorted({update.a.shape[0] for update in self.updates.values()})
-        rank = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        rank = " to ".join(str(rank) for rank in dict.fromkeys((self.ranks[0], self.ranks[-1])))
         size = sum(part.nbytes for update in self.updates.values() for part in (update.a, update.b))
         return f"{self.path} x {self.scale:g}: rank {rank} in {len(self.updates)} layers, {format_bytes(size)}"
 

@@ -274,7 +274,7 @@ def _needs(name: str, plan: PresetPlan) -> PresetNeeds:
         name=name,
         video=f"{plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
         device=str(plan.hardware.device),
-        dtype=str(plan.hardware.dtype).removeprefix("torch."),
+        dtype=plan.hardware.dtype_name,
         stage=worst.name,
         needed_bytes=worst.total_bytes,
         free_bytes=plan.budget_bytes,

@@ -5,13 +5,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from opensora_cli.core.documents import Document
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
@@ -30,8 +30,7 @@ _SAVE = "save"
 _HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedVideo:
+class GeneratedVideo(Document):
     """One finished result."""
 
     path: Path
@@ -146,7 +145,7 @@ def _decode_and_save(
             # A video on its own would stand in the way of the run that goes on from its latents.
             _remove(sample.media)
             raise
-    return GeneratedVideo(sample.media, sample.sidecar, sample.seed, psnr.db)
+    return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr.db)
 
 
 def _remove(path: Path) -> None:

@@ -229,7 +229,7 @@ def sidecar_document(
         "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
-        "dtype": str(plan.hardware.dtype).removeprefix("torch."),
+        "dtype": plan.hardware.dtype_name,
         "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
         **peak_memory_gib,
         "mesh": asdict(plan.mesh),

@@ -1,9 +1,8 @@
 """What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
@@ -13,7 +12,7 @@ from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
-from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, require_branches
+from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
 from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
@@ -24,8 +23,6 @@ from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.enums import DType, HostWeights, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
-
-PLAN_SCHEMA = "osora.plan/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +111,13 @@ class ExecutionPlan:
         worst = max(self.stages, key=lambda stage: stage.total_bytes)
         hardware = self.hardware
         limited = self.budget_bytes < hardware.free_bytes
-        has = f"memory.limit allows {_size(self.budget_bytes)}" if limited else f"has {_size(self.budget_bytes)} free"
+        has = (
+            f"memory.limit allows {gib_or_less(self.budget_bytes)}"
+            if limited
+            else f"has {gib_or_less(self.budget_bytes)} free"
+        )
         raise HardwareError(
-            f"the stage {worst.name} needs {_size(worst.total_bytes)}, and {hardware.device} "
+            f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {hardware.device} "
             f"({hardware.device_name}) {has}",
             hint=self._what_would_fit(),
         )
@@ -130,81 +131,10 @@ class ExecutionPlan:
             except (OsoraError, ValueError):
                 continue  # such as too short a video for its references
             if plan.fits:
-                fitting.append(f"{flag} ({_size(plan.peak_bytes)})")
+                fitting.append(f"{flag} ({gib_or_less(plan.peak_bytes)})")
         if not fitting:
             return "use a device with more memory, or --model demo"
         return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as a document of the schema `osora.plan/1`."""
-        settings, hardware = self.settings, self.hardware
-        return {
-            "schema": PLAN_SCHEMA,
-            "model": settings.model.name.value,
-            "device": str(hardware.device),
-            "device_name": hardware.device_name,
-            "dtype": str(hardware.dtype).removeprefix("torch."),
-            "height": self.height,
-            "width": self.width,
-            "num_frames": settings.video.num_frames,
-            "fps": settings.video.fps,
-            "num_samples": self.num_samples,
-            "condition_mode": self.mode.name,
-            "latent_shape": list(self.latent_shape),
-            "video_tokens": self.video_tokens,
-            "text_tokens": settings.text.t5_max_length,
-            "num_inference_steps": len(self.timesteps) - 1,
-            "timesteps": list(self.timesteps),
-            "model_evaluations": self.evaluations_per_sample * self.num_samples,
-            "latents_gib": self.latent_bytes / GIB,
-            "stages": [
-                {
-                    "name": stage.name,
-                    "weights_gib": stage.weight_bytes / GIB,
-                    "data_gib": stage.data_bytes / GIB,
-                    "activations_gib": stage.activation_bytes / GIB,
-                    "total_gib": stage.total_bytes / GIB,
-                }
-                for stage in self.stages
-            ],
-            "peak_gib": self.peak_bytes / GIB,
-            "free_gib": hardware.free_bytes / GIB,
-            "budget_gib": self.budget_bytes / GIB,
-            "mesh": asdict(self.mesh),
-            "offload": asdict(self.offload),
-            "fits": self.fits,
-            "weights": {component.value: str(path) for component, path in self.weights.paths.items()},
-            "loras": [lora.to_json() for lora in self.loras],
-            "missing_weights": [name for names in self.weights.missing.values() for name in names],
-            "settings": settings.model_dump(mode="json"),
-        }
-
-    def lines(self) -> list[str]:
-        """Return the plan for people."""
-        settings, hardware = self.settings, self.hardware
-        video = settings.video
-        channels, frames, rows, columns = self.latent_shape
-        dtype = str(hardware.dtype).removeprefix("torch.")
-        memory = ", ".join(f"{stage.name} {_size(stage.total_bytes)}" for stage in self.stages)
-        found = [f"{component}: {path}" for component, path in self.weights.paths.items()]
-        missing = [name for names in self.weights.missing.values() for name in names]
-        return [
-            f"model     {settings.model.name} on {hardware.device} ({hardware.device_name}), {dtype}",
-            f"video     {self.num_samples} x {self.width}x{self.height}, {video.num_frames} frames at {video.fps} fps",
-            f"latents   {channels}x{frames}x{rows}x{columns}, {_size(self.latent_bytes)} a sample",
-            f"tokens    {self.video_tokens} video + {settings.text.t5_max_length} text",
-            f"sampling  {self.mode.name}, {len(self.timesteps) - 1} steps, "
-            f"{self.evaluations_per_sample * self.num_samples} model evaluations",
-            f"memory    {memory}",
-            *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
-            f"offload   {'; '.join(self.offload.lines()) or 'none'}",
-            f"peak      {_size(self.peak_bytes)} of {_size(self.budget_bytes)} "
-            f"{'allowed' if self.budget_bytes < hardware.free_bytes else 'free'}: "
-            f"{'fits' if self.fits else 'does not fit'}",
-            *(f"weights   {line}" for line in found),
-            *(f"lora      {lora.line()}" for lora in self.loras),
-            *(f"missing   {line}" for line in missing),
-        ]
 
 
 def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
@@ -380,7 +310,8 @@ def _pixel_size(settings: GenerateSettings) -> tuple[int, int]:
     return image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple)
 
 
-def _size(num_bytes: int) -> str:
+def gib_or_less(num_bytes: int) -> str:
+    """Return a size of memory for people, in GiB, MiB or KiB."""
     for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f} {unit}"

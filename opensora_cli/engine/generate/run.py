@@ -2,14 +2,15 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -26,6 +27,7 @@ from opensora_cli.engine.components.weights import Component, choose_model, repo
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, process_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
+from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import check_outputs, load_latents, sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
@@ -45,7 +47,7 @@ from opensora_cli.engine.generate.references import (
 from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.engine.launch.rank import WatchedReporter
-from opensora_cli.settings.enums import DType
+from opensora_cli.settings.enums import DType, ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
@@ -56,36 +58,27 @@ from opensora_cli.settings.load import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
-    """What a run made, and what it took."""
+class GenerateResult(Document):
+    """What a run made, and what it took; `--from` makes it again from this document."""
 
-    plan: ExecutionPlan
-    videos: tuple[GeneratedVideo, ...]
-    timings_s: Mapping[str, float]
-    peak_memory_gib: Mapping[str, float]
-    """As `hardware.peak_memory_gib` returns it."""
+    SCHEMA = SIDECAR_SCHEMA
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a document of the schema `osora.generate/1`, from which `--from` can make it again."""
-        return {
-            "schema": SIDECAR_SCHEMA,
-            "outputs": [
-                {
-                    "path": str(video.path),
-                    "sidecar": None if video.sidecar is None else str(video.sidecar),
-                    "seed": video.seed,
-                    "given_frames_psnr_db": video.given_frames_psnr_db,
-                }
-                for video in self.videos
-            ],
-            "model": self.plan.settings.model.name.value,
-            "device": str(self.plan.hardware.device),
-            "model_evaluations": self.plan.evaluations_per_sample * len(self.videos),
-            "timings_s": dict(self.timings_s),
-            **self.peak_memory_gib,
-            "settings": self.plan.settings.model_dump(mode="json"),
-        }
+    videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
+    model: ModelName
+    device: str
+    model_evaluations: int
+    """Of all samples."""
+    timings_s: dict[str, float]
+    """Seconds of each stage."""
+    peak_allocated_gib: float | None = None
+    """The most memory in use on a CUDA device; left out on a CPU."""
+    peak_resident_gib: float | None = None
+    """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
+    settings: GenerateSettings
+
+    @model_serializer(mode="wrap")
+    def _without_the_other_peak(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
 
     def lines(self) -> list[str]:
         """Return the path of every result."""
@@ -118,14 +111,14 @@ def generate_from_request(
 
 def plan_from_request(
     request: GenerateRequest, *, reporter: Reporter, context: RankContext | None = None
-) -> ExecutionPlan:
+) -> PlanDocument:
     """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
     if context is not None:
         request = request_of_rank(request, context)
     settings = resolve_generate_settings(request, reporter=reporter)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
-    return plan_generation(settings, reporter=reporter)
+    return PlanDocument.of(plan_generation(settings, reporter=reporter))
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> GenerateSettings:
@@ -219,10 +212,13 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> 
     del vae
     release_memory(plan.hardware.device)
     return GenerateResult(
-        plan=plan,
         videos=videos,
+        model=plan.settings.model.name,
+        device=str(plan.hardware.device),
+        model_evaluations=plan.evaluations_per_sample * len(videos),
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
-        peak_memory_gib=peak_memory_gib(plan.hardware.device),
+        **peak_memory_gib(plan.hardware.device),
+        settings=plan.settings,
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
@@ -31,7 +33,6 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.vae_reconstruct import ReconstructSettings
 
-RESULT_SCHEMA = "osora.vae-reconstruct/1"
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
 _ENDINGS = ("mp4", "png")
@@ -48,77 +49,64 @@ class Window:
     """The last ones, which no window before had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reconstructed:
+class Reconstructed(Document):
     """What became of one file."""
 
     file: str
-    output: Path | None = None
-    facts: MediaFacts | None = None
-    num_frames: int = 0
-    height: int = 0
-    width: int = 0
-    psnr_db: tuple[float, ...] = ()
-    """Of every frame, over its RGB values."""
-    ssim: tuple[float, ...] = ()
-    """Of every frame's luma."""
-    error: str | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """Return what a script wants to know."""
-        if self.facts is None or self.error is not None:
-            return {"file": self.file, "error": self.error}
-        return {
-            "file": self.file,
-            "output": str(self.output),
-            "num_frames": self.num_frames,
-            "height": self.height,
-            "width": self.width,
-            "source_num_frames": self.facts.num_frames,
-            "source_height": self.facts.height,
-            "source_width": self.facts.width,
-            "psnr_db": round(fmean(self.psnr_db), 3),
-            "ssim": round(fmean(self.ssim), 5),
-        }
+    output: Path
+    num_frames: int
+    height: int
+    width: int
+    source_num_frames: int
+    source_height: int
+    source_width: int
+    psnr_db: float
+    """Mean over frames, each over its RGB values."""
+    ssim: float
+    """Mean over frames, each over its luma."""
+    frame_psnr_db: tuple[float, ...] = Field(exclude=True)
+    frame_ssim: tuple[float, ...] = Field(exclude=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reconstruction:
+class Failed(Document):
+    """A file that could not be reconstructed."""
+
+    file: str
+    error: str
+
+
+class Reconstruction(Document):
     """What became of all files."""
+
+    SCHEMA = "osora.vae-reconstruct/1"
 
     autoencoder: str
     weights: Path
-    rows: tuple[Reconstructed, ...]
+    psnr_of: str = "RGB, mean over frames"
+    ssim_of: str = "luma, mean over frames"
+    mean_psnr_db: float | None
+    """Over files; None where all failed."""
+    mean_ssim: float | None
+    files: tuple[Reconstructed | Failed, ...]
 
-    @property
-    def done(self) -> list[Reconstructed]:
-        """The files that could be reconstructed."""
-        return [row for row in self.rows if row.error is None]
-
-    @property
-    def failed(self) -> list[Reconstructed]:
-        """The others."""
-        return [row for row in self.rows if row.error is not None]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the document of `--json`."""
-        psnrs, ssims = ([fmean(values) for values in both] for both in self._figures())
-        return {
-            "schema": RESULT_SCHEMA,
-            "autoencoder": self.autoencoder,
-            "weights": str(self.weights),
-            "psnr_of": "RGB, mean over frames",
-            "ssim_of": "luma, mean over frames",
-            "mean_psnr_db": round(fmean(psnrs), 3) if psnrs else None,
-            "mean_ssim": round(fmean(ssims), 5) if ssims else None,
-            "files": [row.to_json() for row in self.rows],
-        }
+    @classmethod
+    def of(cls, files: Sequence[Reconstructed | Failed], *, autoencoder: str, weights: Path) -> "Reconstruction":
+        """Return the document of these files."""
+        psnrs, ssims = _means(files)
+        return cls(
+            autoencoder=autoencoder,
+            weights=weights,
+            mean_psnr_db=round(fmean(psnrs), 3) if psnrs else None,
+            mean_ssim=round(fmean(ssims), 5) if ssims else None,
+            files=tuple(files),
+        )
 
     def lines(self) -> list[str]:
         """Return a table: a file in each line, then the means over files."""
-        psnrs, ssims = ([fmean(values) for values in both] for both in self._figures())
+        psnrs, ssims = _means(self.files)
         table = [("PSNR dB (RGB)", "SSIM (luma)", "frames", "size", "result")]
-        for row, psnr, similarity in zip(self.done, psnrs, ssims, strict=True):
+        done = (row for row in self.files if isinstance(row, Reconstructed))
+        for row, psnr, similarity in zip(done, psnrs, ssims, strict=True):
             size = f"{row.width}x{row.height}"
             table.append((f"{psnr:.2f}", f"{similarity:.4f}", str(row.num_frames), size, str(row.output)))
         if len(psnrs) > 1:
@@ -131,12 +119,17 @@ class Reconstruction:
 
     def require_whole(self) -> None:
         """Raise BatchError if a file could not be reconstructed, with all of them."""
-        if self.failed:
-            count = f"{len(self.failed)} of {len(self.rows)} files could not be reconstructed"
-            raise BatchError("\n".join([count, *(str(row.error) for row in self.failed)]))
+        failed = [row.error for row in self.files if isinstance(row, Failed)]
+        if failed:
+            raise BatchError(
+                "\n".join([f"{len(failed)} of {len(self.files)} files could not be reconstructed", *failed])
+            )
 
-    def _figures(self) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-        return [row.psnr_db for row in self.done], [row.ssim for row in self.done]
+
+def _means(files: Sequence[Reconstructed | Failed]) -> tuple[list[float], list[float]]:
+    """Return the mean PSNR and the mean SSIM of each file that was reconstructed."""
+    done = [row for row in files if isinstance(row, Reconstructed)]
+    return [fmean(row.frame_psnr_db) for row in done], [fmean(row.frame_ssim) for row in done]
 
 
 def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = None) -> Reconstruction:
@@ -164,14 +157,14 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     folder = _checked_folder(settings, stems)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     job = _Job(settings, autoencoder, hardware, weights, reporter)
-    rows: list[Reconstructed] = []
+    rows: list[Reconstructed | Failed] = []
     try:
         for file, stem in zip(settings.files, stems, strict=True):
             rows.append(job.run(file, folder / stem))
     except KeyboardInterrupt as interrupt:
-        finished = [f"finished: {row.output}" for row in rows if row.output is not None]
+        finished = [f"finished: {row.output}" for row in rows if isinstance(row, Reconstructed)]
         raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt
-    return Reconstruction(autoencoder=settings.vae.kind, weights=weights, rows=tuple(rows))
+    return Reconstruction.of(rows, autoencoder=settings.vae.kind, weights=weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +177,7 @@ class _Job:
     weights: Path
     reporter: Reporter
 
-    def run(self, file: str, stem: Path) -> Reconstructed:
+    def run(self, file: str, stem: Path) -> Reconstructed | Failed:
         """Reconstruct one file; what goes wrong with it is in the result."""
         try:
             return self._run(file, stem)
@@ -192,7 +185,7 @@ class _Job:
             shown = error if isinstance(error, OsoraError) else _out_of_memory(error)
             message = shown.message if file in shown.message else f"{file}: {shown.message}"
             self.reporter.warn(message)
-            return Reconstructed(file=file, error=message)
+            return Failed(file=file, error=message)
 
     def _run(self, file: str, stem: Path) -> Reconstructed:
         start = time.perf_counter()
@@ -211,14 +204,18 @@ class _Job:
         row = Reconstructed(
             file=file,
             output=output,
-            facts=facts,
             num_frames=len(comparing.psnr_db),
             height=height,
             width=width,
-            psnr_db=tuple(comparing.psnr_db),
-            ssim=tuple(comparing.ssim),
+            source_num_frames=facts.num_frames,
+            source_height=facts.height,
+            source_width=facts.width,
+            psnr_db=round(fmean(comparing.psnr_db), 3),
+            ssim=round(fmean(comparing.ssim), 5),
+            frame_psnr_db=tuple(comparing.psnr_db),
+            frame_ssim=tuple(comparing.ssim),
         )
-        self._tell_crop(row, facts)
+        self._report_crop(row)
         if self.settings.output.metadata:
             write_json_atomic(_sidecar(output), self._sidecar_document(row, seconds=time.perf_counter() - start))
         return row
@@ -251,23 +248,24 @@ class _Job:
         levels_1CTHW = frames_THWC.to(self.hardware.device).permute(3, 0, 1, 2)[None]
         return levels_1CTHW.to(self.hardware.dtype).div_(127.5).sub_(1.0)
 
-    def _tell_crop(self, row: Reconstructed, facts: MediaFacts) -> None:
-        if (row.height, row.width) != (facts.height, facts.width):
-            self.reporter.note(f"{row.file}: cropped from {facts.width}x{facts.height} to {row.width}x{row.height}")
-        if row.num_frames != facts.num_frames:
-            self.reporter.note(f"{row.file}: the first {row.num_frames} of its {facts.num_frames} frames")
+    def _report_crop(self, row: Reconstructed) -> None:
+        if (row.height, row.width) != (row.source_height, row.source_width):
+            size = f"{row.source_width}x{row.source_height}"
+            self.reporter.note(f"{row.file}: cropped from {size} to {row.width}x{row.height}")
+        if row.num_frames != row.source_num_frames:
+            self.reporter.note(f"{row.file}: the first {row.num_frames} of its {row.source_num_frames} frames")
 
     def _sidecar_document(self, row: Reconstructed, *, seconds: float) -> dict[str, object]:
         return {
             "schema": SIDECAR_SCHEMA,
             **row.to_json(),
-            "frame_psnr_db": [round(value, 3) for value in row.psnr_db],
-            "frame_ssim": [round(value, 5) for value in row.ssim],
+            "frame_psnr_db": [round(value, 3) for value in row.frame_psnr_db],
+            "frame_ssim": [round(value, 5) for value in row.frame_ssim],
             "autoencoder": self.settings.vae.kind.value,
             "weights": str(self.weights),
             "device": str(self.hardware.device),
             "device_name": self.hardware.device_name,
-            "dtype": str(self.hardware.dtype).removeprefix("torch."),
+            "dtype": self.hardware.dtype_name,
             "timings_s": {"reconstruct": round(seconds, 3)},
             **peak_memory_gib(self.hardware.device),
             "versions": versions(),

@@ -252,8 +252,8 @@ class TestFromLatents:
     def test_settings_come_from_the_file(self, world, tmp_path, saved, reporter):
         result = go_on(saved, reporter)
         assert result.videos[0].path == tmp_path / "raining-sea_seed5.mp4"
-        assert result.plan.settings.model.name == "demo"
-        assert (result.plan.settings.prompt, result.plan.settings.sampling.seed) == ("raining, sea", 5)
+        assert result.settings.model.name == "demo"
+        assert (result.settings.prompt, result.settings.sampling.seed) == ("raining, sea", 5)
 
     def test_sidecar_is_that_of_an_uninterrupted_run(self, world, tmp_path, saved, reporter):
         document = json.loads(go_on(saved, reporter).videos[0].sidecar.read_text())

@@ -14,6 +14,7 @@ from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
@@ -141,7 +142,7 @@ def test_limit_of_memory(world, tmp_path, monkeypatch):
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
         made.require_fit()
-    assert "of 97.66 KiB allowed: does not fit" in "\n".join(made.lines())
+    assert "of 97.66 KiB allowed: does not fit" in "\n".join(PlanDocument.of(made).lines())
     assert make_plan(released_settings(world, tmp_path, memory__limit="20GB")).budget_bytes == 10 * GIB
 
 
@@ -154,9 +155,11 @@ def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
     assert made.offload.mode == "blocks"
     assert made.offload.host_weights == "mapped"
     assert 1 < made.offload.resident_blocks < 13
-    document = json.loads(json.dumps(made.to_json()))
+    document = json.loads(json.dumps(PlanDocument.of(made).to_json()))
     assert document["offload"]["resident_blocks"] == made.offload.resident_blocks
-    assert f"on the device: {made.offload.resident_blocks}, the others mapped" in "\n".join(made.lines())
+    assert f"on the device: {made.offload.resident_blocks}, the others mapped" in "\n".join(
+        PlanDocument.of(made).lines()
+    )
 
 
 def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
@@ -188,12 +191,12 @@ def test_height_and_width_win_over_resolution(world, tmp_path):
 
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
-    document = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    document = json.loads(json.dumps(PlanDocument.of(made).to_json(), allow_nan=False))
     assert document["schema"] == "osora.plan/1"
     assert document["model_evaluations"] == 3 * made.evaluations_per_sample
     assert document["missing_weights"] == []
     assert document["settings"]["sampling"]["num_samples"] == 3
-    text = "\n".join(made.lines())
+    text = "\n".join(PlanDocument.of(made).lines())
     assert "3 x 64x64, 17 frames" in text
     assert f"{made.video_tokens} video" in text
     assert "fits" in text
@@ -201,8 +204,8 @@ def test_documents(world, tmp_path):
 
 def test_missing_weights_are_in_the_plan(tmp_path):
     made = make_plan(released_preset(tmp_path, **RELEASED_SIZES))
-    assert "Open_Sora_v2.safetensors" in made.to_json()["missing_weights"]
-    assert "missing   Open_Sora_v2.safetensors" in made.lines()
+    assert "Open_Sora_v2.safetensors" in PlanDocument.of(made).to_json()["missing_weights"]
+    assert "missing   Open_Sora_v2.safetensors" in PlanDocument.of(made).lines()
 
 
 def test_sizes_that_contradict_each_other(world, tmp_path):

@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
-from opensora_cli.engine.vae.reconstruct import reconstruct, windows
+from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, reconstruct, windows
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.similarity import psnr_db, ssim
 from opensora_cli.media.write import write_media
@@ -87,7 +87,11 @@ def demo_settings(folder: Path, files: list[str]) -> ReconstructSettings:
     return settings.replace({"output.folder": str(folder / "out"), "runtime.device": "cpu"})
 
 
-# --- windows -------------------------------------------------------------------------------------------------------
+def reconstruct_one(settings: ReconstructSettings) -> Reconstructed:
+    """Reconstruct the one file of `settings`, which succeeds."""
+    [row] = reconstruct(settings).files
+    assert isinstance(row, Reconstructed)
+    return row
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,6 @@ def test_frames_that_change_their_size_are_refused() -> None:
         list(windows(iter([torch.zeros(2, 2, 3), torch.zeros(2, 3, 3)]), 4))
 
 
-# --- the demo ------------------------------------------------------------------------------------------------------
-
-
 class Dimmed:
     """Stands in for an autoencoder: gives back what it gets, a tenth darker."""
 
@@ -146,10 +147,8 @@ class Dimmed:
 def test_every_frame_of_a_long_video_stands_beside_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vae_reconstruct, "load_autoencoder", lambda *_, **__: Dimmed())
     video = write_video(tmp_path / "long.mp4", 40, height=32, width=48)
-    result = reconstruct(demo_settings(tmp_path, [video]))
-    [row] = result.rows
-    assert row.output is not None
-    assert (row.num_frames, row.height, row.width, row.error) == (40, 32, 48, None)
+    row = reconstruct_one(demo_settings(tmp_path, [video]))
+    assert (row.num_frames, row.height, row.width) == (40, 32, 48)
     shown = read_video(row.output)
     assert shown.frames_THWC.shape == (40, 32, 96, 3)
     assert shown.fps == pytest.approx(12)
@@ -158,8 +157,8 @@ def test_every_frame_of_a_long_video_stands_beside_its_own(tmp_path: Path, monke
     for index in range(40):
         left, right = shown.frames_THWC[index].chunk(2, dim=1)
         assert most_alike(left, given) == most_alike(right, dimmed) == index
-        assert row.psnr_db[index] == pytest.approx(psnr_db(given[index], dimmed[index]), abs=0.5)
-        assert row.ssim[index] == pytest.approx(ssim(given[index], dimmed[index]), abs=0.02)
+        assert row.frame_psnr_db[index] == pytest.approx(psnr_db(given[index], dimmed[index]), abs=0.5)
+        assert row.frame_ssim[index] == pytest.approx(ssim(given[index], dimmed[index]), abs=0.02)
 
 
 def most_alike(picture_HWC: Tensor, clip_THWC: Tensor) -> int:
@@ -169,34 +168,33 @@ def most_alike(picture_HWC: Tensor, clip_THWC: Tensor) -> int:
 def test_the_demo_brings_its_own_world_back(tmp_path: Path) -> None:
     scene = render_scene(sample_scene(np.random.default_rng(1)), size=64, num_frames=5, fps=12.0)
     write_media([torch.from_numpy(scene)], tmp_path / "scene.mp4", fps=12, format="mp4")
-    [row] = reconstruct(demo_settings(tmp_path, [str(tmp_path / "scene.mp4")])).rows
-    assert min(row.psnr_db) > 25
-    assert min(row.ssim) > 0.9
+    row = reconstruct_one(demo_settings(tmp_path, [str(tmp_path / "scene.mp4")]))
+    assert min(row.frame_psnr_db) > 25
+    assert min(row.frame_ssim) > 0.9
 
 
 def test_a_picture_comes_back_without_loss_of_the_file(tmp_path: Path) -> None:
     picture = write_picture(tmp_path / "odd.png", height=33, width=30)
-    result = reconstruct(demo_settings(tmp_path, [picture]))
-    [row] = result.rows
+    row = reconstruct_one(demo_settings(tmp_path, [picture]))
     assert row.output == tmp_path / "out" / "odd_reconstructed.png"
     shown = read_picture(row.output)
     assert shown.shape == (32, 56, 3)
     left, right = shown.chunk(2, dim=1)
     # Cropped in the middle.
     assert torch.equal(left, frames(1, height=33, width=30)[0, :32, 1:29])
-    assert row.psnr_db == (psnr_db(left, right),)
-    assert row.ssim == (ssim(left, right),)
-    assert row.psnr_db[0] > 20
+    assert row.frame_psnr_db == (psnr_db(left, right),)
+    assert row.frame_ssim == (ssim(left, right),)
+    assert row.psnr_db > 20
 
 
 def test_the_sidecar_says_how_it_was_made(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4", 5, height=32, width=32)
     settings = demo_settings(tmp_path, [video])
-    [row] = reconstruct(settings).rows
+    row = reconstruct_one(settings)
     sidecar = json.loads((tmp_path / "out" / "a_reconstructed.mp4.json").read_text(encoding="utf-8"))
     assert sidecar["schema"] == "osora.vae-reconstruct-file/1"
     assert len(sidecar["frame_psnr_db"]) == len(sidecar["frame_ssim"]) == 5
-    assert sidecar["psnr_db"] == pytest.approx(sum(row.psnr_db) / 5, abs=1e-3)
+    assert sidecar["psnr_db"] == row.psnr_db == pytest.approx(sum(row.frame_psnr_db) / 5, abs=1e-3)
     assert ReconstructSettings.model_validate(sidecar["settings"]) == settings
     assert {"versions", "device", "dtype", "weights", "timings_s"} <= sidecar.keys()
 
@@ -207,19 +205,15 @@ def test_no_sidecar_where_none_is_wanted(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a_reconstructed.png"]
 
 
-# --- every kind ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temporal_tiling", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "count", "expected"),
+    ("kind", "count", "expected", "temporal_tiling"),
     [
-        ("hunyuan", 7, 5),
-        ("hunyuan", 21, 21),
-        ("dc_ae", 7, 1),  # a clip of one latent frame would come back as a picture
-        ("dc_ae", 11, 8),
-        ("dc_ae", 23, 23),
-        ("flux_ae", 7, 7),
+        ("hunyuan", 7, 5, False),
+        ("hunyuan", 21, 21, True),
+        ("dc_ae", 7, 1, True),  # a clip of one latent frame would come back as a picture
+        ("dc_ae", 11, 8, False),
+        ("dc_ae", 23, 23, True),
+        ("flux_ae", 7, 7, False),
     ],
 )
 def test_every_kind_gives_back_what_it_can(
@@ -227,10 +221,8 @@ def test_every_kind_gives_back_what_it_can(
 ) -> None:
     video = write_video(tmp_path / "a.mp4", count)
     settings = tiny_settings(tmp_path, kind, [video], **{"clip.num_frames": 20, "vae.temporal_tiling": temporal_tiling})
-    [row] = reconstruct(settings).rows
-    assert row.error is None
-    assert row.num_frames == len(row.psnr_db) == len(row.ssim) == expected
-    assert row.output is not None
+    row = reconstruct_one(settings)
+    assert row.num_frames == len(row.frame_psnr_db) == len(row.frame_ssim) == expected
     assert read_video(row.output).frames_THWC.shape == (expected, 24, 40, 3)
 
 
@@ -255,9 +247,6 @@ def test_no_more_than_a_clip_is_encoded_at_once(tmp_path: Path, monkeypatch: pyt
     assert lengths == [9, 9, 9, 9]
 
 
-# --- what goes wrong -----------------------------------------------------------------------------------------------
-
-
 def test_files_that_fail_do_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "bad.mp4").write_text("no video", encoding="utf-8")
     files = [
@@ -267,15 +256,16 @@ def test_files_that_fail_do_not_stop_the_others(tmp_path: Path) -> None:
         write_picture(tmp_path / "good.png"),
     ]
     result = reconstruct(demo_settings(tmp_path, files))
-    assert [row.error is None for row in result.rows] == [False, False, False, True]
-    assert "40x10 pixels are too few for this autoencoder: it needs 12x12" in str(result.rows[1].error)
-    assert all(Path(row.file).name in str(row.error) for row in result.failed)
+    *failed, good = result.files
+    assert isinstance(good, Reconstructed)
+    assert [Path(row.file).name in row.error for row in failed if isinstance(row, Failed)] == [True, True, True]
+    assert "40x10 pixels are too few for this autoencoder: it needs 12x12" in str(failed[1])
     with pytest.raises(BatchError, match="3 of 4 files could not be reconstructed") as caught:
         result.require_whole()
     assert caught.value.exit_code == 5
     assert len(caught.value.message.split("\n")) == 4
     document = result.to_json()
-    assert document["mean_psnr_db"] == pytest.approx(result.rows[3].psnr_db[0], abs=1e-3)
+    assert document["mean_psnr_db"] == good.psnr_db
     assert [*document["files"][0]] == ["file", "error"]  # type: ignore[index]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "good_reconstructed.png",
@@ -289,22 +279,21 @@ def test_a_batch_without_a_result_has_no_means(tmp_path: Path) -> None:
     assert len(result.lines()) == 1
 
 
-def test_one_file_out_of_memory_is_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_out_of_memory_is_one_that_failed_and_a_bug_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+
     def fail(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        raise RuntimeError(reason)
 
     monkeypatch.setattr(HunyuanVAE, "encode_moments", fail)
-    [row] = reconstruct(demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])).rows
-    assert "out of memory: use fewer clip.num_frames" in str(row.error)
-
-
-def test_bugs_are_not_taken_for_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(HunyuanVAE, "encode_moments", fail)
+    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
+    [row] = reconstruct(settings).files
+    assert "out of memory: use fewer clip.num_frames" in str(row)
+    reason = "a bug"
     with pytest.raises(RuntimeError, match="a bug"):
-        reconstruct(demo_settings(tmp_path, [write_picture(tmp_path / "a.png")]))
+        reconstruct(settings)
 
 
 def test_an_interruption_says_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +333,8 @@ def test_files_of_one_name_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     files = [write_picture(folder / "a.png") for folder in (tmp_path, tmp_path / "other")]
     result = reconstruct(demo_settings(tmp_path, files))
-    assert [row.output.name for row in result.rows if row.output] == ["a_reconstructed.png", "a_reconstructed_2.png"]
+    names = [row.output.name for row in result.files if isinstance(row, Reconstructed)]
+    assert names == ["a_reconstructed.png", "a_reconstructed_2.png"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""A plan as `osora generate --dry-run` prints it."""
+
+from pathlib import Path
+
+from pydantic import Field, InstanceOf
+
+from opensora_cli.core.documents import Document
+from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.generate import GenerateSettings
+
+
+class PlannedStage(Document):
+    """The memory of a device that one stage needs."""
+
+    name: str
+    weights_gib: float
+    data_gib: float
+    """What goes in and out."""
+    activations_gib: float
+    total_gib: float
+
+
+class PlannedLora(Document):
+    """An adapter that is added to the transformer."""
+
+    path: Path
+    scale: float
+    sha256: str
+    layers: int
+    rank: int
+    """The largest of its layers."""
+
+
+class PlanDocument(Document):
+    """Everything that is decided before a generation begins."""
+
+    SCHEMA = "osora.plan/1"
+
+    model: ModelName
+    device: str
+    device_name: str
+    dtype: str
+    height: int
+    width: int
+    num_frames: int
+    fps: int
+    num_samples: int
+    condition_mode: str
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    video_tokens: int
+    text_tokens: int
+    num_inference_steps: int
+    timesteps: tuple[float, ...]
+    model_evaluations: int
+    """Of all samples."""
+    latents_gib: float
+    """Of one sample."""
+    stages: tuple[PlannedStage, ...]
+    peak_gib: float
+    free_gib: float
+    budget_gib: float
+    """What may be used: what is free, or `memory.limit`."""
+    mesh: MeshShape
+    offload: OffloadPlan
+    fits: bool
+    weights: dict[Component, Path]
+    loras: tuple[PlannedLora, ...]
+    missing_weights: tuple[str, ...]
+    settings: GenerateSettings
+    plan: InstanceOf[ExecutionPlan] = Field(exclude=True, repr=False)
+
+    @classmethod
+    def of(cls, plan: ExecutionPlan) -> "PlanDocument":
+        """Return the document of a plan."""
+        settings, hardware = plan.settings, plan.hardware
+        return cls(
+            model=settings.model.name,
+            device=str(hardware.device),
+            device_name=hardware.device_name,
+            dtype=hardware.dtype_name,
+            height=plan.height,
+            width=plan.width,
+            num_frames=settings.video.num_frames,
+            fps=settings.video.fps,
+            num_samples=plan.num_samples,
+            condition_mode=plan.mode.name,
+            latent_shape=plan.latent_shape,
+            video_tokens=plan.video_tokens,
+            text_tokens=settings.text.t5_max_length,
+            num_inference_steps=len(plan.timesteps) - 1,
+            timesteps=plan.timesteps,
+            model_evaluations=plan.evaluations_per_sample * plan.num_samples,
+            latents_gib=plan.latent_bytes / GIB,
+            stages=tuple(
+                PlannedStage(
+                    name=stage.name,
+                    weights_gib=stage.weight_bytes / GIB,
+                    data_gib=stage.data_bytes / GIB,
+                    activations_gib=stage.activation_bytes / GIB,
+                    total_gib=stage.total_bytes / GIB,
+                )
+                for stage in plan.stages
+            ),
+            peak_gib=plan.peak_bytes / GIB,
+            free_gib=hardware.free_bytes / GIB,
+            budget_gib=plan.budget_bytes / GIB,
+            mesh=plan.mesh,
+            offload=plan.offload,
+            fits=plan.fits,
+            weights=dict(plan.weights.paths),
+            loras=tuple(
+                PlannedLora(
+                    path=lora.path,
+                    scale=lora.scale,
+                    sha256=lora.sha256,
+                    layers=len(lora.updates),
+                    rank=lora.ranks[-1],
+                )
+                for lora in plan.loras
+            ),
+            missing_weights=tuple(name for names in plan.weights.missing.values() for name in names),
+            settings=settings,
+            plan=plan,
+        )
+
+    def lines(self) -> list[str]:
+        """Return the plan for people."""
+        plan = self.plan
+        channels, frames, rows, columns = self.latent_shape
+        memory = ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in plan.stages)
+        limited = plan.budget_bytes < plan.hardware.free_bytes
+        return [
+            f"model     {self.model} on {self.device} ({self.device_name}), {self.dtype}",
+            f"video     {self.num_samples} x {self.width}x{self.height}, {self.num_frames} frames at {self.fps} fps",
+            f"latents   {channels}x{frames}x{rows}x{columns}, {gib_or_less(plan.latent_bytes)} a sample",
+            f"tokens    {self.video_tokens} video + {self.text_tokens} text",
+            f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
+            f"{self.model_evaluations} model evaluations",
+            f"memory    {memory}",
+            *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
+            f"offload   {'; '.join(self.offload.lines()) or 'none'}",
+            f"peak      {gib_or_less(plan.peak_bytes)} of {gib_or_less(plan.budget_bytes)} "
+            f"{'allowed' if limited else 'free'}: {'fits' if self.fits else 'does not fit'}",
+            *(f"weights   {component}: {path}" for component, path in self.weights.items()),
+            *(f"lora      {lora.line()}" for lora in plan.loras),
+            *(f"missing   {name}" for name in self.missing_weights),
+        ]
+
+    def require_fit(self) -> None:
+        """Raise HardwareError if some stage needs more memory than may be used."""
+        self.plan.require_fit()
