@@ -68,17 +68,23 @@ class Check:
         """Something to know."""
         return Finding(check=self.name, severity=Severity.NOTE, message=message, why=why, fix=fix)
 
-    def warning(self, message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
+    def warning(
+        self, message: str, *, why: str, fix: str, variable: str | None = None, line: int | None = None
+    ) -> Finding:
         """Something that costs time or memory."""
-        return Finding(check=self.name, severity=Severity.WARNING, message=message, why=why, fix=fix, variable=variable)
+        severity = Severity.WARNING
+        return Finding(
+            check=self.name, severity=severity, message=message, why=why, fix=fix, variable=variable, line=line
+        )
 
     def problem(self, message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
         """Something that stops a run."""
         return Finding(check=self.name, severity=Severity.PROBLEM, message=message, why=why, fix=fix, variable=variable)
 
-    def unknown(self, reason: str) -> Finding:
+    def unknown(self, reason: str, *, line: int | None = None) -> Finding:
         """Something that could not be checked."""
-        return Finding(check=self.name, severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")
+        message = f"could not be checked: {reason}"
+        return Finding(check=self.name, severity=Severity.UNKNOWN, message=message, line=line)
 
 
 def isolated(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:

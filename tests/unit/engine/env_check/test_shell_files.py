@@ -3,19 +3,21 @@
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.engine.env_check.report import Severity
-from opensora_cli.engine.env_check.shell_files import (
-    Unread,
-    is_dockerfile,
-    lint_assignments,
-    lint_file,
-    read_dockerfile,
-    read_shell,
-)
+from opensora_cli.engine.env_check.report import Finding, Severity
+from opensora_cli.engine.env_check.shell_files import is_dockerfile, lint_file, read_dockerfile, read_shell
 
 
-def found(assignments):
-    return [(item.line, item.name, item.value) for item in assignments]
+def found(items):
+    return [(item.line, item.name, item.value) for item in items if not isinstance(item, Finding)]
+
+
+@pytest.fixture
+def lint(tmp_path):
+    def lint(name, text):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return lint_file(tmp_path / name)
+
+    return lint
 
 
 def test_a_dockerfile_sets_by_env_and_arg_and_loses_what_run_exports():
@@ -29,7 +31,7 @@ ENV A=1 B="two words" \\
 ENV E the rest of it
 ARG F=1
 ARG G
-RUN export H=1 && \\
+RUN export NCCL_DEBUG=INFO && \\
     I=2 make
 ENV J="a\\"b" K=a\\ b
 CMD ["bash", "-c", "L=1"]
@@ -42,11 +44,12 @@ CMD ["bash", "-c", "L=1"]
         (6, "D", None),
         (7, "E", "the rest of it"),
         (8, "F", "1"),
-        (10, "H", "1"),
         (12, "J", 'a"b'),
         (12, "K", "a b"),
     ]
-    assert [item.name for item in read if not item.lasts] == ["H"]
+    (lost,) = [item for item in read if isinstance(item, Finding)]
+    assert (lost.line, lost.variable) == (10, "NCCL_DEBUG")
+    assert (lost.message, lost.fix) == ("RUN sets NCCL_DEBUG for itself alone", "ENV NCCL_DEBUG=...")
 
 
 def test_a_shell_file_sets_by_export_and_assignment():
@@ -84,7 +87,6 @@ export S=a#b T='#' U=15 # V=16
         (16, "T", "#"),
         (16, "U", "15"),
     ]
-    assert next(item for item in read_shell(text) if getattr(item, "name", "") == "S").is_certain
 
 
 def test_branches_and_commands_of_their_own_are_not_certain():
@@ -100,25 +102,29 @@ for i in 1 2; do E=1; done
 F=1 make
 G={a,b}
 H=1
+if [ $# -eq 0 ]; then exit 1; fi
+export I=a#b
 """
-    assert [item.name for item in read_shell(text) if item.is_certain] == ["G", "H"]
-    assert [item.name for item in read_shell(text)] == ["A", "A", "B", "B", "C", "D", "E", "F", "G", "H"]
+    assert [item.name for item in read_shell(text) if item.is_certain] == ["G", "H", "I"]
+    assert [item.name for item in read_shell(text)] == ["A", "A", "B", "B", "C", "D", "E", "F", "G", "H", "I"]
 
 
-def test_lines_that_shlex_cannot_read_are_reported_and_others_are_read(tmp_path):
-    path = tmp_path / "env.sh"
-    path.write_text("export A='over\nexport NCCL_TIMEOUT=5\n", encoding="utf-8")
-    first, second = lint_file(path)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("env.sh", "export A='over\nexport NCCL_TIMEOUT=5\n"),
+        ("Dockerfile", "ENV A='1\nENV NCCL_TIMEOUT=5"),
+        ("Dockerfile", "RUN export A='1\nENV NCCL_TIMEOUT=5"),
+    ],
+)
+def test_lines_that_shlex_cannot_read_are_reported_and_others_are_read(lint, name, text):
+    first, second = lint(name, text)
     assert (first.line, first.severity) == (1, Severity.UNKNOWN)
     assert first.message == "could not be checked: No closing quotation"
     assert (second.line, second.variable) == (2, "NCCL_TIMEOUT")
-    assert list(read_dockerfile("FROM x\nENV A='1\nENV B=2")) == [
-        Unread(2, "No closing quotation"),
-        *read_dockerfile("FROM x\n\nENV B=2"),
-    ]
 
 
-def test_a_variable_set_twice_for_certain_is_a_finding():
+def test_a_variable_set_twice_for_certain_is_a_finding(lint):
     text = """\
 export OMP_NUM_THREADS=4
 export LD_LIBRARY_PATH=/a
@@ -129,32 +135,28 @@ export NCCL_DEBUG=WARN
 export UNRELATED=1 UNRELATED=2
 export OMP_NUM_THREADS=8
 """
-    (finding,) = lint_assignments(list(read_shell(text)))
+    (finding,) = lint("env.sh", text)
     assert (finding.line, finding.variable) == (8, "OMP_NUM_THREADS")
-    assert "first in line 1" in finding.message
-    assert "the second value wins" in finding.message
+    assert finding.message == "OMP_NUM_THREADS is set twice, first in line 1, and the second value wins"
 
 
-def test_stages_of_a_dockerfile_are_independent():
-    once = "FROM a AS one\nENV NCCL_DEBUG=INFO\nFROM b\nENV NCCL_DEBUG=WARN\n"
-    assert lint_assignments(list(read_dockerfile(once))) == []
-    twice = "FROM a\nARG NCCL_DEBUG=INFO\nENV NCCL_DEBUG=INFO\n"
-    (finding,) = lint_assignments(list(read_dockerfile(twice)))
+def test_stages_of_a_dockerfile_are_independent(lint):
+    (finding,) = lint("Dockerfile", "FROM a AS one\nENV NCCL_DEBUG=INFO\nFROM b\nENV NCCL_DEBUG=WARN\n")
+    assert finding.severity is Severity.OK
+    (finding,) = lint("Dockerfile", "FROM a\nARG NCCL_DEBUG=INFO\nENV NCCL_DEBUG=INFO\n")
     assert (finding.line, finding.fix) == (3, "drop line 2")
 
 
-def test_findings_have_file_line_and_order(tmp_path):
-    path = tmp_path / "Dockerfile.gpu"
-    path.write_text(
+def test_findings_have_file_line_and_order(lint, tmp_path):
+    findings = lint(
+        "Dockerfile.gpu",
         "FROM nvidia/cuda\n"
         "ENV PYTORCH_CUDA_ALLOC_CONF=backend=native\n"
         "ENV PYTORCH_ALLOC_CONF expandable_segments:True\n"
         "ENV NCCL_TREE_THRESHOLD=0 CUDA_MEMORY_FRACTION=$SHARE\n"
         "RUN export NCCL_DEBUG=INFO && pip install .\n"
         "ENV OSORA_VIDEO__RESOLUTON=$SIZE CUDA_VISIBLE_DEVICES=$CARDS\n",
-        encoding="utf-8",
     )
-    findings = lint_file(path)
     assert [(finding.line, finding.variable, finding.severity) for finding in findings] == [
         (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.WARNING),
         (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.PROBLEM),
@@ -163,14 +165,12 @@ def test_findings_have_file_line_and_order(tmp_path):
         (5, "NCCL_DEBUG", Severity.WARNING),
         (6, "OSORA_VIDEO__RESOLUTON", Severity.PROBLEM),
     ]
-    assert {finding.file for finding in findings} == {str(path)}
-    assert findings[0].lines()[0].startswith(f"file        warning  {path}:2: ")
+    assert {finding.file for finding in findings} == {str(tmp_path / "Dockerfile.gpu")}
+    assert findings[0].lines()[0].startswith(f"file        warning  {tmp_path / 'Dockerfile.gpu'}:2: ")
 
 
-def test_a_file_without_faults_has_one_ok(tmp_path):
-    path = tmp_path / "env.sh"
-    path.write_text("export NCCL_DEBUG=WARN PATH=/bin\n", encoding="utf-8")
-    (finding,) = lint_file(path)
+def test_a_file_without_faults_has_one_ok(lint):
+    (finding,) = lint("env.sh", "export NCCL_DEBUG=WARN PATH=/bin\n")
     assert finding.severity is Severity.OK
     assert "1 variables" in finding.message
 
