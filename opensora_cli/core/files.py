@@ -118,6 +118,23 @@ def refuse_special(path: Path) -> None:
         raise OutputError(f"{path} is neither a file nor a folder", hint=_ANOTHER_NAME)
 
 
+def require_writable(path: Path, *, overwrite: bool) -> None:
+    """Check that a file can be written at `path`, before the work for it begins.
+    Raises OutputError if it is a folder or a device, exists and is not to be replaced, or its folder is read-only.
+    """
+    try:
+        refuse_special(path)
+        if path.is_dir():
+            raise OutputError(f"{path} is a folder", hint="name a file in it")
+        if os.path.lexists(path) and not overwrite:
+            raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
+        folder = next(place for place in path.absolute().parents if place.exists())
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=_hint(error)) from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OutputError(f"cannot write in {folder}", hint="choose another name, or another folder")
+
+
 def require_space(path: Path, needed: int) -> None:
     """Check that the disk of `path`, which need not exist, has room for `needed` bytes more.
     Raises OutputError if it has not.

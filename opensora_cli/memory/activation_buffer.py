@@ -1,6 +1,7 @@
 """The host buffer of offloaded activations, and the copies to and from it."""
 
 import weakref
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,16 +10,14 @@ from torch import Tensor
 from opensora_cli.memory.host_memory import PageLock, page_aligned
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """A part of a `HostStack`, in elements."""
 
-    __slots__ = ("live", "start", "stop")
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.live = True
-        """Whether it has not been released."""
+    start: int
+    stop: int
+    live: bool = True
+    """Whether it has not been released."""
 
 
 class HostStack:
@@ -96,11 +95,9 @@ class PlainCopies:
     """Copies that are done when the call returns."""
 
     def to_host(self, source: Tensor, host: Tensor) -> None:
-        """Copy."""
         host.copy_(source)
 
     def to_device(self, host: Tensor, target: Tensor) -> None:
-        """Copy."""
         target.copy_(host)
 
 

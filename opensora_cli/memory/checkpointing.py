@@ -8,6 +8,7 @@ repeated), and it works inside DDP and FSDP2, whichever is applied first.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MethodType
@@ -25,12 +26,12 @@ _POLICY = "_grad_checkpoint"
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Policy:
     """How a module is checkpointed."""
 
-    def __init__(self, gc_step: int, activations: ActivationManager | None) -> None:
-        self.gc_step = gc_step
-        self.activations = activations
+    gc_step: int
+    activations: ActivationManager | None
 
 
 class GradCheckpoint:

@@ -36,7 +36,12 @@ def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None
     """
     if _alone(group):
         return x
-    return _apply(_AllGather, x, group, dim % x.ndim, _shares_of(x, group, dim, sizes))
+    dim, sizes = dim % x.ndim, _shares_of(x, group, dim, sizes)
+    return _apply(
+        x,
+        partial(_gathered, group=group, dim=dim, sizes=sizes),
+        partial(reduce_scatter, group=group, dim=dim, sizes=sizes),
+    )
 
 
 def reduce_scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -46,7 +51,10 @@ def reduce_scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | 
     """
     if _alone(group):
         return x
-    return _apply(_ReduceScatter, x, group, dim % x.ndim, _of_whole(x, dist.get_world_size(group), dim, sizes))
+    dim, sizes = dim % x.ndim, _of_whole(x, dist.get_world_size(group), dim, sizes)
+    return _apply(
+        x, partial(_reduced, group=group, dim=dim, sizes=sizes), partial(all_gather, group=group, dim=dim, sizes=sizes)
+    )
 
 
 def all_to_all(
@@ -86,7 +94,12 @@ def exchange_with_gradient(
         raise ValueError(f"dimension {scatter} cannot be divided and joined at once")
     scattered = _of_whole(input_, ranks, scatter, scatter_sizes)
     gathered = _of_shares(input_, ranks, rank, gather, gather_sizes)
-    return _apply(_AllToAll, input_, exchange, scatter, gather, scattered, gathered)
+    return _exchanged(exchange, scatter, gather, scattered, gathered, input_)
+
+
+def _exchanged(exchange: Exchange, scatter: int, gather: int, scattered: Sizes, gathered: Sizes, x: Tensor) -> Tensor:
+    back = partial(_exchanged, exchange, gather, scatter, gathered, scattered)
+    return _apply(x, lambda x: exchange(x, scatter, gather, scattered, gathered), back)
 
 
 def gather_forward_split_backward(
@@ -99,8 +112,13 @@ def gather_forward_split_backward(
     """
     if _alone(process_group):
         return input_
-    sizes = _shares_of(input_, process_group, dim, sizes)
-    return _apply(_GatherSplit, input_, process_group, dim % input_.ndim, sizes, _factor(grad_scale, process_group))
+    dim, sizes = dim % input_.ndim, _shares_of(input_, process_group, dim, sizes)
+    factor = _factor(grad_scale, process_group)
+
+    def back(gradient: Tensor) -> Tensor:
+        return _times(split_forward_gather_backward(gradient, dim, process_group, sizes=sizes), factor)
+
+    return _apply(input_, partial(_gathered, group=process_group, dim=dim, sizes=sizes), back)
 
 
 def split_forward_gather_backward(
@@ -112,8 +130,18 @@ def split_forward_gather_backward(
     """
     if _alone(process_group):
         return input_
-    sizes = _of_whole(input_, dist.get_world_size(process_group), dim, sizes)
-    return _apply(_SplitGather, input_, process_group, dim % input_.ndim, sizes, _factor(grad_scale, process_group))
+    dim, sizes = dim % input_.ndim, _of_whole(input_, dist.get_world_size(process_group), dim, sizes)
+    factor = _factor(grad_scale, process_group)
+
+    def back(gradient: Tensor) -> Tensor:
+        return _times(gather_forward_split_backward(gradient, dim, process_group, sizes=sizes), factor)
+
+    def own(whole: Tensor) -> Tensor:
+        # A copy: a view would keep the whole alive for as long as the share is.
+        share = torch.split(whole, list(sizes), dim)[dist.get_rank(process_group)]
+        return share.clone(memory_format=torch.contiguous_format)
+
+    return _apply(input_, own, back)
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
@@ -121,7 +149,13 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
     For ranks that go on to compute the same from the sum: after a linear layer whose input features are divided.
     """
-    return x if _alone(group) else _apply(_AllReduce, x, group)
+
+    def total(x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return x if _alone(group) else _apply(x, total, partial(copy_to_group, group=group))
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -129,91 +163,25 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 
     For ranks that hold the same and each compute a part from it: before a linear layer with divided output features.
     """
-    return x if _alone(group) else _apply(_Copy, x, group)
+    return x if _alone(group) else _apply(x, lambda x: x.view_as(x), partial(all_reduce_sum, group=group))
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _gathered(x, group, dim, sizes)
+class _ThereAndBack(torch.autograd.Function):
+    """Call one function forward, and another, which has gradients itself, with the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter(gradient, ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _reduced(x, group, dim, sizes)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(gradient, ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
+        return ctx.back(gradient), None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, exchange: Exchange, scatter: int, gather: int, scattered: Sizes, gathered: Sizes
-    ) -> Tensor:
-        ctx.exchange, ctx.back = exchange, (gather, scatter, gathered, scattered)
-        return exchange(x, scatter, gather, scattered, gathered)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_AllToAll, gradient, ctx.exchange, *ctx.back), None, None, None, None, None
-
-
-class _GatherSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, factor: float) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes, ctx.factor = group, dim, sizes, factor
-        return _gathered(x, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        share = split_forward_gather_backward(gradient, ctx.dim, ctx.group, sizes=ctx.sizes)
-        return _times(share, ctx.factor), None, None, None, None
-
-
-class _SplitGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, factor: float) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes, ctx.factor = group, dim, sizes, factor
-        # A copy: a view would keep the whole alive for as long as the share is.
-        return torch.split(x, list(sizes), dim)[dist.get_rank(group)].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        whole = gather_forward_split_backward(gradient, ctx.dim, ctx.group, sizes=ctx.sizes)
-        return _times(whole, ctx.factor), None, None, None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return copy_to_group(gradient, ctx.group), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce_sum(gradient, ctx.group), None
+def _apply(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    out: Tensor = _ThereAndBack.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return out
 
 
 def exchange_once(
@@ -268,7 +236,7 @@ def _parts(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> list[T
     return [piece.view(part) for piece, part in zip(pieces, shapes, strict=True)]
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+def _gathered(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
     padded = _with_length(x, dim, max(sizes))
     flat = padded.new_empty(len(sizes) * padded.numel())
     all_gather_single(_wire(flat), _wire(padded.view(-1)), group=group)
@@ -278,7 +246,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Te
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
-def _reduced(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+def _reduced(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
     longest = max(sizes)
     shape = (*x.shape[:dim], longest, *x.shape[dim + 1 :])
     own = x.new_empty(shape)
@@ -346,8 +314,3 @@ def _factor(grad_scale: GradScale, group: Group) -> float:
 
 def _times(gradient: Tensor, factor: float) -> Tensor:
     return gradient if factor == 1.0 else gradient * factor
-
-
-def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
-    return out

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from imported_modules import modules_after
 
 from opensora_cli.cli.app import main
 from opensora_cli.core import gpus
@@ -39,10 +40,17 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def test_help_and_profiles_need_no_torch() -> None:
+    modules = modules_after("env-check --help", "env-check --profile local --export", "env-check --export")
+    assert "opensora_cli.engine.env_check.profiles" in modules
+    assert modules & {"torch", "transformers", "numpy"} == set()
+
+
 def test_every_check_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("--timeout", "120", "--quiet", capsys=capsys)
     assert (code, err) == (0, "")
     checks = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line[0] != " "]
+    assert "all-reduce  ok       gloo over 2 processes: 4 MiB in " in out
     assert set(checks) == {
         "python", "torch", "cards", "libraries", "precision", "attention", "video", "memory", "disk", "limits",
         "environment", "presets", "all-reduce",

@@ -2,40 +2,30 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_training
 import torch
 import yaml
+from imported_modules import modules_after
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile import measured_stages
+from opensora_cli.settings.train import TrainSettings
 
 SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set", "model.depth_single_blocks=1"]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> str:
-    settings = tiny_training.mmdit_settings(tmp_path / "run").model_dump(mode="json", exclude={"weights"})
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    return str(tmp_path / "tiny.yaml")
+def recipe(settings: TrainSettings, folder: Path) -> str:
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude={"weights"})))
+    return str(folder / "tiny.yaml")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["--help"], ["--set", "video.num_frams=5"], ["--config", "demoo"], ["--memory-limit", "1GiB"]],
-    ids=" ".join,
-)
-def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
-    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "mem-profile", *args], capture_output=True, text=True, check=True
-    )
-    modules = set(done.stdout.splitlines()[-1].split())
+def test_help_and_wrong_requests_need_no_torch() -> None:
+    refused = ("--set video.num_frams=5", "--config demoo", "--memory-limit 1GiB")
+    modules = modules_after("mem-profile --help", *(f"mem-profile {flags}" for flags in refused))
     assert "opensora_cli.cli.mem_profile" in modules
     assert modules & {"torch", "transformers", "numpy"} == set()
 
@@ -62,23 +52,16 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_training_lists_its_kinds_of_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mem-profile", "--config", recipe, "--quiet"]) == 0
+def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = recipe(tiny_training.text_settings(tmp_path / "run"), tmp_path)
+    assert main(["mem-profile", "--config", config, "--quiet"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert lines[0].startswith("profile     training mmdit, batch 2 on cpu")
+    assert lines[0].startswith("profile     training text, batch 2 on cpu")
     names = [line.split("  ")[1] for line in lines if line.startswith("  ")]
-    assert names[:8] == [
-        "weights",
-        "average",
-        "gradients",
-        "optimizer",
-        "frozen parts",
-        "activations",
-        "held for backward",
-        "peak",
-    ]
+    kinds = ["weights", "average", "gradients", "optimizer", "frozen parts", "activations", "held for backward", "peak"]
+    assert names[:8] == kinds
 
 
 @pytest.mark.parametrize(
@@ -90,6 +73,8 @@ def test_a_training_lists_its_kinds_of_memory(recipe: str, capsys: pytest.Captur
             "--device cuda is not possible: a training is profiled on the CPU",
         ),
         (["--config", "missing.yaml"], 3, "missing.yaml"),
+        (["--config", "demoo"], 2, "--config demoo is neither a file nor one of "),
+        (["--memory-limit", "1GiB"], 2, "memory_limit=1073741824 has no effect without adaptive_batch"),
         (["--adaptive-batch", "--memory-limit", "much"], 2, "memory_limit='much' is not a size"),
         (["--snapshot", "."], 3, "is a folder"),
         (["--plot", "x.png", "--snapshot", "./x.png"], 2, "must be two files"),
@@ -142,7 +127,7 @@ def test_what_runs_out_of_memory_is_only_predicted(
 
 
 @pytest.mark.slow
-def test_techniques_and_attention_are_compared(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_techniques_and_attention_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--compare", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     techniques = {row["name"]: row for row in document["techniques"]}
@@ -158,7 +143,8 @@ def test_techniques_and_attention_are_compared(recipe: str, capsys: pytest.Captu
     assert standard[4096] > 14 * standard[1024]  # quadratic
 
     # The copies of weights that autocast holds for backward are no activations, and stay outside the buffer.
-    assert main(["mem-profile", "--config", recipe, "--set", "precision.compute=fp32", "--compare", "--json"]) == 0
+    config = recipe(tiny_training.mmdit_settings(tmp_path / "run"), tmp_path)
+    assert main(["mem-profile", "--config", config, "--set", "precision.compute=fp32", "--compare", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["techniques"]
     saved = {(row["name"], row["of"]): row["saved_share"] for row in rows if row["reason"] is None}
     assert saved["gradient checkpointing", "what is held for backward"] > 0.3

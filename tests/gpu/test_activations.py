@@ -13,11 +13,6 @@ from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.dynamic_activations import DynamicActivationManager, used_and_total
 from opensora_cli.models.attention.math import math
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

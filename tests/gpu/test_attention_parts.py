@@ -21,11 +21,6 @@ from opensora_cli.parallel.mesh import backend_of
 from opensora_cli.parallel.ring import merge
 from opensora_cli.parallel.shares import shares
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CUTS = (33, 70, 1)
 """None fills a tile of the kernels."""
 

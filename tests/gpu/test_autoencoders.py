@@ -8,11 +8,6 @@ from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = {
     "dc_ae": lambda: DCAE(

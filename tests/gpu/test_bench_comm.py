@@ -13,10 +13,6 @@ from opensora_cli.engine.bench_comm.operations import BUILDERS, Place
 from opensora_cli.engine.bench_comm.timing import REGISTERED, Repeats, communication_buffers, measure
 from opensora_cli.engine.bench_comm.topology import gather_header
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 

@@ -17,11 +17,6 @@ from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.parallel.shares import shares
 from opensora_cli.parallel.watching import Watched
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 def test_nccl_does_what_gloo_does() -> None:

@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch
 
 from opensora_cli.core import gpus
@@ -11,11 +10,6 @@ from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.env_check import EnvCheckSettings
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_facts_of_the_gpus():

@@ -3,15 +3,9 @@
 import json
 import pickle
 
-import pytest
 import torch
 
 from opensora_cli.cli.app import main
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 COMMAND = ["mem-profile", "--device", "cuda", "--json"]
 

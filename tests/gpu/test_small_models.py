@@ -7,11 +7,6 @@ from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

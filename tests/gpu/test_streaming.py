@@ -12,11 +12,6 @@ from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks, streaming_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DEVICE = torch.device("cuda:0")
 SOURCES = ["pinned", "mapped"]
 PATHS = ("double_blocks", "single_blocks")

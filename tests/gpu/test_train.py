@@ -12,8 +12,6 @@ from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.train import TrainSettings
 
-pytestmark = pytest.mark.gpu
-
 
 def settings(output: Path) -> TrainSettings:
     changes = {"device": "cuda", "loop.steps": 6, "checkpoints.every": 3, "optimizer.name": "adamw"}

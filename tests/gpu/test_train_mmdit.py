@@ -17,11 +17,6 @@ from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 SETTINGS = MMDiTTrainSettings(video_latent_frames=1, easy_latent_frames=1)
 CONFIG = MMDiTConfig(
     in_channels=16,

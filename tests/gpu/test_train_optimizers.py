@@ -7,11 +7,6 @@ from torch import nn
 from opensora_cli.engine.train.fp8_linear import Fp8TrainLinear, require_fp8
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 CHOICES = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-15, "weight_decay": 0.1}
 
 

@@ -16,10 +16,6 @@ from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.parallel.mesh import backend_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
 STEPS = 10
 _MICRO_BATCHES = 4
 CASES = [

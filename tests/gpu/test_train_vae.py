@@ -7,11 +7,6 @@ from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, v
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.strategy.distribution import Distribution
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
 
 

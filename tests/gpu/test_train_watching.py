@@ -12,8 +12,6 @@ from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.watching.flops import peak_tflops
 from opensora_cli.media.read import probe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-
 
 def run(output: Path, frozen: Path, **changes: object) -> list[dict[str, object]]:
     """Train, and return the lines of the log."""

@@ -1,6 +1,6 @@
 """Counting what this rank sends, in any code: every collective of torch passes the dispatcher."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,30 +59,15 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _all_reduce(args: tuple[Any, ...]) -> int:
-    tensors, group = args[0], _group(args[1])
-    return sum(_ring_share(2 * (group.size() - 1) * tensor.nbytes, group) for tensor in tensors)
+    group = _group(args[1])
+    return sum(shares(2 * (group.size() - 1) * tensor.nbytes, group.size())[group.rank()] for tensor in args[0])
 
 
 def _broadcast(args: tuple[Any, ...]) -> int:
     tensors, group, root = args[0], _group(args[1]), args[2]
     # Passed on from rank to rank: all but the last send it once.
     is_last = group.rank() == (root - 1) % group.size()
-    return 0 if is_last else sum(tensor.nbytes for tensor in tensors)
-
-
-def _all_gather_whole(args: tuple[Any, ...]) -> int:
-    own, group = args[1], _group(args[2])
-    return int(own.nbytes * (group.size() - 1))
-
-
-def _all_gather_pieces(args: tuple[Any, ...]) -> int:
-    group = _group(args[2])
-    return sum(own.nbytes * (group.size() - 1) for own in args[1])
-
-
-def _reduce_scatter_whole(args: tuple[Any, ...]) -> int:
-    own, group = args[0], _group(args[2])
-    return int(own.nbytes * (group.size() - 1))
+    return 0 if is_last else _bytes(tensors)
 
 
 def _all_to_all_whole(args: tuple[Any, ...]) -> int:
@@ -92,23 +77,22 @@ def _all_to_all_whole(args: tuple[Any, ...]) -> int:
 
 
 def _all_to_all_pieces(args: tuple[Any, ...]) -> int:
-    group = _group(args[2])
-    return sum(piece.nbytes for rank, piece in enumerate(args[1]) if rank != group.rank())
+    return _bytes(piece for rank, piece in enumerate(args[1]) if rank != _group(args[2]).rank())
 
 
-def _send(args: tuple[Any, ...]) -> int:
-    return sum(tensor.nbytes for tensor in args[0])
+def _to_all_others(own: Iterable[torch.Tensor], boxed: torch.ScriptObject) -> int:
+    return _bytes(own) * (_group(boxed).size() - 1)
 
 
 _COUNTS: Mapping[str, Callable[[tuple[Any, ...]], int]] = {
     "allreduce_": _all_reduce,
     "broadcast_": _broadcast,
-    "_allgather_base_": _all_gather_whole,
-    "allgather_": _all_gather_pieces,
-    "_reduce_scatter_base_": _reduce_scatter_whole,
+    "_allgather_base_": lambda args: _to_all_others([args[1]], args[2]),
+    "allgather_": lambda args: _to_all_others(args[1], args[2]),
+    "_reduce_scatter_base_": lambda args: _to_all_others([args[0]], args[2]),
     "alltoall_base_": _all_to_all_whole,
     "alltoall_": _all_to_all_pieces,
-    "send": _send,
+    "send": lambda args: _bytes(args[0]),
 }
 
 
@@ -116,5 +100,5 @@ def _group(boxed: torch.ScriptObject) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed)
 
 
-def _ring_share(total: int, group: dist.ProcessGroup) -> int:
-    return shares(total, group.size())[group.rank()]
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -74,7 +74,6 @@ class Expectation(Document):
     source: str
 
     def line(self) -> str:
-        """Return it for people."""
         return f"{self.link}: {self.gb_per_s:.1f} GB/s each way, good from {self.good_share:.0%} ({self.source})"
 
 
@@ -103,7 +102,6 @@ class Verdict(Document):
     reason: str
 
     def line(self) -> str:
-        """Return it for people."""
         source = f"; expected by {self.source}" if self.source else ""
         return f"{self.collective:<16}{self.judgement:<20}{self.reason}{source}"
 

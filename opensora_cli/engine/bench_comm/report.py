@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import ClassVar, Self
 
 from pydantic import Field
@@ -62,10 +63,7 @@ class Row(Document):
             size_bytes=size_bytes,
             dtype=dtype,
             repeats=repeats,
-            min_s=times.min_s,
-            avg_s=times.avg_s,
-            p50_s=times.p50_s,
-            p99_s=times.p99_s,
+            **asdict(times),
             algorithm_bandwidth_gb_per_s=bandwidth,
             bus_bandwidth_gb_per_s=bandwidth * bus_factor,
             wrong=wrong,
@@ -73,7 +71,6 @@ class Row(Document):
         )
 
     def line(self) -> str:
-        """Return it for people."""
         times = (self.min_s, self.avg_s, self.p50_s, self.p99_s)
         cells = "".join(f"{seconds * 1e6:>12.2f}" for seconds in times)
         rates = f"{self.algorithm_bandwidth_gb_per_s:>10.3f}{self.bus_bandwidth_gb_per_s:>10.3f}"
@@ -134,7 +131,6 @@ class BenchReport(Document):
             )
 
     def lines(self) -> list[str]:
-        """Return it for people."""
         return [*self.header.lines(), "", TABLE_HEAD, *(row.line() for row in self.rows), *self.closing_lines()]
 
     def closing_lines(self) -> list[str]:

@@ -8,8 +8,8 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
-from opensora_cli.core.files import refuse_special
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
@@ -140,17 +140,12 @@ def bench_comm(
 
 def check_plot(settings: BenchCommSettings) -> None:
     """Check that the chart can be written, before anything is measured.
-    Raises OutputError if it exists already, or its path is a folder, and HardwareError if matplotlib is missing.
+    Raises OutputError as `require_writable`, and HardwareError if matplotlib is missing.
     """
     if settings.plot is None:
         return
     new_figure()
-    path = Path(settings.plot)
-    refuse_special(path)
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder", hint="name a file in it")
-    if path.exists() and not settings.overwrite:
-        raise OutputError(f"{path} exists already", hint="choose another name, or add --overwrite")
+    require_writable(Path(settings.plot), overwrite=settings.overwrite)
 
 
 def doubling_sizes(smallest: int, largest: int) -> list[int]:

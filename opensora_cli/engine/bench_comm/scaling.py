@@ -1,6 +1,5 @@
 """How a step of real work grows faster with the ranks, and what the latency-bandwidth model predicts for more ranks."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, meet
+from opensora_cli.engine.components.hardware import timed
 from opensora_cli.settings.bench_comm import Collective, Scaling
 
 _PREDICTED_DOUBLINGS = 3
@@ -70,7 +70,6 @@ class ScalingTable(Document):
     """`speed`, or on gloo `function`."""
 
     def lines(self) -> list[str]:
-        """Return it for people."""
         found = [
             f"{self.scaling} scaling of a {self.workload}",
             f"{'ranks':>8}{'step (ms)':>14}{'sent (MiB)':>14}{'communication':>16}{'efficiency':>14}",
@@ -133,45 +132,28 @@ def scaling_table(
     the seconds of a step, and what it sent.
     """
     alone_s = measured[1][0]
-    rows = []
-    for ranks, (seconds, sent) in measured.items():
-        communication = _communication_s(fit, sent, ranks)
-        rows.append(_row(ranks, seconds, sent, communication, alone_s, scaling, is_gloo, is_predicted=False))
+    steps = {ranks: (seconds, sent, False) for ranks, (seconds, sent) in measured.items()}
     for doubling in range(1, _PREDICTED_DOUBLINGS + 1):
         ranks = max(measured) * 2**doubling
         sent = workload.traffic(ranks, scaling)
-        communication = _communication_s(fit, sent, ranks)
-        seconds = communication + (alone_s / ranks if scaling is Scaling.STRONG else alone_s)
-        rows.append(_row(ranks, seconds, sent, communication, alone_s, scaling, is_gloo, is_predicted=True))
-    return ScalingTable(
-        workload=workload.name,
-        scaling=scaling,
-        rows=tuple(rows),
-        is_gloo=is_gloo,
-        shows="function" if is_gloo else "speed",
+        steps[ranks] = _communication_s(fit, sent, ranks) + _ideal_s(alone_s, ranks, scaling), sent, True
+    rows = tuple(
+        ScalingRow(
+            ranks=ranks,
+            step_s=seconds,
+            is_predicted=is_predicted,
+            sent_bytes=sent.num_bytes,
+            communication_share=min(_communication_s(fit, sent, ranks) / seconds, 1.0),
+            efficiency=None if is_gloo else _ideal_s(alone_s, ranks, scaling) / seconds,
+        )
+        for ranks, (seconds, sent, is_predicted) in steps.items()
     )
+    shows = "function" if is_gloo else "speed"
+    return ScalingTable(workload=workload.name, scaling=scaling, rows=rows, is_gloo=is_gloo, shows=shows)
 
 
-def _row(
-    ranks: int,
-    seconds: float,
-    sent: Traffic,
-    communication_s: float,
-    alone_s: float,
-    scaling: Scaling,
-    is_gloo: bool,
-    *,
-    is_predicted: bool,
-) -> ScalingRow:
-    ideal = alone_s / ranks if scaling is Scaling.STRONG else alone_s
-    return ScalingRow(
-        ranks=ranks,
-        step_s=seconds,
-        is_predicted=is_predicted,
-        sent_bytes=sent.num_bytes,
-        communication_share=min(communication_s / seconds, 1.0),
-        efficiency=None if is_gloo else ideal / seconds,
-    )
+def _ideal_s(alone_s: float, ranks: int, scaling: Scaling) -> float:
+    return alone_s / ranks if scaling is Scaling.STRONG else alone_s
 
 
 def _communication_s(fit: LatencyBandwidth, sent: Traffic, ranks: int) -> float:
@@ -187,11 +169,7 @@ def _time_steps(
     seconds: list[float] = []
     for _ in range(steps):
         meet(device, group)
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(timed(step, device))
     return sorted(seconds)[len(seconds) // 2], sent.num_bytes, sent.collectives
 
 

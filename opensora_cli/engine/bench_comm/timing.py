@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.core.documents import Document
+from opensora_cli.engine.components.hardware import timed
 
 PLAIN = "plain buffers"
 REGISTERED = "buffers registered with NCCL"
@@ -76,11 +77,7 @@ def measure(
 def _slowest(run: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
     """Return the seconds of one call on the slowest rank, the same on all ranks."""
     meet(device, group)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+    seconds = torch.tensor([timed(run, device)], dtype=torch.float64, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     return float(seconds)
 

@@ -62,7 +62,6 @@ class Header(Document):
         return self.backend == "gloo"
 
     def lines(self) -> list[str]:
-        """Return it for people."""
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         found = [
             f"backend     {self.backend}, {self.ranks} ranks on {hosts}, {self.buffers}",

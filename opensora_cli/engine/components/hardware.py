@@ -4,7 +4,8 @@ import gc
 import platform
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -116,6 +117,15 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
     return {"peak_resident_gib": round(_peak_resident_bytes() / GIB, 3)}
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until `run` has returned and the device has done what it was given."""
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _peak_resident_bytes() -> int:

@@ -37,7 +37,7 @@ from opensora_cli.settings.env_check import EnvCheckSettings
 FactT = TypeVar("FactT")
 
 
-class Machine:
+class _Machine:
     """This machine, each kind of fact read once, when it is first asked for."""
 
     def __init__(self, environment: Mapping[str, str], make_plan: MakePlan) -> None:
@@ -46,37 +46,30 @@ class Machine:
 
     @cached_property
     def torch(self) -> TorchFacts:
-        """How torch was built."""
         return gpus.read_torch()
 
     @cached_property
     def driver(self) -> DriverFacts:
-        """What the driver reports."""
         return gpus.read_driver()
 
     @cached_property
     def gpus(self) -> tuple[GpuFacts, ...]:
-        """The devices that torch can use."""
         return gpus.read_gpus()
 
     @cached_property
     def links(self) -> tuple[LinkFacts, ...]:
-        """The links between them."""
         return gpus.read_links(self.gpus)
 
     @cached_property
     def host(self) -> HostFacts:
-        """The computer around them."""
         return facts.read_host()
 
     @cached_property
     def weights(self) -> WeightFacts:
-        """The released model's weights."""
         return facts.read_weights(self.environment)
 
     @cached_property
     def presets(self) -> tuple[PresetNeeds, ...]:
-        """What presets need here."""
         return facts.read_presets(self.environment, self._make_plan)
 
     @property
@@ -123,7 +116,7 @@ def env_check(
     environment = os.environ if environment is None else environment
     # First, since a misspelt name should be refused at once.
     of_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    machine = Machine(environment, make_plan)
+    machine = _Machine(environment, make_plan)
     checks = _checks(machine, settings, reporter or SilentReporter())
     report = EnvReport.of(
         [*(finding for name, check in checks.items() for finding in isolated(name, check)), *of_files],
@@ -138,7 +131,7 @@ def env_check(
 
 
 def _checks(
-    machine: Machine, settings: EnvCheckSettings, reporter: Reporter
+    machine: _Machine, settings: EnvCheckSettings, reporter: Reporter
 ) -> dict[str, Callable[[], Iterable[Finding]]]:
     def variables() -> Iterable[Finding]:
         findings = lint_variables(machine.environment, machine.surroundings())

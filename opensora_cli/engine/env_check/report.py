@@ -48,7 +48,6 @@ class Finding(Document):
     line: int | None = None
 
     def lines(self) -> list[str]:
-        """Return it for people."""
         place = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
         head = f"{self.check:<12}{self.severity:<9}{place}{self.message}"
         return [head, *(f"{'':21}{text}" for text in (self.why, self.fix and f"-> {self.fix}") if text)]

@@ -19,7 +19,6 @@ Variables = Mapping[str, str | None]
 
 _CHECK = Check("environment")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Surroundings:
 
 
 def _is_on(value: str) -> bool:
-    return value.lower() in _TRUE
+    return value.lower() in ("1", "true", "yes", "on")
 
 
 def _is_set(_: str) -> bool:
@@ -60,75 +59,40 @@ class _Rule:
 
 
 _UNSET = "unset it"
-_NOT_READ = "{name} is read by nothing"
+_READ_BY_NOTHING = {
+    "CUDA_MEMORY_FRACTION": (
+        "neither CUDA nor torch has such a variable",
+        "PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.9",
+    ),
+    "NCCL_TREE_THRESHOLD": ("only NCCL 2.4 read it; newer ones choose for themselves", _UNSET),
+    "NCCL_TIMEOUT": (
+        "neither NCCL nor torch has such a variable",
+        "the time limit is the timeout argument of init_process_group",
+    ),
+    "TORCH_CUDNN_V8_API_ENABLED": ("torch always uses this interface of cuDNN now", _UNSET),
+    "HF_HUB_ENABLE_HF_TRANSFER": (
+        "huggingface_hub no longer uses hf_transfer",
+        "HF_XET_HIGH_PERFORMANCE=1 lets downloads use all cores and bandwidth",
+    ),
+    "TRANSFORMERS_CACHE": ("transformers 5 does not know it", "HF_HOME=DIR moves the cache"),
+}
+"""Name -> why, and what to do."""
+_SLOW = {
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver, which waits for the GPU: meant for "
+    "memory checkers",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel, and copies no longer overlap: for debugging",
+    "TORCH_NCCL_BLOCKING_WAIT": "the CPU waits for every collective; torch ends a hung run without it, too "
+    "(asynchronous error handling)",
+    "NCCL_BLOCKING_WAIT": "the CPU waits for every collective; and the name is an old one of TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_SHM_DISABLE": "GPUs without a direct link then exchange through the network, not through shared memory",
+}
+"""What costs time when it is on -> why."""
 _RULES = (
-    _Rule(
-        name="PYTORCH_NO_CUDA_MEMORY_CACHING",
-        why="every tensor is allocated by the driver, which waits for the GPU: meant for memory checkers",
-        fix=_UNSET,
+    *(
+        _Rule(name=name, when=_is_set, message="{name} is read by nothing", why=why, fix=fix)
+        for name, (why, fix) in _READ_BY_NOTHING.items()
     ),
-    _Rule(
-        name="CUDA_MEMORY_FRACTION",
-        when=_is_set,
-        message=_NOT_READ,
-        why="neither CUDA nor torch has such a variable",
-        fix="PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.9",
-    ),
-    _Rule(
-        name="NCCL_TREE_THRESHOLD",
-        when=_is_set,
-        message=_NOT_READ,
-        why="only NCCL 2.4 read it; newer ones choose for themselves",
-        fix=_UNSET,
-    ),
-    _Rule(
-        name="NCCL_TIMEOUT",
-        when=_is_set,
-        message=_NOT_READ,
-        why="neither NCCL nor torch has such a variable",
-        fix="the time limit is the timeout argument of init_process_group",
-    ),
-    _Rule(
-        name="TORCH_CUDNN_V8_API_ENABLED",
-        when=_is_set,
-        message=_NOT_READ,
-        why="torch always uses this interface of cuDNN now",
-        fix=_UNSET,
-    ),
-    _Rule(
-        name="HF_HUB_ENABLE_HF_TRANSFER",
-        when=_is_set,
-        message=_NOT_READ,
-        why="huggingface_hub no longer uses hf_transfer",
-        fix="HF_XET_HIGH_PERFORMANCE=1 lets downloads use all cores and bandwidth",
-    ),
-    _Rule(
-        name="TRANSFORMERS_CACHE",
-        when=_is_set,
-        message=_NOT_READ,
-        why="transformers 5 does not know it",
-        fix="HF_HOME=DIR moves the cache",
-    ),
-    _Rule(
-        name="CUDA_LAUNCH_BLOCKING",
-        why="the CPU waits for every kernel, and copies no longer overlap: for debugging",
-        fix=_UNSET,
-    ),
-    _Rule(
-        name="TORCH_NCCL_BLOCKING_WAIT",
-        why="the CPU waits for every collective; torch ends a hung run without it, too (asynchronous error handling)",
-        fix=_UNSET,
-    ),
-    _Rule(
-        name="NCCL_BLOCKING_WAIT",
-        why="the CPU waits for every collective; and the name is an old one of TORCH_NCCL_BLOCKING_WAIT",
-        fix=_UNSET,
-    ),
-    _Rule(
-        name="NCCL_SHM_DISABLE",
-        why="GPUs without a direct link then exchange through the network, not through shared memory",
-        fix=_UNSET,
-    ),
+    *(_Rule(name=name, why=why, fix=_UNSET) for name, why in _SLOW.items()),
     _Rule(
         name="TORCH_DISTRIBUTED_DEBUG",
         when=lambda value: value.upper() == "DETAIL",
@@ -267,7 +231,7 @@ def _lint_interfaces(known: Mapping[str, str], surroundings: Surroundings) -> It
         if not value:
             continue
         if name.startswith("NCCL"):
-            fits = bool(matching_interfaces(value, surroundings.interfaces))
+            fits = any(_nccl_uses(value, interface) for interface in surroundings.interfaces)
         else:  # gloo takes whole names
             fits = all(part in surroundings.interfaces for part in value.split(","))
         if not fits:
@@ -280,20 +244,15 @@ def _lint_interfaces(known: Mapping[str, str], surroundings: Surroundings) -> It
             )
 
 
-def matching_interfaces(value: str, interfaces: tuple[str, ...]) -> list[str]:
-    """Return the interfaces that a value of `NCCL_SOCKET_IFNAME` lets NCCL use.
+def _nccl_uses(value: str, interface: str) -> bool:
+    """Return whether a value of `NCCL_SOCKET_IFNAME` lets NCCL use an interface.
 
     It lists beginnings of names, after `=` whole names, and after `^` those that are not to be used (NCCL user guide).
     """
-    excludes = value.startswith("^")
     rest = value.removeprefix("^")
-    is_exact = rest.startswith("=")
-    names = [name for name in rest.removeprefix("=").split(",") if name]
-
-    def is_named(interface: str) -> bool:
-        return interface in names if is_exact else interface.startswith(tuple(names))
-
-    return [interface for interface in interfaces if is_named(interface) is not excludes]
+    names = tuple(name for name in rest.removeprefix("=").split(",") if name)
+    is_named = interface in names if rest.startswith("=") else interface.startswith(names)
+    return is_named is not value.startswith("^")
 
 
 def _lint_libraries(surroundings: Surroundings) -> Iterator[Finding]:

@@ -131,15 +131,12 @@ class WatchedReporter:
         self._clock = clock
 
     def note(self, text: str) -> None:
-        """Hand it on."""
         self._reporter.note(text)
 
     def warn(self, text: str) -> None:
-        """Hand it on."""
         self._reporter.warn(text)
 
     def figures(self, values: Mapping[str, str]) -> None:
-        """Hand them on."""
         self._reporter.figures(values)
 
     @contextmanager

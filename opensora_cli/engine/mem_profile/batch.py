@@ -7,7 +7,7 @@ import torch
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, release_memory
+from opensora_cli.engine.components.hardware import Hardware, release_memory, timed
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.measure import unless_out_of_memory, why_not_measured
@@ -148,8 +148,7 @@ def evaluation_peak(plan: ExecutionPlan, transformer: MMDiT, *, batch: int, limi
     device = plan.hardware.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        evaluate(plan, transformer, batch=batch)
-        torch.cuda.synchronize(device)
+        timed(lambda: evaluate(plan, transformer, batch=batch), device)
         return int(torch.cuda.max_memory_allocated(device))
     with TensorBytes(limit=limit) as counter:
         counter.add(transformer)

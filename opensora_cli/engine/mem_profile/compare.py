@@ -48,12 +48,21 @@ Rows = Iterator[Technique]
 def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: Reporter) -> tuple[Technique, ...]:
     """Return what techniques change in a training step; the settings' own choice of techniques is ignored."""
     plain = settings.replace({"memory": {}, "precision.compute": "fp32"})
-    found: list[Technique] = []
+    return tuple(_counted(_training_rows(plain, hardware), reporter))
+
+
+def compare_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[Technique, ...]:
+    """Return what techniques change in the stages of a generation; the plan's own offload is ignored."""
+    all_tokens = plan.video_tokens + plan.settings.text.t5_max_length
+    plain = OffloadPlan(host_weights=plan.offload.host_weights, chunk_tokens=all_tokens)
+    return tuple(_counted(_generation_rows(replace(plan, offload=plain)), reporter))
+
+
+def _counted(rows: Rows, reporter: Reporter) -> Rows:
     with reporter.stage("compare", unit="techniques") as progress:
-        for row in _training_rows(plain, hardware):
-            found.append(row)
+        for row in rows:
+            yield row
             progress.advance()
-    return tuple(found)
 
 
 def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
@@ -96,21 +105,6 @@ def _training_cost(settings: TrainSettings) -> _TrainingCost:
     return _TrainingCost(
         (memory.peak_bytes - memory.buffer_bytes, seconds), (memory.held_for_backward - memory.buffer_bytes, seconds)
     )
-
-
-def compare_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[Technique, ...]:
-    """Return what techniques change in the stages of a generation; the plan's own offload is ignored."""
-    found: list[Technique] = []
-    with reporter.stage("compare", unit="techniques") as progress:
-        for row in _generation_rows(replace(plan, offload=_without_techniques(plan))):
-            found.append(row)
-            progress.advance()
-    return tuple(found)
-
-
-def _without_techniques(plan: ExecutionPlan) -> OffloadPlan:
-    all_tokens = plan.video_tokens + plan.settings.text.t5_max_length
-    return OffloadPlan(host_weights=plan.offload.host_weights, chunk_tokens=all_tokens)
 
 
 def _generation_rows(plan: ExecutionPlan) -> Rows:

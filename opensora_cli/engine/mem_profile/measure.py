@@ -1,13 +1,12 @@
 """What is measured and what is only predicted; memory and time of a call."""
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, timed
 from opensora_cli.engine.mem_profile.report import mib
 from opensora_cli.memory.counting import TensorBytes
 
@@ -54,23 +53,13 @@ def memory_and_time(run: Callable[[], object], *, device: torch.device, repeats:
 
     Memory is the allocator's on CUDA, and that of counted tensors on a CPU, in a run of its own, which also warms up.
     """
-    is_cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if is_cuda else 0
-    if is_cuda:
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
+        timed(run, device)
         memory = torch.cuda.max_memory_allocated(device) - before
     else:
         with TensorBytes() as counter:
-            result = run()
-            del result
+            run()
         memory = counter.peak_bytes
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        if is_cuda:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return int(memory), min(times)
+    return memory, min(timed(run, device) for _ in range(repeats))

@@ -1,6 +1,5 @@
 """Profiling a generation: each of its stages runs for a moment with random weights."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling, video_autoencoder_on_meta
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
-from opensora_cli.engine.components.hardware import release_memory
+from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
@@ -106,10 +105,8 @@ def measure_stage(plan: ExecutionPlan, name: str) -> tuple[Measured, dict[str, n
             stack.enter_context(counter.watch(model, title))
         counter.mark(_READY)
         counter.reset_peak()
-        if is_cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        run()
-        _synchronize(device)
+        start_peak_memory(device)
+        timed(run, device)
         counter.mark("done")
         if is_cuda:
             allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -122,12 +119,8 @@ def time_stage(plan: ExecutionPlan, name: str) -> float:
     device = plan.hardware.device
     with torch.inference_mode(), ExitStack() as stack:
         _, run = _STAGES[name](plan, stack)
-        run()
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        return time.perf_counter() - start
+        timed(run, device)
+        return timed(run, device)
 
 
 def random_transformer(plan: ExecutionPlan) -> MMDiT:
@@ -171,11 +164,6 @@ def _filled(weight: torch.Tensor) -> torch.Tensor:
     for piece in pieces[1:]:
         piece.copy_(pieces[0][: len(piece)])
     return weight
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 Run = Callable[[], object]
@@ -263,16 +251,20 @@ _STAGES: dict[str, Callable[[ExecutionPlan, ExitStack], tuple[dict[str, nn.Modul
 
 
 def _predicted(stage: StageMemory, reason: str) -> StageProfile:
-    parts = (
-        Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=None),
-        Part(name=BESIDE_WEIGHTS, predicted_bytes=stage.data_bytes + stage.activation_bytes, measured_bytes=None),
-    )
     return StageProfile(
         name=stage.name,
-        parts=parts,
+        parts=_parts(stage, None, None),
         predicted_bytes=stage.total_bytes,
         measured_bytes=None,
         not_measured=reason,
+    )
+
+
+def _parts(stage: StageMemory, weights: int | None, others: int | None) -> tuple[Part, ...]:
+    predicted = stage.data_bytes + stage.activation_bytes
+    return (
+        Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
+        Part(name=BESIDE_WEIGHTS, predicted_bytes=predicted, measured_bytes=others),
     )
 
 
@@ -281,7 +273,6 @@ def _profile_stage(plan: ExecutionPlan, stage: StageMemory) -> tuple[StageProfil
     measured, models = measure_stage(plan, stage.name)
     counter = measured.counter
     weights = counter.marks[0].live_bytes
-    made = counter.peak_by_owner()
     sizes = {
         f"{title}.{name}": (weight.numel(), weight.nbytes, 0, 0)
         for title, model in models.items()
@@ -289,17 +280,10 @@ def _profile_stage(plan: ExecutionPlan, stage: StageMemory) -> tuple[StageProfil
     }
     profile = StageProfile(
         name=stage.name,
-        parts=(
-            Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
-            Part(
-                name=BESIDE_WEIGHTS,
-                predicted_bytes=stage.data_bytes + stage.activation_bytes,
-                measured_bytes=measured.peak_bytes - weights,
-            ),
-        ),
+        parts=_parts(stage, weights, measured.peak_bytes - weights),
         predicted_bytes=stage.total_bytes,
         measured_bytes=measured.peak_bytes,
-        modules=module_shares(sizes, made),
+        modules=module_shares(sizes, counter.peak_by_owner()),
         timeline=Timeline.of(counter),
     )
     return profile, measured

@@ -1,11 +1,9 @@
 """`osora mem-profile`: where the bytes of a generation or a training go, predicted and measured."""
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.files import refuse_special
+from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
@@ -30,7 +28,6 @@ from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.mem_profile import MemProfileSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
-_ANOTHER_NAME = "choose another name, or another folder"
 _RANDOM = "random weights of the model's sizes, since memory does not depend on their values"
 
 
@@ -49,7 +46,8 @@ def mem_profile(
         HardwareError: there is no such device, or not enough memory.
     """
     reporter = reporter or SilentReporter()
-    _check_files(settings)
+    for path in _files(settings).values():
+        require_writable(Path(path), overwrite=settings.overwrite)
     if settings.plot is not None:
         new_figure()  # without matplotlib, now and not after the measurement
     if isinstance(what, GenerateRequest):
@@ -97,16 +95,14 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
     return profile
 
 
-def _batch_size(what: TrainSettings) -> int:
-    return what.text.batch_size if what.target is TrainTarget.TEXT else largest_batch_shape(what).batch_size
-
-
 def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     hardware = pick_hardware("cpu", "auto")
+    is_text = what.target is TrainTarget.TEXT
+    batch_size = what.text.batch_size if is_text else largest_batch_shape(what).batch_size
     stage, memory, buffer = _profile_training(what, hardware, reporter=reporter)
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
-        of=f"training {what.target}, batch {_batch_size(what)}",
+        of=f"training {what.target}, batch {batch_size}",
         device=str(hardware.device),
         device_name=hardware.device_name,
         how=_how(hardware, "three steps", measured=stage.measured_bytes is not None),
@@ -191,19 +187,3 @@ def _files(settings: MemProfileSettings) -> dict[str, str]:
 def _write_snapshot(settings: MemProfileSettings, counters: list[TensorBytes], hardware: Hardware) -> None:
     if settings.snapshot is not None:
         write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
-
-
-def _check_files(settings: MemProfileSettings) -> None:
-    """Refuse what could not be written before hours of measuring are lost."""
-    for path in map(Path, _files(settings).values()):
-        try:
-            refuse_special(path)
-            if path.is_dir():
-                raise OutputError(f"{path} is a folder", hint="name a file in it")
-            if os.path.lexists(path) and not settings.overwrite:
-                raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
-            folder = next(place for place in path.absolute().parents if place.exists())
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=_ANOTHER_NAME) from error
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise OutputError(f"cannot write in {folder}", hint=_ANOTHER_NAME)

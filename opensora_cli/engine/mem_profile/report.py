@@ -111,7 +111,6 @@ class Technique(Document):
     reason: str | None = None
 
     def line(self) -> str:
-        """Return it for people."""
         if self.saved_bytes is None or self.saved_share is None or self.time_added is None:
             return f"  {self.name:46}{self.reason}"
         return (

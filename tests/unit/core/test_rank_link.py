@@ -89,7 +89,7 @@ with rank_link.linked(context, silence_s=1.5):
 """
 
 
-def pulses(before, between="pass", log=None):
+def pulses(before, between="time.sleep(0.01)", log=None):
     """Return what a rank reports while it works for more than 3 s; its launcher is not stopped."""
     ours, theirs = socket.socketpair()
     code = WORKING.format(before=before, between=between, log=f"Path({str(log)!r})" if log else None)

@@ -41,13 +41,19 @@ class Doubled(torch.autograd.Function):
 class TestStack:
     def test_an_onloaded_tensor_equals_the_offloaded_one(self):
         held = manager()
-        tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(8, 4)[::2]]
+        tensors = [
+            torch.randn(3, 4, requires_grad=True) * 2,
+            torch.randn(5),
+            torch.randn(2, 3, 4).permute(2, 0, 1),
+            torch.randn(8, 4)[::2],
+        ]
         handles = [held.offload(tensor) for tensor in tensors]
         assert held.used_bytes == 4 * (12 + 5 + 24 + 16)
         for tensor, handle in reversed(list(zip(tensors, handles, strict=True))):
             back = held.onload(handle)
             assert torch.equal(back, tensor)
             assert back.data_ptr() != tensor.data_ptr()
+            assert not back.requires_grad
         assert (held.used_bytes, held.peak_bytes) == (0, 4 * 57)
         assert held.copied_to_host == held.copied_to_device == 4 * 57
 
@@ -58,13 +64,6 @@ class TestStack:
         assert held.onload(held.offload(torch.randn(2, 9, 4)[:, 3:])).stride() == (24, 4, 1)
         expanded = torch.randn(3, 1).expand(3, 4)
         assert torch.equal(held.onload(held.offload(expanded)), expanded)
-
-    def test_the_values_are_those_of_the_moment(self):
-        held = manager()
-        tensor = torch.ones(4)
-        handle = held.offload(tensor)
-        tensor.zero_()
-        assert held.onload(handle).tolist() == [1.0] * 4
 
     def test_changed_values_are_copied_again(self):
         held = manager()
@@ -97,13 +96,6 @@ class TestStack:
             del tensor
         values = [held.onload(handle)[0].item() for handle in reversed(handles)]
         assert values == [float(value) for value in reversed(range(50))]
-
-    def test_no_gradient_flows_into_the_buffer(self):
-        held = manager()
-        tensor = torch.ones(3, requires_grad=True) * 2
-        back = held.onload(held.offload(tensor))
-        assert not back.requires_grad
-        assert not held._stack.elements.requires_grad
 
 
 def test_pinned_memory_shares_no_page():
@@ -140,7 +132,6 @@ class TestErrors:
         first = held.offload(torch.ones(2))
         with pytest.raises(ValueError, match=r"x has dtype torch\.bfloat16, and the activation buffer torch\.float32"):
             held.offload(torch.ones(2, dtype=torch.bfloat16))
-        assert held.used_bytes == 8
         assert held.onload(first).tolist() == [1, 1]
 
     def test_onload_in_another_order_is_refused(self):
@@ -217,11 +208,10 @@ class TestSavedTensors:
         assert torch.equal(torch.autograd.grad(loss, x)[0], first)
         assert held.used_bytes == 0
 
-    def test_a_freed_graph_releases_its_space(self):
+    def test_a_graph_that_is_freed_without_backward_releases_its_space(self):
         held = manager()
-        x = torch.randn(3, requires_grad=True)
         with held.offloading():
-            loss = x.exp().sum()
+            loss = torch.randn(3, requires_grad=True).exp().sum()
         assert held.used_bytes > 0
         del loss
         assert held.used_bytes == 0
@@ -347,8 +337,9 @@ def needed_bytes(model, arguments) -> int:
 
 
 def test_bytes_held_between_forward_and_backward():
-    model = transformer(depth=6, single=12, hidden=256)
-    arguments = inputs(model, batch=1, tokens=96, text=16)
+    depth, single, hidden, tokens, text = 6, 12, 128, 48, 16
+    model = transformer(depth=depth, single=single, hidden=hidden)
+    arguments = inputs(model, batch=1, tokens=tokens, text=text)
 
     def held_bytes() -> int:
         with TensorBytes() as counted:
@@ -367,16 +358,17 @@ def test_bytes_held_between_forward_and_backward():
     held = manager(needed // 4)
     with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=held):
         outside = held_bytes()
-    assert plain > 10**7
+    assert plain > 10**6
     assert checkpointed <= 0.3 * plain
     assert held.peak_bytes == needed
     assert held.peak_bytes >= 0.95 * (held.peak_bytes + outside)
     # Nothing is lost from sight. Without offload the last block's text tokens are held too, in whose storage the
     # latent tokens lie.
-    assert held.peak_bytes + outside == pytest.approx(checkpointed - 4 * 16 * 256, abs=1000)
-    # Rotary tables (cosine and sine of 32 angles) and modulation vector once, not once for each of 19 users.
-    shared = 4 * (2 * 112 * 32 + 256)
-    streams = 4 * 256 * (6 * 112 + 12 * 112 + 96)
+    assert held.peak_bytes + outside == pytest.approx(checkpointed - 4 * text * hidden, abs=1000)
+    # Rotary tables (cosine and sine of each angle) and modulation vector once, not once for each of 19 users.
+    angles = hidden // 4 // 2
+    shared = 4 * (2 * (tokens + text) * angles + hidden)
+    streams = 4 * hidden * ((depth + single) * (tokens + text) + tokens)
     assert held.peak_bytes == held.copied_to_host == held.copied_to_device == streams + shared
     assert (held.used_bytes, held.outside_bytes) == (0, 0)
 

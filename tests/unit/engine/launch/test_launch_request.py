@@ -20,20 +20,9 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {'AB'[index]}")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gpus": 0}, "gpus=0 must be at least 1"),
-        ({"gpus": -3}, "gpus=-3 must be at least 1"),
-        ({"devices": (0, 1)}, "devices=0,1 picks GPUs, and the device is cpu"),
-        ({"devices": (0, 0), "device_type": "cuda"}, "devices=0,0 must name each GPU once"),
-        ({"devices": (0, -1), "device_type": "cuda"}, "must name each GPU once"),
-        ({"devices": (0,), "device_type": "cuda"}, "devices=0 contradicts gpus=2"),
-    ],
-)
-def test_refused(changes, message):
-    with pytest.raises(RequestError, match=message):
-        request(**changes).check()
+def test_gpus_are_not_picked_for_ranks_on_the_cpu():
+    with pytest.raises(RequestError, match="devices=0,1 picks GPUs, and the device is cpu"):
+        request(devices=(0, 1)).check()
 
 
 def test_sound_ones_pass(two_gpus):
