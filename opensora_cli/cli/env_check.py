@@ -60,41 +60,28 @@ def env_check(
         if profile is not None:
             _refuse_beside_profile(files=bool(files), bug_report=bug_report)
             _print_profile(profile, export=export, as_json=json_)
-        elif export:
+            return
+        if export:
             raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
-        else:
-            _check(
-                files or [],
-                all_reduce=not no_all_reduce,
-                timeout=timeout,
-                bug_report=bug_report,
-                as_json=json_,
-                quiet=quiet,
-            )
+        from opensora_cli.settings.env_check import EnvCheckSettings
+        from opensora_cli.settings.explain import Given
+        from opensora_cli.settings.layers import validate
 
+        given = {
+            "files": Given(files or [], "FILE"),
+            "all_reduce": Given(not no_all_reduce, "--no-all-reduce"),
+            "all_reduce_seconds": Given(timeout, "--timeout"),
+            "bug_report": Given(bug_report, "--bug-report"),
+        }
+        settings = validate(EnvCheckSettings, {key: at for key, at in given.items() if at.value is not None})
+        with errors.uninterrupted():
+            from opensora_cli.engine.env_check.check import env_check as check
+            from opensora_cli.engine.generate.plan import make_plan
 
-def _check(
-    files: list[str], *, all_reduce: bool, timeout: float | None, bug_report: bool, as_json: bool, quiet: bool
-) -> None:
-    from opensora_cli.settings.env_check import EnvCheckSettings
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.layers import validate
-
-    given = {
-        "files": Given(files, "FILE"),
-        "all_reduce": Given(all_reduce, "--no-all-reduce"),
-        "bug_report": Given(bug_report, "--bug-report"),
-    }
-    if timeout is not None:
-        given["all_reduce_seconds"] = Given(timeout, "--timeout")
-    settings = validate(EnvCheckSettings, given)
-    with errors.uninterrupted():
-        from opensora_cli.engine.env_check.check import env_check as check
-        from opensora_cli.engine.generate.plan import make_plan
-
-    report = check(settings, make_plan=make_plan, environment=os.environ, reporter=output.make_reporter(quiet=quiet))
-    output.print_result(report, as_json=as_json)
-    report.require_fine()
+        reporter = output.make_reporter(quiet=quiet)
+        report = check(settings, make_plan=make_plan, environment=os.environ, reporter=reporter)
+        output.print_result(report, as_json=json_)
+        report.require_fine()
 
 
 def _refuse_beside_profile(*, files: bool, bug_report: bool) -> None:

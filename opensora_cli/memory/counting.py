@@ -189,7 +189,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return
         key = storage._cdata
         number = len(self._owners)
-        self._owners.append(self._maker() if owner is None else owner)
+        maker = self._running[-1] if self._running else NO_OWNER
+        self._owners.append(maker if owner is None else owner)
 
         def forget(_: object) -> None:
             self._change(number, -self._counted.pop(key).num_bytes)
@@ -207,9 +208,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             storage = counted.alive()
             if storage is not None:
                 self._resize(counted, storage.nbytes())
-
-    def _maker(self) -> str:
-        return self._running[-1] if self._running else NO_OWNER
 
     def _change(self, number: int, num_bytes: int) -> None:
         self.changes.append(Change(number, num_bytes))

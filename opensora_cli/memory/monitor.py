@@ -35,9 +35,7 @@ class AccelerationProfiler:
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        chosen = (
-            torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
-        )
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._cuda = chosen if chosen.type == "cuda" else None
         self.phases: list[ProfiledPhase] = []
 
@@ -55,16 +53,14 @@ class AccelerationProfiler:
 
     def summary(self) -> list[str]:
         """Return one line for each phase."""
-        return [
-            f"{phase.name}: {phase.seconds:.3f} s, "
-            + (
-                "no CUDA device to measure memory on"
-                if phase.peak_allocated_gib is None
-                else f"{phase.allocated_gib:.3f} GiB at the end, {phase.peak_allocated_gib:.3f} GiB at most, "
-                f"{phase.peak_reserved_gib:.3f} GiB reserved"
-            )
-            for phase in self.phases
-        ]
+        lines = []
+        for phase in self.phases:
+            memory = "no CUDA device to measure memory on"
+            if phase.peak_allocated_gib is not None:
+                memory = f"{phase.allocated_gib:.3f} GiB at the end, {phase.peak_allocated_gib:.3f} GiB at most"
+                memory += f", {phase.peak_reserved_gib:.3f} GiB reserved"
+            lines.append(f"{phase.name}: {phase.seconds:.3f} s, {memory}")
+        return lines
 
     def _finished(self, name: str, start: float) -> ProfiledPhase:
         if self._cuda is None:
@@ -79,30 +75,28 @@ class AccelerationProfiler:
         )
 
 
-def log_cuda_memory(stage: str | None = None, *, logger: logging.Logger = _logger) -> None:
+def log_cuda_memory(stage: str | None = None) -> None:
     """Log how much CUDA memory is in use and reserved now in a stage; without CUDA, that there is none."""
-    _log(logger, "CUDA memory", stage, torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+    _log("CUDA memory", stage, torch.cuda.memory_allocated, torch.cuda.memory_reserved)
 
 
-def log_cuda_max_memory(stage: str | None = None, *, logger: logging.Logger = _logger) -> None:
-    """Log the most CUDA memory that was in use and reserved; arguments are those of `log_cuda_memory`."""
-    _log(logger, "most CUDA memory", stage, torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+def log_cuda_max_memory(stage: str | None = None) -> None:
+    """Log the most CUDA memory that was in use and reserved, as `log_cuda_memory`."""
+    _log("most CUDA memory", stage, torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
 
 
-def log_model_params(model: nn.Module, *, logger: logging.Logger = _logger) -> None:
+def log_model_params(model: nn.Module) -> None:
     """Log how many parameters a model has, how many of them are trained, and their bytes; shared ones count once."""
     weights = list(model.parameters())
     total = sum(weight.numel() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     gib = sum(weight.nbytes for weight in weights) / GIB
-    logger.info(f"{type(model).__name__}: {total:,} parameters, {trained:,} of them trained, {gib:.3f} GiB")
+    _logger.info(f"{type(model).__name__}: {total:,} parameters, {trained:,} of them trained, {gib:.3f} GiB")
 
 
-def _log(
-    logger: logging.Logger, what: str, stage: str | None, allocated: Callable[[], int], reserved: Callable[[], int]
-) -> None:
-    at = "" if stage is None else f" at {stage}"
+def _log(what: str, stage: str | None, allocated: Callable[[], int], reserved: Callable[[], int]) -> None:
+    what = what if stage is None else f"{what} at {stage}"
     if torch.cuda.is_available():
-        logger.info(f"{what}{at}: {allocated() / GIB:.3f} GiB in use, {reserved() / GIB:.3f} GiB reserved")
+        _logger.info(f"{what}: {allocated() / GIB:.3f} GiB in use, {reserved() / GIB:.3f} GiB reserved")
     else:
-        logger.info(f"{what}{at}: there is no CUDA device")
+        _logger.info(f"{what}: there is no CUDA device")

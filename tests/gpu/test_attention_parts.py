@@ -1,13 +1,12 @@
 """Attention by parts of the keys with torch's CUDA kernels, and between several devices over NCCL."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_as_ranks
 from shared_tokens import attention_errors
 from torch import Tensor
 from torch.nn import functional
@@ -91,22 +90,7 @@ def test_between_devices(tmp_path: Path, scheme: str) -> None:
         pytest.skip("needs four CUDA devices")
     ring, ulysses = {"ring": (ranks, 1), "ulysses": (1, ranks), "both": (2, 2)}[scheme]
     place = f"file://{tmp_path / 'meeting_place'}"
-    command = [sys.executable, __file__, place, str(ring), str(ulysses)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            out, _ = process.communicate(timeout=180)
-            assert process.returncode == 0, out
-            assert out.endswith("done\n")
-    finally:
-        for process in processes:
-            process.kill()
+    run_as_ranks(__file__, place, ring, ulysses, ranks=ranks)
 
 
 def _compare(ring: int, ulysses: int) -> None:

@@ -1,13 +1,13 @@
 """Collectives over NCCL against the same over gloo, in processes of their own, and the time limit of a device."""
 
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_as_ranks
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
@@ -31,19 +31,7 @@ def _run(scenario: str, *, ranks: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, scenario, str(port), str(ranks)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            out, _ = process.communicate(timeout=180)
-            assert process.returncode == 0, out
-            assert out.endswith("done\n")
-    finally:
-        for process in processes:
-            process.kill()
+    run_as_ranks(__file__, scenario, port, ranks, ranks=ranks)
 
 
 def _compare(ranks: int, rank: int) -> None:

@@ -1,15 +1,12 @@
 """Strategies of training over NCCL against one process on a GPU, in processes of their own."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[1]))  # for the processes, which run this file alone
-
+from rank_processes import run_as_ranks
 from tiny_strategies import Case, Run, tiny_transformer
 
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -31,19 +28,7 @@ CASES = [
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, f"file://{tmp_path / 'meeting_place'}"]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            out, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, out
-            assert out.endswith("done\n")
-    finally:
-        for process in processes:
-            process.kill()
+    run_as_ranks(__file__, f"file://{tmp_path / 'meeting_place'}", ranks=2)
 
 
 def test_compiled_blocks_learn_the_same() -> None:

@@ -16,7 +16,7 @@ from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, ju
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import ScalingTable, Workload, measure_scaling
-from opensora_cli.engine.bench_comm.shapes import ModelShapes, released_shapes
+from opensora_cli.engine.bench_comm.shapes import released_shapes
 from opensora_cli.engine.bench_comm.timing import (
     LatencyBandwidth,
     Repeats,
@@ -178,28 +178,24 @@ class _Bench:
         notes = []
         if largest < asked:
             notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
-        shapes = released_shapes() if not all(collective.has_sizes for collective in self.settings.measured) else None
         rows: list[Row] = []
         for collective in self.settings.measured:
-            if not collective.has_sizes and shapes is not None:
-                size = shapes.size_bytes(collective, self.place.ranks)
+            if not collective.has_sizes:
+                size = released_shapes().size_bytes(collective, self.place.ranks)
                 if size > largest:
                     notes.append(f"{collective} is left out: its {size} bytes are over the largest size, {largest}")
                     continue
             with self.reporter.stage(collective.value, total=len(sizes) if collective.has_sizes else 1) as progress:
-                for operation in self._operations(collective, sizes, shapes):
+                for operation in self._operations(collective, sizes):
                     row = self._row(collective, operation)
                     rows.append(row)
                     self.show([row.line()])
                     progress.advance()
         return rows, notes
 
-    def _operations(
-        self, collective: Collective, sizes: Sequence[int], shapes: ModelShapes | None
-    ) -> Iterator[Operation]:
+    def _operations(self, collective: Collective, sizes: Sequence[int]) -> Iterator[Operation]:
         if not collective.has_sizes:
-            assert shapes is not None
-            yield shapes.build(collective, self.place)
+            yield released_shapes().build(collective, self.place)
             return
         before = 0
         for size in sizes:

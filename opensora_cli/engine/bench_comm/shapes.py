@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -48,6 +49,7 @@ class ModelShapes:
         return ulysses(place, tokens=self.tokens[collective], num_heads=self.num_heads, head_dim=self.head_dim)
 
 
+@cache
 def released_shapes() -> ModelShapes:
     """Return the shapes of the released model, as its presets sample: no weights are needed."""
     tokens = {}

@@ -108,28 +108,6 @@ class TestNumbersAndBytes:
                 assert sum(copied[:1]) <= figures.host_bytes < sum(copied[:1]) + streamed * 4096
         check_as_before(model)
 
-    @pytest.mark.parametrize(("resident", "runs"), [(1, 1), (4, 4)])
-    def test_blocks_compute_in_that_many_runs_of_memory(self, model, expected, resident, runs):
-        seen = []
-
-        def watch(block, _inputs, _result):
-            assert not any(weight.is_meta for weight in block.parameters())
-            seen.append({weight.untyped_storage().data_ptr() for weight in block.parameters()})
-
-        originals = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        # Registered first, so that they see a block before its weights are taken back.
-        hooks = [block.register_forward_hook(watch) for block in blocks_of(model)]
-        with stream_blocks(stacks(model), device="cpu", resident=resident, source="mapped"):
-            velocity(model)
-            velocity(model)
-        assert all(len(places) == 1 for places in seen)
-        assert len(seen) == 2 * BLOCKS
-        assert len(set.union(*seen)) == runs
-        assert not set.union(*seen) & originals
-        for hook in hooks:
-            hook.remove()
-        check_as_before(model)
-
     def test_a_block_has_its_parameters_on_the_cpu_while_others_compute(self, model):
         wanted = [weight.data_ptr() for weight in model.double_blocks[0].parameters()]
         seen = []

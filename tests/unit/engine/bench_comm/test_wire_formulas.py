@@ -17,14 +17,19 @@ SIZES = StepSizes(config=CONFIG, batch=1, text_tokens=512, latent_tokens=7488, i
 WIDTH = 3072 * 2  # bytes of a token in bf16
 
 
-def test_ulysses_sends_all_but_the_own_part_of_q_k_v_and_the_result() -> None:
-    # 8000 tokens; of each, 7 of 8 parts of the heads lie elsewhere, and so for the result.
-    assert wire_bytes(Scheme.ULYSSES, SIZES, MeshShape(ulysses=8)) == 57 * 4 * 8000 * WIDTH * 7 // 8
-    assert traffic(Scheme.ULYSSES, SIZES, MeshShape(ulysses=8)).collectives == 57 * 2
-
-
-def test_a_ring_sends_keys_and_values_once_to_every_other_rank() -> None:
-    assert traffic(Scheme.RING, SIZES, MeshShape(ring=4)) == Traffic(57 * 2 * 8000 * WIDTH * 3, 57 * 2 * 3)
+@pytest.mark.parametrize(
+    ("scheme", "shape", "sent"),
+    [
+        # All but the own part of q, k, v and the result: 8000 tokens, of each 7 of 8 parts of the heads lie elsewhere.
+        (Scheme.ULYSSES, MeshShape(ulysses=8), Traffic(57 * 4 * 8000 * WIDTH * 7 // 8, 57 * 2)),
+        # Keys and values, once to every other rank.
+        (Scheme.RING, MeshShape(ring=4), Traffic(57 * 2 * 8000 * WIDTH * 3, 57 * 2 * 3)),
+        # A ring's all-reduce over 2 ranks moves the tensor twice; double blocks sum each token twice, single ones once.
+        (Scheme.TENSOR, MeshShape(tensor=2), Traffic((2 * 19 + 38) * 2 * 8000 * WIDTH, 4 * 19 + 38)),
+    ],
+)
+def test_what_a_scheme_sends(scheme: Scheme, shape: MeshShape, sent: Traffic) -> None:
+    assert traffic(scheme, SIZES, shape) == sent
 
 
 def test_uneven_heads_send_more_than_their_average() -> None:
@@ -33,12 +38,6 @@ def test_uneven_heads_send_more_than_their_average() -> None:
     text, latents, heads = (102, 102, 102, 103, 103), (1498, 1498, 1498, 1497, 1497), (5, 5, 5, 5, 4)
     stays = sum((t + n) * h for t, n, h in zip(text, latents, heads, strict=True))
     assert uneven == 57 * 4 * (8000 * 24 - stays) * 128 * 2
-
-
-def test_tensor_parallelism_sums_after_each_pair_of_layers() -> None:
-    # A ring's all-reduce over 2 ranks moves the tensor twice; double blocks sum every token twice, single ones once.
-    sums = 2 * 19 + 38
-    assert traffic(Scheme.TENSOR, SIZES, MeshShape(tensor=2)) == Traffic(sums * 2 * 8000 * WIDTH, 4 * 19 + 38)
 
 
 def test_shares_of_the_velocity_travel_padded() -> None:
