@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.dtypes import torch_dtype
@@ -76,9 +76,9 @@ class GenerateResult(Document):
     """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
     settings: GenerateSettings
 
-    @model_serializer(mode="wrap")
-    def _without_the_other_peak(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in handler(self).items() if value is not None}
+    def to_json(self) -> dict[str, Any]:
+        """Return the document, with the one of the two peaks that was measured."""
+        return {key: value for key, value in super().to_json().items() if value is not None}
 
     def lines(self) -> list[str]:
         """Return the path of every result."""
