@@ -14,6 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import huggingface_hub
+import pytest
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_allowed"
 _LARGE = (".safetensors", ".bin", ".model")
@@ -185,6 +188,17 @@ class _Handler(BaseHTTPRequestHandler):
         if most is not None and most < len(body):
             self.wfile.flush()
             self.close_connection = True
+
+
+def connect(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the client of the Hub in this process ask this one, without a token."""
+    constants = huggingface_hub.constants
+    template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", hub.endpoint)
+    monkeypatch.setenv("HF_TOKEN", "")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -34,8 +35,7 @@ def payloads(canary: Path) -> dict[str, bytes]:
         "inner import": b"\x80\x02cbuiltins\n__import__\n" + _unicode("os") + b"\x85R.",
         "after tensors": b"\x80\x02ccollections\nOrderedDict\n)Rcos\nsystem\n" + text + b"\x85R.",
         "as state": b"\x80\x02ccollections\nOrderedDict\n)R}"
-        + _unicode("__class__")
-        + b"cos\nsystem\n"
+        + b"X\x09\x00\x00\x00__class__cos\nsystem\n"
         + text
         + b"\x85Rsb.",
         "as a storage": b"\x80\x02" + _unicode("storage") + b"cos\nsystem\n" + text + b"\x85R\x86Q.",
@@ -67,7 +67,7 @@ def refused(open_it: Callable[[], object]) -> str:
 
 
 @contextmanager
-def little_memory() -> Iterator[None]:
+def little_memory(most: int = _MAX_BYTES) -> Iterator[None]:
     """Fail the test if Python takes more memory in the block than any small file is worth."""
     tracemalloc.start()
     try:
@@ -75,7 +75,7 @@ def little_memory() -> Iterator[None]:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < _MAX_BYTES
+    assert peak < most
 
 
 def opened_or_refused(open_it: Callable[[], object]) -> None:
@@ -118,45 +118,30 @@ def mutations(whole: bytes) -> st.SearchStrategy[bytes]:
 _OPERATIONS = (
     *(b"(", b".", b"0", b"1", b"2", b"N", b"a", b"b", b"d", b"}", b"e", b"l", b"]", b"o", b"s", b"t", b")", b"u", b"Q"),
     *(b"R", b"\x81", b"\x85", b"\x86", b"\x87", b"\x88", b"\x89", b"\x8f", b"\x90", b"\x91", b"\x93", b"\x94", b"\x92"),
-    *(
-        b"q\x00",
-        b"q\x01",
-        b"h\x00",
-        b"h\x01",
-        b"r\xff\xff\xff\xff",
-        b"j\x00\x00\x00\x00",
-        b"K\x01",
-        b"J\xff\xff\xff\xff",
-    ),
-    *(b"X\x01\x00\x00\x00a", b"X\x07\x00\x00\x00storage", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"\x8a\x00", b"U\x01a"),
-    *(
-        b"X\xff\xff\xff\xff",
-        b"\x8b\xff\xff\xff\x7f",
-        b"\x96" + b"\xff" * 7 + b"\x00",
-        b"\x8d" + b"\xff" * 8,
-        b"\x82\x01",
-    ),
-    *(
-        b"G" + b"\x7f" * 8,
-        b"C\x01a",
-        b"\x80\x02",
-        b"\x95" + b"\xff" * 8,
-        b"I1\n",
-        b"L1L\n",
-        b"F1\n",
-        b"S'a'\n",
-        b"V\\u0041\n",
-    ),
-    *(
-        b"P1\n",
-        b"ctorch\nFloatStorage\n",
-        b"ctorch\nfloat8_e4m3fn\n",
-        b"ctorch\nSize\n",
-        b"ccollections\nOrderedDict\n",
-    ),
-    *(b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_tensor_v3\n", b"cos\nsystem\n"),
-    *(b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"),
-    *(b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ", b"K\x00"),
-)
+    b"q\x00", b"q\x01", b"h\x00", b"h\x01", b"r\xff\xff\xff\xff", b"j\x00\x00\x00\x00", b"K\x00", b"K\x01",
+    b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"\x8a\x00", b"U\x01a", b"X\x01\x00\x00\x00a",
+    b"X\x07\x00\x00\x00storage", b"X\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"\x96" + b"\xff" * 7 + b"\x00",
+    b"\x8d" + b"\xff" * 8, b"\x82\x01", b"G" + b"\x7f" * 8, b"C\x01a", b"\x80\x02", b"\x95" + b"\xff" * 8, b"I1\n",
+    b"L1L\n", b"F1\n", b"S'a'\n", b"V\\u0041\n", b"P1\n", b"cos\nsystem\n", b"ctorch\nFloatStorage\n",
+    b"ctorch\nfloat8_e4m3fn\n", b"ctorch\nSize\n", b"ccollections\nOrderedDict\n",
+    b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_tensor_v3\n",
+    b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+    b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ",
+)  # fmt: skip
 PROGRAMS = st.lists(st.sampled_from(_OPERATIONS), max_size=40).map(lambda parts: b"\x80\x02" + b"".join(parts) + b".")
 """Pickles that are read to their end more often than random bytes are."""
+
+
+FUZZED = pytest.mark.parametrize("examples", [100, pytest.param(4000, marks=pytest.mark.slow)])
+"""The same files in each run, and thousands of others in the slow tier."""
+
+
+def fuzz(check: Callable[[bytes], object], contents: st.SearchStrategy[bytes], examples: int) -> None:
+    """Check so many contents of files."""
+
+    @settings(max_examples=examples, derandomize=examples <= 100)
+    @given(content=contents)
+    def each(content: bytes) -> None:
+        check(content)
+
+    each()

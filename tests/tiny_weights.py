@@ -1,10 +1,14 @@
 """Small weights with everything in them that a format may get wrong."""
 
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 
@@ -29,7 +33,17 @@ def awkward_state() -> dict[str, Tensor]:
     return state
 
 
-def bit_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+def held(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Return tensors as entries that are in memory."""
+    return {name: HeldEntry(tensor) for name, tensor in tensors.items()}
+
+
+def read(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """Read all entries as a whole."""
+    return {name: entry.read() for name, entry in entries.items()}
+
+
+def bit_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether two state dicts have the same names, shapes, dtypes and bits."""
     return first.keys() == second.keys() and all(
         (tensor.shape, tensor.dtype) == (second[name].shape, second[name].dtype)
@@ -39,7 +53,22 @@ def bit_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def write_holes(
+    path: Path, shapes: Mapping[str, Sequence[int]], *, dtype: str = "F32", metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file of zeros, of whatever size: a header, and a hole for its data."""
+    header: dict[str, object] = {"__metadata__": dict(metadata or {})}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * {"F32": 4, "BF16": 2}[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + end)
 
 
 def converted(source: Path, target: Path, **options: object) -> Path:

@@ -60,25 +60,21 @@ class ShardName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An opened checkpoint; none of its tensors has been read.
-
-    Args:
-        format: how it lies on disk.
-        path: what was opened: a file or a folder.
-        selection: which of its weights `entries` are; None where there is no choice.
-        selections: which weights there are to choose from; empty where there is no choice.
-        entries: the tensors by name, in the file's order.
-        metadata: text stored beside the tensors.
-        files: every file of `entries`, index files included.
-    """
+    """An opened checkpoint; none of its tensors has been read."""
 
     format: Format
     path: Path
+    """What was opened: a file or a folder."""
     selection: Selection | None = None
+    """Which of its weights `entries` are; None where there is no choice."""
     selections: tuple[Selection, ...] = ()
+    """Which weights there are to choose from; empty where there is no choice."""
     entries: Mapping[str, Entry]
+    """The tensors by name, in the file's order."""
     metadata: Mapping[str, str]
+    """Text stored beside the tensors."""
     files: tuple[Path, ...]
+    """Every file of `entries`, index files included."""
 
     @property
     def form(self) -> str:

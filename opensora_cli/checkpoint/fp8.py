@@ -65,14 +65,8 @@ def without_scales(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def separated(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[str]:
-    """Return the 8-bit tensors that have not the same scale any more.
-
-    Args:
-        before: the tensors of a checkpoint.
-        after: some of the same entries, by the same or other names.
-
-    Returns:
-        Their names in `before`.
+    """Return the names in `before` of the 8-bit tensors whose scale is another in `after`, which has some of the same
+    entries by the same or other names.
     """
     new_names = {id(entry): name for name, entry in after.items()}
     scales, new_scales = _scales(before), _scales(after)
@@ -111,13 +105,8 @@ def quantise(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entr
 
 
 class DequantisedEntry(ComputedEntry):
-    """The product of 8-bit values and their scale.
-
-    Args:
-        name: of the tensor, for errors.
-        base: the 8-bit values.
-        scale: one number, one for each row, or one for each block of 128 x 128; None for values without a scale.
-        dtype: of the product.
+    """The product of 8-bit values and their scale, if they have one: one number, one for each row, or one for each
+    block of 128 x 128.
     """
 
     def __init__(self, name: str, base: Entry, scale: Entry | None, dtype: torch.dtype) -> None:
@@ -128,7 +117,6 @@ class DequantisedEntry(ComputedEntry):
         self._block = (1, 1) if scale is None else _block_of_scale(name, base, scale)
 
     def compute(self, start: int, stop: int) -> Tensor:
-        """Read and multiply elements `start` to `stop`."""
         values = _widened(self._base.elements(start, stop))
         if self._scale is not None:
             values *= self._factors(self._scale.read().float(), start, stop)
@@ -152,11 +140,6 @@ class ScaleEntry(Entry):
     The magnitude is found when the scale is first read, by reading the whole tensor piece by piece. It is rounded
     to bfloat16, which is finer than any 8 bits: it then comes back exactly, and quantising what came back in bfloat16
     gives the same scale and the same 8-bit values again.
-
-    Args:
-        name: of the tensor, for errors.
-        base: the tensor.
-        dtype: 8-bit.
     """
 
     def __init__(self, name: str, base: Entry, dtype: torch.dtype) -> None:
@@ -167,11 +150,6 @@ class ScaleEntry(Entry):
         self._value: Tensor | None = None
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Return the scale.
-
-        Raises:
-            CheckpointError: the tensor has numbers that are not finite.
-        """
         if self._value is None:
             self._value = self._find()
         return self._value[start:stop]
@@ -195,13 +173,7 @@ class ScaleEntry(Entry):
 
 
 class QuantisedEntry(ComputedEntry):
-    """A tensor over its scale in 8 bits: rounded to the nearest, and never over the largest number.
-
-    Args:
-        base: the tensor.
-        scale: its scale.
-        dtype: 8-bit.
-    """
+    """A tensor over its scale in 8 bits: rounded to the nearest, and never over the largest number."""
 
     def __init__(self, base: Entry, scale: ScaleEntry, dtype: torch.dtype) -> None:
         super().__init__(base.shape, dtype)
@@ -209,7 +181,6 @@ class QuantisedEntry(ComputedEntry):
         self._scale = scale
 
     def compute(self, start: int, stop: int) -> Tensor:
-        """Read and round elements `start` to `stop`."""
         values = self._base.elements(start, stop).float() / self._scale.read()
         largest = torch.finfo(self.dtype).max
         return values.clamp_(-largest, largest).to(self.dtype)

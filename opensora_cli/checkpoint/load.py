@@ -1,7 +1,7 @@
 """Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -101,28 +101,29 @@ def load_into_module(
             module.
         ValueError: the module has a non-persistent buffer on the meta device, which no file can fill.
     """
-    path = Path(path)
-    _refuse_unfillable(module_on_meta)
-    expected = module_on_meta.state_dict()
-    entries = dequantise(open_checkpoint(path).entries, dtype)
-    read = convert or _as_is
-    found = _require_fit(read(_MetaTensors(entries)), expected, path=path, allowed_missing=allowed_missing)
-    mapped = _MappedTensors(entries)
+    persistent = module_on_meta.state_dict().keys()
+    left = [name for name, buffer in module_on_meta.named_buffers() if buffer.is_meta and name not in persistent]
+    if left:
+        raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
+    tensors, missing, mapped = _read(
+        module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing
+    )
 
     def assign(key: str, tensor: Tensor) -> None:
         on_host = any(fnmatchcase(key, pattern) for pattern in keep_on_host)
-        placed = _placed(tensor, device="cpu" if on_host else device, dtype=dtype)
+        held_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        placed = tensor.to(device="cpu" if on_host else device, dtype=held_dtype).contiguous()
         if hold is not None and placed.device.type == "cpu" and not mapped.has_mapped(placed):
             placed = hold(placed)
         _assign(module_on_meta, key, placed)
 
-    for key, tensor in read(mapped):
+    for key, tensor in tensors:
         assign(key, tensor)
         if advance is not None:
             advance(tensor.nbytes)
-    for key in expected.keys() - found:
-        if expected[key].is_meta:
-            assign(key, torch.zeros(expected[key].shape, dtype=expected[key].dtype))
+    for key, tensor in missing.items():
+        if tensor.is_meta:
+            assign(key, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
 def read_weights(
@@ -135,30 +136,14 @@ def read_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a checkpoint that a module needs, for callers that keep a part of each.
 
-    Keys and shapes are checked, conversion included, before the first weight is read.
-
-    Args:
-        module_on_meta: made under `torch.device("meta")`; it stays as it is.
-        path: the file or folder, in any of the formats.
-        dtype: of what is 8-bit in the file; others keep theirs.
-        convert: as in `load_into_module`.
-        allowed_missing: as in `load_into_module`; what the file lacks comes as zeros.
-
-    Yields:
-        The module's key, and the whole tensor, on the CPU: a private map of the file, or read for this moment.
-
-    Raises:
-        CheckpointError: no such file, a file that is broken or of no known format, or keys or shapes that don't fit the
-            module.
+    These are the module's keys and the whole tensors, on the CPU: private maps of the file, or read for this moment.
+    Arguments and errors are those of `load_into_module`, but the module stays as it is, `dtype` is only of what is
+    8-bit in the file, and what the file lacks comes as zeros.
     """
-    path = Path(path)
-    expected = module_on_meta.state_dict()
-    entries = dequantise(open_checkpoint(path).entries, dtype)
-    read = convert or _as_is
-    found = _require_fit(read(_MetaTensors(entries)), expected, path=path, allowed_missing=allowed_missing)
-    yield from read(_MappedTensors(entries))
-    for key in expected.keys() - found:
-        yield key, torch.zeros(expected[key].shape, dtype=expected[key].dtype)
+    tensors, missing, _ = _read(module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing)
+    yield from tensors
+    for key, tensor in missing.items():
+        yield key, torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def load_checkpoint(
@@ -231,11 +216,21 @@ def fill_module(
             expected[key].copy_(tensors[key])
 
 
-def _require_fit(
-    tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, Tensor], *, path: Path, allowed_missing: Sequence[str]
-) -> frozenset[str]:
-    """Return the keys that a checkpoint has, all of them the module's; CheckpointError if it does not fit."""
-    found = {key: tuple(tensor.shape) for key, tensor in tensors}
+def _read(
+    module: nn.Module,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    convert: ConvertFn | None,
+    allowed_missing: Sequence[str],
+) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], _MappedTensors]:
+    """Return a file's tensors by the module's keys, to be read one by one, the module's own for the keys that the file
+    lacks, and the maps of the file; CheckpointError if it does not fit.
+    """
+    expected = module.state_dict()
+    entries = dequantise(open_checkpoint(Path(path)).entries, dtype)
+    read = convert or _as_is
+    found = {key: tuple(tensor.shape) for key, tensor in read(_MetaTensors(entries))}
     required = {
         key: tuple(tensor.shape)
         for key, tensor in expected.items()
@@ -244,7 +239,8 @@ def _require_fit(
     problems = differences(found, required)
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
-    return frozenset(found)
+    mapped = _MappedTensors(entries)
+    return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
 
 
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -262,10 +258,6 @@ def _map(path: Path) -> torch.UntypedStorage:
     return storage
 
 
-def _placed(tensor: Tensor, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-
-
 def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
     owner_path, _, name = key.rpartition(".")
     owner = module.get_submodule(owner_path)
@@ -274,13 +266,6 @@ def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
         setattr(owner, name, nn.Parameter(tensor, requires_grad=old.requires_grad))
     else:
         setattr(owner, name, tensor)
-
-
-def _refuse_unfillable(module: nn.Module) -> None:
-    persistent = module.state_dict().keys()
-    left = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in persistent]
-    if left:
-        raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
 
 
 def differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:

@@ -24,15 +24,12 @@ _FP32_SHARE = 2.0**-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmergeError:
-    """How far weights can be from what they were before an adapter was merged and unmerged.
-
-    Args:
-        bound: no weight differs by more.
-        tensor: where it is as large.
-    """
+    """How far weights can be from what they were before an adapter was merged and unmerged."""
 
     bound: float
+    """No weight differs by more."""
     tensor: str
+    """Where it is as large."""
 
 
 def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0) -> dict[str, Entry]:
@@ -40,8 +37,8 @@ def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0)
 
     Args:
         entries: the model's tensors, under the names they had in training.
-        adapter: the adapter.
-        scale: how much of it is added, beside its own scale.
+        adapter: what is added.
+        scale: multiplies it, beside its own scale.
 
     Raises:
         CheckpointError: the adapter is for tensors that are not there, have other shapes, or are not floating point of
@@ -107,14 +104,7 @@ def unmerge_error(
 
 
 class MergedEntry(ComputedEntry):
-    """A weight and a low-rank update of it.
-
-    Args:
-        base: the weight.
-        update: what is added.
-        scale: how much of it.
-        name: of the weight, for errors.
-    """
+    """The sum of a weight and a low-rank update of it, times `scale`."""
 
     def __init__(self, base: Entry, update: LowRank, *, scale: float, name: str) -> None:
         # A product of matrices may round otherwise where it has other sizes: every range must see the same products.
@@ -126,7 +116,6 @@ class MergedEntry(ComputedEntry):
         self._last_change: tuple[int, Tensor] | None = None
 
     def compute(self, start: int, stop: int) -> Tensor:
-        """Read and add elements `start` to `stop`."""
         begin = start - start % self.step_numel
         end = min(begin + self.step_numel, self.numel)
         change = self._change(begin, end)
@@ -170,17 +159,13 @@ def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:
     ]
     if misfits:
         raise CheckpointError(f"{adapter.path} does not fit the model: {first_few(misfits)}")
-    unfit = [name for name in names if not _can_be_summed(entries[name].dtype)]
+    dtypes = {name: entries[name].dtype for name in names}
+    unfit = [name for name, dtype in dtypes.items() if not dtype.is_floating_point or dtype in FP8_DTYPES]
     if unfit:
-        dtype = str(entries[unfit[0]].dtype).removeprefix("torch.")
         raise CheckpointError(
-            f"an adapter cannot be merged into {dtype}: {first_few(unfit)}",
+            f"an adapter cannot be merged into {str(dtypes[unfit[0]]).removeprefix('torch.')}: {first_few(unfit)}",
             hint="osora ckpt convert --dtype bf16 makes weights of 16 bits",
         )
-
-
-def _can_be_summed(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype not in FP8_DTYPES
 
 
 def _magnitude(piece: Tensor) -> float:

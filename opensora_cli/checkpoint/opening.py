@@ -36,7 +36,7 @@ _SAFETENSORS_INDEX = ".safetensors.index.json"
 
 
 class Kind(Enum):
-    """What a file can be when weights are looked for."""
+    """What a file can be when weights are looked for; its value describes it in messages."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -48,8 +48,11 @@ class Kind(Enum):
     OTHER = "other"
 
 
-WEIGHTS = (Kind.SAFETENSORS, Kind.TORCH)
-"""What holds tensors."""
+_HINTS = {
+    Kind.EMPTY: "fetch it again",
+    Kind.LFS_POINTER: "run git lfs pull, or fetch it with osora ckpt download",
+    Kind.WEB_PAGE: "fetch the file itself, logged in where that is needed",
+}
 
 
 def recognise(path: Path) -> Kind:
@@ -78,12 +81,8 @@ def recognise(path: Path) -> Kind:
 
 def refusal(path: Path, kind: Kind) -> CheckpointError:
     """Return why a file that holds no tensors cannot be opened, and what to do."""
-    if kind is Kind.EMPTY:
-        return CheckpointError(f"{path} is empty", hint="fetch it again")
-    if kind is Kind.LFS_POINTER:
-        return CheckpointError(f"{path} is {kind.value}", hint="run git lfs pull, or fetch it with osora ckpt download")
-    if kind is Kind.WEB_PAGE:
-        return CheckpointError(f"{path} is {kind.value}", hint="fetch the file itself, logged in where that is needed")
+    if kind in _HINTS:
+        return CheckpointError(f"{path} is {kind.value}", hint=_HINTS[kind])
     if kind is Kind.TAR:
         return CheckpointError(
             f"{path} is refused: it is {kind.value}, of a torch so old that reading it could run any code",
@@ -110,10 +109,9 @@ def read_start(path: Path) -> bytes:
 def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoint:
     """Open a checkpoint, without reading a tensor.
 
-    Args:
-        path: a file, the index of shards, or a folder: of shards, of `torch.distributed.checkpoint`, of ColossalAI, of
-            this project's trainings, or with a single file of weights.
-        select: which weights, where there are several; None: those of the model.
+    It is a file, the index of shards, or a folder: of shards, of `torch.distributed.checkpoint`, of ColossalAI, of this
+    project's trainings, or with a single file of weights. Where there are several weights, the model's are selected
+    unless others are.
 
     Raises:
         CheckpointError: there is nothing, or it is broken, incomplete, or cannot be read without trusting it.
@@ -208,7 +206,7 @@ def find_file(folder: Path) -> Path:
             file elsewhere, which is not read even to see what it is.
     """
     kinds = {path: recognise(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
-    weights = [path for path, kind in kinds.items() if kind in WEIGHTS]
+    weights = [path for path, kind in kinds.items() if kind in (Kind.SAFETENSORS, Kind.TORCH)]
     chosen = [path for path in weights if kinds[path] is Kind.SAFETENSORS] or weights
     if shards := [name for path in chosen if (name := ShardName.of(path.name))]:
         raise _without_index(folder, shards)

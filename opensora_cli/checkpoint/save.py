@@ -165,14 +165,7 @@ class CheckpointIO:
     ) -> dict[str, Any]:
         """Restore the given objects from a checkpoint, in place.
 
-        Args:
-            load_dir: the checkpoint's folder.
-            model: its weights are overwritten in place; an optimizer's references stay valid.
-            ema: likewise, with the averaged ones.
-            optimizer: its moments and the like.
-            lr_scheduler: where the learning rate is.
-            sampler: where in the data the run is.
-            strict: whether keys must match exactly.
+        Weights are overwritten in place: an optimizer's references stay valid. With `strict` their keys must match.
 
         Returns:
             `epoch`, `step`, `global_step` and `batch_size`.
@@ -199,15 +192,12 @@ class CheckpointIO:
     def _snapshot(self, values: dict[str, Any]) -> dict[str, Any]:
         """Copy everything; tensors to the host, into the memory of the last snapshot where they fit."""
         found, structure = pytree.tree_flatten_with_path(values)
-        plain = iter(_copy_plain([(pytree.keystr(path), leaf) for path, leaf in found if not _is_tensor(leaf)]))
+        named = [(pytree.keystr(path), leaf) for path, leaf in found]
+        plain = iter(_copy_plain([(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]))
         with self._copies.renewed() as copy:
-            copied = [copy(pytree.keystr(path), leaf) if _is_tensor(leaf) else next(plain) for path, leaf in found]
+            copied = [copy(name, leaf) if isinstance(leaf, Tensor) else next(plain) for name, leaf in named]
         snapshot: dict[str, Any] = pytree.tree_unflatten(copied, structure)
         return snapshot
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _copy_plain(leaves: list[tuple[str, Any]]) -> list[Any]:

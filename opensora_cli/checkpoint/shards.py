@@ -25,8 +25,8 @@ SHARD_BYTES = 4096 * 2**20
 OpenShard = Callable[[Path], tuple[dict[str, Entry], dict[str, str]]]
 """Opens one shard: path -> (tensors, metadata)."""
 
-WriteShard = Callable[[Path, Mapping[str, Entry], Mapping[str, str], Callable[[int], None] | None], None]
-"""Writes one shard: (path, tensors, metadata, advance)."""
+WriteShard = Callable[..., None]
+"""Writes one shard: (path, tensors, *, metadata, advance)."""
 
 _LISTED = 100
 _TOTAL_SIZE, _SHA256 = "total_size", "sha256"
@@ -74,13 +74,7 @@ class ShardForm:
         return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
 
 
-def _write_safetensors_shard(
-    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], advance: Callable[[int], None] | None
-) -> None:
-    write_safetensors(path, entries, metadata=metadata, advance=advance)
-
-
-SAFETENSORS_FORM = ShardForm(stem="model", suffix=".safetensors", write=_write_safetensors_shard)
+SAFETENSORS_FORM = ShardForm(stem="model", suffix=".safetensors", write=write_safetensors)
 
 
 def read_index(path: Path) -> ShardIndex:
@@ -112,14 +106,7 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def open_shards(path: Path, *, open_shard: OpenShard) -> tuple[dict[str, Entry], dict[str, str], tuple[Path, ...]]:
-    """Open all shards of an index.
-
-    Args:
-        path: the index file.
-        open_shard: opens one.
-
-    Returns:
-        The tensors, shard by shard; the metadata of the index and the shards; all files, the index first.
+    """Open all shards of an index, and return their tensors, all metadata, and all files, the index first.
 
     Raises:
         CheckpointError: the index names files that are missing (all are listed) or lie outside its folder, or does not
@@ -177,14 +164,8 @@ def refuse_outside(path: Path, folder: Path) -> Path:
 
 
 def plan_shards(entries: Mapping[str, Entry], shard_bytes: int) -> list[dict[str, Entry]]:
-    """Distribute tensors over shards, in their order.
-
-    Args:
-        entries: the tensors.
-        shard_bytes: what no shard is larger than, unless a single tensor is.
-
-    Returns:
-        The tensors of each shard; one empty shard if there are none.
+    """Distribute tensors over shards, in their order: at least one, and none larger than `shard_bytes` unless a
+    single tensor is.
     """
     shards: list[dict[str, Entry]] = [{}]
     size = 0
@@ -211,12 +192,10 @@ def write_shards(
 
     Args:
         folder: exists already.
-        entries: the tensors.
-        shard_bytes: what no shard is larger than, unless a single tensor is.
+        entries, shard_bytes: as for `plan_shards`.
         metadata: kept in the index and in each shard.
         form: how shards are called and written.
-        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index; None: they are
-            left out.
+        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index.
         advance: called with the bytes written by each step.
 
     Raises:
@@ -225,7 +204,7 @@ def write_shards(
     """
     shards = name_shards(entries, shard_bytes=shard_bytes, form=form)
     for name, shard in shards.items():
-        form.write(folder / name, shard, metadata, advance)
+        form.write(folder / name, shard, metadata=metadata, advance=advance)
     hashes: dict[str, str] = {}
     if hash_each is not None:
         hashes = dict(zip(shards, hash_each([folder / name for name in shards]), strict=True))
@@ -243,13 +222,7 @@ def name_shards(
 def make_index(
     shards: Mapping[str, Mapping[str, Entry]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the index: the shard of each tensor, and metadata.
-
-    Args:
-        shards: the tensors of each, by the name of its file.
-        metadata: kept in it.
-        sha256: of each shard; empty: left out.
-    """
+    """Return the index: the shard of each tensor, and metadata, with the SHA-256 of the shards unless it is empty."""
     kept: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
     kept[_TOTAL_SIZE] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
     if sha256:

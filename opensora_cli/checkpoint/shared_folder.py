@@ -81,11 +81,6 @@ def remove_checkpoint(folder: Path) -> None:
 def write_share(share: Share, temporary: Path, target: Path) -> None:
     """Write this process's share, and, as the first of them, give the folder its name when all have done so.
 
-    Args:
-        share: what to write.
-        temporary: where; see `temporary_folder`.
-        target: what it becomes.
-
     Raises:
         OutputError: this process or another could not write its share. `target` is as it was then; what several
             processes leave is for `remove_unfinished`.
@@ -113,9 +108,7 @@ def write_share(share: Share, temporary: Path, target: Path) -> None:
 def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return what is wrong with the files of a checkpoint, compared with the hashes that were written with it.
 
-    Args:
-        folder: the checkpoint's.
-        share: (k, n): look at every n-th file alone, beginning with the k-th, since n processes share the work.
+    With a share (k, n) only every n-th file is read, beginning with the k-th, since n processes share the work.
     """
     if not (folder / RUNNING_STATES_FILE).is_file():
         return [f"{folder} was not written to its end: it lacks {RUNNING_STATES_FILE}"]
@@ -219,11 +212,7 @@ def _signal_failure(folder: Path, share: Share, reason: str) -> None:
 
 
 def _wait_for(folder: Path, flag: str, share: Share) -> list[str]:
-    """Wait until all processes have written this flag, and return the content of each.
-
-    Raises:
-        OutputError: one has failed.
-    """
+    """Wait until all processes have written this flag, and return the content of each; OutputError if one fails."""
     while True:
         for process in range(share.processes):
             failed = folder / f"{_FAILED}-{process}"

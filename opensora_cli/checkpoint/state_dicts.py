@@ -25,31 +25,20 @@ _MAX_TOTAL_NAME_LENGTH = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Weights(Generic[LeafT]):
-    """The weights that were found.
-
-    Args:
-        leaves: by name; names of nested dictionaries are joined with dots.
-        selection: which weights they are; None where there is no choice.
-        selections: which ones there are to choose from.
-        metadata: the plain values beside them, such as the step.
-        is_training: whether it all is a checkpoint of this project's training.
-    """
+    """The weights that were found."""
 
     leaves: dict[str, LeafT]
+    """By name; names of nested dictionaries are joined with dots."""
     selection: Selection | None
     selections: tuple[Selection, ...]
     metadata: dict[str, str]
+    """The plain values beside them, such as the step."""
     is_training: bool
+    """Whether it all is a checkpoint of this project's training."""
 
 
 def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None) -> Weights[LeafT]:
-    """Return the weights in `tree`.
-
-    Args:
-        tree: a state dict, or dictionaries around one or several.
-        leaf: what a tensor is in it.
-        path: the file, for messages.
-        select: which weights; None: those of the model.
+    """Return the selected weights, or the model's, in a state dict, or in dictionaries around one or several.
 
     Raises:
         RequestError: there are no such weights.

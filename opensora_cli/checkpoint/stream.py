@@ -69,12 +69,7 @@ class Extent:
 
 
 class Entry(ABC):
-    """A lazily read tensor.
-
-    Args:
-        shape: its sizes; empty for a scalar.
-        dtype: of its elements.
-    """
+    """A lazily read tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape = tuple(shape)
@@ -125,10 +120,7 @@ class Entry(ABC):
 class StoredEntry(Entry):
     """A tensor whose bytes lie in files as they are: row by row, little-endian.
 
-    Args:
-        shape: its sizes.
-        dtype: of its elements.
-        extents: where; their lengths sum to that of the tensor, each a whole number of elements.
+    The lengths of `extents` sum to that of the tensor, each a whole number of elements.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, extents: Sequence[Extent]) -> None:
@@ -138,11 +130,9 @@ class StoredEntry(Entry):
             raise ValueError(f"{self.nbytes} bytes of a tensor in extents of {[e.length for e in extents]}")
 
     def extents(self) -> tuple[Extent, ...] | None:
-        """Return where it lies."""
         return self._extents
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop`."""
         size = self.dtype.itemsize
         wanted = cut_extents(self._extents, start * size, stop * size)
         buffer = torch.empty((stop - start) * size, dtype=torch.uint8)
@@ -154,18 +144,13 @@ class StoredEntry(Entry):
 
 
 class HeldEntry(Entry):
-    """A tensor that is in memory already.
-
-    Args:
-        tensor: on any device; it is detached, and read as it is at the time of reading.
-    """
+    """A tensor that is in memory already, on any device; it is read as it is at the time of reading."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
         self._tensor = tensor.detach()
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop`."""
         if self._tensor.is_contiguous() or self._tensor.ndim < 2:
             return self._tensor.reshape(-1)[start:stop].cpu()
         # Flattening copies what is not contiguous: only the rows that are needed.
@@ -207,7 +192,7 @@ def copy_entries(entries: Iterable[Entry], file: FileIO, *, advance: Callable[[i
     piece by piece.
 
     Args:
-        entries: what to write.
+        entries: the tensors.
         file: open for writing, without a buffer (`buffering=0`); they go to its position, which moves behind them.
         advance: called with the bytes written by each step.
 
@@ -215,7 +200,7 @@ def copy_entries(entries: Iterable[Entry], file: FileIO, *, advance: Callable[[i
         CheckpointError: a file that holds them cannot be read, or has become shorter.
         OSError: `file` cannot be written.
     """
-    progress = advance or _ignore
+    progress = advance or (lambda _: None)
     for stored, group in groupby(entries, key=lambda entry: entry.extents() is not None):
         if stored:
             for run in merged(chain.from_iterable(entry.extents() or () for entry in group)):
@@ -263,7 +248,3 @@ def _copy_run(run: Extent, file: FileIO, advance: Callable[[int], None]) -> None
         read_extent(part, buffer)
         write_all(file, buffer[: part.length])
         advance(part.length)
-
-
-def _ignore(_: int) -> None:
-    """Drop the progress."""

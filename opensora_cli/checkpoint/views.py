@@ -22,13 +22,7 @@ _MOST_KEPT = 2
 
 
 class CastEntry(Entry):
-    """Another entry in another dtype, rounded element by element as torch does.
-
-    Args:
-        base: the other entry.
-        dtype: what it is rounded to.
-        name: of the tensor, for errors.
-    """
+    """Another entry in another dtype, rounded element by element as torch does; `name` is for errors."""
 
     def __init__(self, base: Entry, dtype: torch.dtype, *, name: str) -> None:
         super().__init__(base.shape, dtype)
@@ -36,21 +30,11 @@ class CastEntry(Entry):
         self._name = name
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read and round elements `start` to `stop`.
-
-        Raises:
-            CheckpointError: a number is too large for the dtype; or as for any entry.
-        """
         return rounded(self._base.elements(start, stop), self.dtype, name=self._name)
 
 
 class RowsEntry(Entry):
-    """Some consecutive rows of another entry.
-
-    Args:
-        base: of one dimension or more.
-        start, stop: the rows.
-    """
+    """Rows `start` to `stop` of another entry of one dimension or more."""
 
     def __init__(self, base: Entry, start: int, stop: int) -> None:
         super().__init__((stop - start, *base.shape[1:]), base.dtype)
@@ -58,7 +42,6 @@ class RowsEntry(Entry):
         self._first = start * base.row_numel
 
     def extents(self) -> tuple[Extent, ...] | None:
-        """Return where these rows lie."""
         extents = self._base.extents()
         if extents is None:
             return None
@@ -66,16 +49,11 @@ class RowsEntry(Entry):
         return tuple(cut_extents(extents, start, start + self.nbytes))
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` of these rows."""
         return self._base.elements(self._first + start, self._first + stop)
 
 
 class JoinedEntry(Entry):
-    """The rows of several entries, one after the other.
-
-    Args:
-        parts: of the same dtype, and of the same shape but for the number of rows.
-    """
+    """The rows of several entries of one dtype, and of one shape but for the number of rows."""
 
     def __init__(self, parts: Sequence[Entry]) -> None:
         kinds = {(part.dtype, part.shape[1:]) for part in parts}
@@ -86,7 +64,6 @@ class JoinedEntry(Entry):
         self._ends = list(accumulate(part.numel for part in parts))
 
     def extents(self) -> tuple[Extent, ...] | None:
-        """Return where the parts lie."""
         runs: list[Extent] = []
         for part in self._parts:
             extents = part.extents()
@@ -96,7 +73,6 @@ class JoinedEntry(Entry):
         return tuple(runs)
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` out of the parts that hold them."""
         read = []
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -108,15 +84,10 @@ class JoinedEntry(Entry):
 
 
 def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
-    """Return numbers in another dtype.
-
-    Args:
-        values: of one dimension.
-        dtype: theirs from now on.
-        name: of the tensor they are of, for errors.
+    """Return numbers, of one dimension, in another dtype.
 
     Raises:
-        CheckpointError: finite numbers would become infinite.
+        CheckpointError: finite numbers of the tensor `name` would become infinite.
     """
     result = values.to(dtype)
     if _may_overflow(values, dtype) and bool((result.isinf() & values.isfinite()).any()):
@@ -141,10 +112,7 @@ def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
 class ComputedEntry(Entry):
     """A tensor whose elements are computed in steps. These are the same for every range that is read.
 
-    Args:
-        shape: its sizes.
-        dtype: of its elements.
-        whole_rows: whether a step may not end inside a row.
+    With `whole_rows` no step ends inside a row.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, whole_rows: bool = False) -> None:
@@ -157,7 +125,6 @@ class ComputedEntry(Entry):
         """Return elements `start` to `stop`, all of one step and at least one, in `dtype` and of one dimension."""
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Compute elements `start` to `stop`, step by step."""
         result = torch.empty(stop - start, dtype=self.dtype)
         step = self.step_numel
         for begin in range(start - start % step, stop, step):
@@ -189,7 +156,6 @@ class StridedEntry(Entry):
         self._whole: Tensor | None = None
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop`, having read them all."""
         if start >= stop:
             return torch.empty(0, dtype=self.dtype)
         whole = self._gather() if self._whole is None else self._whole
@@ -245,22 +211,16 @@ class Tile:
 
 
 class TiledEntry(Entry):
-    """A tensor in parts that were cut along any of its dimensions.
-
-    Args:
-        shape: its sizes; one dimension or more.
-        dtype: of its elements, and of all tiles.
-        tiles: cover it all, without overlap.
-    """
+    """A tensor of one dimension or more in parts of its dtype, cut along any dimension: they cover it all once."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> None:
         super().__init__(shape, dtype)
         self._tiles = tuple(tiles)
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop`, by way of all rows that they are in."""
         if start >= stop:
             return torch.empty(0, dtype=self.dtype)
+        # By way of all rows that they are in.
         first, last = start // self.row_numel, -(-stop // self.row_numel)
         rows = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
         for tile in self._tiles:

@@ -33,13 +33,7 @@ _OWN_NAMES = {
 """The files that a folder of each format holds; ColossalAI's holds another folder."""
 
 
-def _write_torch_shard(
-    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], advance: Callable[[int], None] | None
-) -> None:
-    write_torch(path, entries, metadata=metadata, advance=advance)
-
-
-_TORCH_FORM = ShardForm(stem="pytorch_model", suffix=".bin", write=_write_torch_shard)
+_TORCH_FORM = ShardForm(stem="pytorch_model", suffix=".bin", write=write_torch)
 
 
 def write_checkpoint(
@@ -53,7 +47,7 @@ def write_checkpoint(
     hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Path, ...]:
-    """Write tensors as a checkpoint, reading them piece by piece.
+    """Write tensors as a checkpoint, reading them piece by piece, and return the files that were written.
 
     Args:
         entries: the tensors.
@@ -63,12 +57,8 @@ def write_checkpoint(
         metadata: kept beside the tensors; torch.distributed.checkpoint has no room for it.
         overwrite: replace what is there. A folder is replaced only if it holds a checkpoint of the same format and
             nothing else.
-        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index, where there is
-            one; None: they are left out.
+        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index.
         advance: called with the bytes of tensors written by each step.
-
-    Returns:
-        The files that were written.
 
     Raises:
         RequestError: the format is not written here, or lacks the name or dtype of a tensor.
@@ -78,11 +68,9 @@ def write_checkpoint(
     """
     check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
     if format in _FILES:
+        write = write_safetensors if format is Format.SAFETENSORS else write_torch
         with atomic_path(path, replace=overwrite) as temporary:
-            if format is Format.SAFETENSORS:
-                write_safetensors(temporary, entries, metadata=metadata or {}, advance=advance)
-            else:
-                write_torch(temporary, entries, metadata=metadata or {}, advance=advance)
+            write(temporary, entries, metadata=metadata or {}, advance=advance)
         return (path,)
     with atomic_folder(path, replace=overwrite) as temporary:
         if format is Format.DCP:
@@ -90,13 +78,12 @@ def write_checkpoint(
         else:
             folder = temporary / MODEL_FOLDER if format is Format.COLOSSALAI else temporary
             folder.mkdir(exist_ok=True)
-            form = _TORCH_FORM if format is Format.TORCH_SHARDS else SAFETENSORS_FORM
             write_shards(
                 folder,
                 entries,
                 shard_bytes=shard_bytes,
                 metadata=metadata or {},
-                form=form,
+                form=_TORCH_FORM if format is Format.TORCH_SHARDS else SAFETENSORS_FORM,
                 hash_each=hash_each,
                 advance=advance,
             )
@@ -107,13 +94,7 @@ def write_checkpoint(
 
 
 def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) -> None:
-    """Check before hours of work whether `write_checkpoint` could write.
-
-    Args:
-        path: the file or folder.
-        format: what it will be.
-        needed: bytes of all tensors.
-        overwrite: whether what is there may be replaced.
+    """Check before hours of work whether `write_checkpoint` could write tensors of `needed` bytes.
 
     Raises:
         RequestError: the format is not written here.

@@ -128,22 +128,9 @@ def convert(
 
         settings = _validated(
             ConvertSettings,
-            {
-                "source": ("SRC", source),
-                "target": ("DST", target),
-                "select": ("--select", select),
-                "only": ("--only", only),
-                "drop": ("--drop", drop),
-                "rename": ("--rename", rename),
-                "qkv": ("--qkv", qkv),
-                "rotary": ("--rotary", rotary),
-                "dtype": ("--dtype", dtype),
-                "preset": ("--preset", preset),
-                "format": ("--format", format_),
-                "shard_size": ("--shard-size", shard_size),
-                "hashing": ("--no-hash", not no_hash),
-                "overwrite": ("--overwrite", overwrite),
-            },
+            {"source": ("SRC", source), "target": ("DST", target), "hashing": ("--no-hash", not no_hash)},
+            {"select": select, "only": only, "drop": drop, "rename": rename, "qkv": qkv, "rotary": rotary}
+            | {"dtype": dtype, "preset": preset, "format": format_, "shard_size": shard_size, "overwrite": overwrite},
         )
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import convert as engine
@@ -177,13 +164,7 @@ def inspect(
         from opensora_cli.settings.ckpt import InspectSettings
 
         settings = _validated(
-            InspectSettings,
-            {
-                "path": ("PATH", path),
-                "only": ("--only", only),
-                "select": ("--select", select),
-                "stats": ("--stats", stats),
-            },
+            InspectSettings, {"path": ("PATH", path)}, {"only": only, "select": select, "stats": stats}
         )
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import inspect as engine
@@ -213,13 +194,8 @@ def verify(
 
         settings = _validated(
             VerifySettings,
-            {
-                "path": ("PATH", path),
-                "select": ("--select", select),
-                "preset": ("--preset", preset),
-                "sha256": ("--sha256", sha256),
-                "data": ("--no-data", not no_data),
-            },
+            {"path": ("PATH", path), "data": ("--no-data", not no_data)},
+            {"select": select, "preset": preset, "sha256": sha256},
         )
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import verify as engine
@@ -259,14 +235,8 @@ def diff(
 
         settings = _validated(
             DiffSettings,
-            {
-                "first": ("A", first),
-                "second": ("B", second),
-                "rtol": ("--rtol", rtol),
-                "atol": ("--atol", atol),
-                "only": ("--only", only),
-                "select": ("--select", select),
-            },
+            {"first": ("A", first), "second": ("B", second)},
+            {"rtol": rtol, "atol": atol, "only": only, "select": select},
         )
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import diff as engine
@@ -306,17 +276,9 @@ def merge_lora(
 
         settings = _validated(
             MergeLoraSettings,
-            {
-                "base": ("BASE", base),
-                "adapter": ("ADAPTER", adapter),
-                "target": ("OUT", target),
-                "unmerge": ("--unmerge", unmerge),
-                "scale": ("--scale", scale),
-                "format": ("--format", format_),
-                "shard_size": ("--shard-size", shard_size),
-                "hashing": ("--no-hash", not no_hash),
-                "overwrite": ("--overwrite", overwrite),
-            },
+            {"base": ("BASE", base), "adapter": ("ADAPTER", adapter), "target": ("OUT", target)}
+            | {"hashing": ("--no-hash", not no_hash)},
+            {"unmerge": unmerge, "scale": scale, "format": format_, "shard_size": shard_size, "overwrite": overwrite},
         )
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import merge_lora as engine
@@ -360,8 +322,7 @@ def download(
     with errors.interruptible():
         from opensora_cli.settings.ckpt import DownloadSettings
 
-        flags = {"preset": ("PRESET", preset), "to": ("--to", to), "overwrite": ("--overwrite", overwrite)}
-        settings = _validated(DownloadSettings, flags)
+        settings = _validated(DownloadSettings, {"preset": ("PRESET", preset)}, {"to": to, "overwrite": overwrite})
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import download as engine
 
@@ -389,9 +350,14 @@ def _ckpt(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def _validated(schema: type[SectionT], flags: Mapping[str, tuple[str, object]]) -> SectionT:
-    """Return the settings that flags add up to, from each key to the flag and its value (None: not given)."""
+def _validated(
+    schema: type[SectionT], named: Mapping[str, tuple[str, object]], flags: Mapping[str, object]
+) -> SectionT:
+    """Return the settings that arguments add up to, by key: some with what the command line calls them, and flags with
+    the names of their keys. None: not given.
+    """
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.layers import validate
 
-    return validate(schema, {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None})
+    given = {**named, **{key: (f"--{key.replace('_', '-')}", value) for key, value in flags.items()}}
+    return validate(schema, {key: Given(value, name) for key, (name, value) in given.items() if value is not None})

@@ -8,12 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from fake_hub import FakeRepo, serving
+from fake_hub import FakeHub, FakeRepo, connect, serving
 from safetensors.torch import load_file, save_file
 
 from opensora_cli.checkpoint import stream
@@ -59,9 +60,7 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         (["convrt", "a", "b"], 2, "Did you mean 'convert'?"),
         (["convert", "good.safetensors", "x", "--qkv", "fuse"], 2, "'fuse' is not one of 'fused', 'split'"),
         (["convert", "good.safetensors", "x", "--shard-size", "4XB"], 2, "size such as 4GB or 4096MiB (from"),
-        (["convert", "good.safetensors", "x", "--shard-size", "1" + "0" * 400], 2, "is larger than any file (from"),
         (["convert", "good.safetensors", "x.ckpt"], 2, ".ckpt, that names no format: add --format"),
-        (["convert", "good.safetensors", "x.safetensors.index.json"], 2, ".json, that names no format"),
         (["merge-lora", "good.safetensors", "folder", "x.ckpt"], 2, ".ckpt, that names no format"),
         (["convert", "good.safetensors", "x.pt", "--shard-size", "4GB"], 2, "has no effect on format=torch"),
         (["convert", "good.safetensors", "x.pt", "--format", "dcp"], 2, "must agree with the ending"),
@@ -69,8 +68,6 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         (["convert", "good.safetensors", "x", "--select", "ema"], 2, "has no ema weights"),
         (["convert", "good.safetensors", "x", "--only", "b.*"], 2, "matches no tensor"),
         (["convert", "good.safetensors", "x", "--rename", "a"], 2, "must be OLD=NEW"),
-        (["convert", "good.safetensors", "x", "--rename", "re:.*=b"], 2, "the same name"),
-        (["convert", "good.safetensors", "x", "--rename", "re:(=b"], 2, "no regular expression"),
         (["convert", "good.safetensors", "x", "--qkv", "split"], 2, "is for an MMDiT"),
         (["convert", "good.safetensors", "x", "--preset", "flux-dev"], 2, "did you mean flux1-dev?"),
         (["verify", "good.safetensors", "--preset", "flux-dev"], 2, "did you mean flux1-dev?"),
@@ -292,46 +289,53 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "merge-lora" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["ckpt", "--help"], ["ckpt", "convert", "--help"], ["ckpt", "convert", "a", "b", "--shard-size", "x"]],
-    ids=" ".join,
-)
-def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
-    code = "import sys; from opensora_cli.cli.app import main; main(sys.argv[1:]);print('\\n', *sorted(sys.modules))"
-    command = [sys.executable, "-c", code, *args]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+def test_help_and_wrong_requests_need_no_torch() -> None:
+    code = (
+        "import sys; from opensora_cli.cli.app import main\n"
+        "for args in ('--help', 'convert --help', 'convert a b --shard-size x'): main(['ckpt', *args.split()])\n"
+        "print('\\n', *sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = set(done.stdout.splitlines()[-1].split())
     assert "opensora_cli.cli.ckpt" in modules
     assert modules & {"torch", "numpy", "safetensors", "huggingface_hub"} == set()
 
 
-def test_download_in_a_process_of_its_own() -> None:
-    folders = ("google/t5-v1_1-xxl", "openai/clip-vit-large-patch14")
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
     files = {"Open_Sora_v2.safetensors": b"weights", "hunyuan_vae.safetensors": b"vae"}
-    files |= {f"{folder}/config.json": b"{}" for folder in folders}
-    with serving() as hub:
-        hub.repos["hpcai-tech/Open-Sora-v2"] = FakeRepo(files)
+    files |= {f"{folder}/config.json": b"{}" for folder in ("google/t5-v1_1-xxl", "openai/clip-vit-large-patch14")}
+    with serving() as server:
+        server.repos["hpcai-tech/Open-Sora-v2"] = FakeRepo(files)
+        yield server
 
-        def download(*args: str, **variables: str) -> tuple[str, str, int]:
-            hub_variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": "hub", **variables}
-            with start("ckpt", "download", "open-sora-v2", *args, **hub_variables) as process:
-                return (*process.communicate(), process.returncode)
 
-        _, err, code = download(HF_HUB_OFFLINE="1")
-        assert (code, hub.requests) == (3, [])
-        assert "ckpts lacks Open_Sora_v2.safetensors, hunyuan_vae.safetensors" in err
-        out, _, code = download("--dry-run", "--json")
-        assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/1", [])
-        out, err, code = download()
-        assert code == 0, err
-        assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err
-        assert Path("ckpts/Open_Sora_v2.safetensors").read_bytes() == b"weights"
-        assert out.endswith(f"{sum(map(len, files.values()))} bytes  in ckpts, all there\n")
-        hub.requests.clear()
-        out, err, code = download(HF_HUB_OFFLINE="1")
-        assert (code, hub.requests) == (0, []), err
-        assert out.endswith("in ckpts, all there\n")
+def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    connect(hub, monkeypatch)
+    code, out, _ = run("download", "open-sora-v2", "--dry-run", "--json", capsys=capsys)
+    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/1", [])
+    code, out, err = run("download", "open-sora-v2", capsys=capsys)
+    assert code == 0
+    assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err
+    assert Path("ckpts/Open_Sora_v2.safetensors").read_bytes() == b"weights"
+    assert out.endswith("14 bytes  in ckpts, all there\n")
+
+
+@pytest.mark.slow
+def test_download_goes_by_the_environment(hub: FakeHub) -> None:
+    def download(**variables: str) -> tuple[str, str, int]:
+        with start("ckpt", "download", "open-sora-v2", HF_ENDPOINT=hub.endpoint, HF_HOME="hub", **variables) as process:
+            return (*process.communicate(), process.returncode)
+
+    _, err, code = download(HF_HUB_OFFLINE="1")
+    assert (code, hub.requests) == (3, [])
+    assert "ckpts lacks Open_Sora_v2.safetensors, hunyuan_vae.safetensors" in err
+    _, err, code = download()
+    assert code == 0, err
+    hub.requests.clear()
+    out, err, code = download(HF_HUB_OFFLINE="1")
+    assert (code, hub.requests) == (0, []), err
+    assert out.endswith("in ckpts, all there\n")
 
 
 def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,8 +346,8 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
         "target": "mmdit",
         "output": "run",
         "weights": [str(demo)],
-        "data": {"scenes": {"count": 4, "size": 64, "num_frames": 17, "batch_size": 2}, "workers": 0},
-        "loop": {"steps": 2},
+        "data": {"scenes": {"count": 2, "size": 32, "num_frames": 17, "batch_size": 1}, "workers": 0},
+        "loop": {"steps": 1},
         "precision": {"compute": "fp32"},
         "train_mmdit": {"video_latent_frames": 2, "easy_latent_frames": 3, "frozen_dtype": "float32"},
         **sizes,

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_weights import write_holes
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +39,6 @@ sys.exit("there is no limit")
 """
 
 
-def write_holes(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write tensors of fp32 zeros: a file with a hole for its data."""
-    header = {}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    content = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
-        file.truncate(8 + len(content) + end)
-
-
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
     """Square matrices, more of them than fit."""
@@ -60,13 +46,9 @@ def large(tmp_path: Path) -> Path:
     return tmp_path / "large.safetensors"
 
 
-def limit_for(largest: int) -> int:
-    return 2 * largest + 256 * 2**20
-
-
 def run(*args: str, largest: int = TENSOR_BYTES, total: int = TENSORS * TENSOR_BYTES) -> str:
     """Run `osora ckpt` on tensors of so many bytes with little memory, and return what it prints."""
-    limit = limit_for(largest)
+    limit = 2 * largest + 256 * 2**20
     assert 2 * limit < total
     command = [sys.executable, "-c", LIMITED, str(limit), str(total), "ckpt", *args, "--quiet"]
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -36,7 +36,6 @@ _MAX_METADATA_BYTES = 2**29
 _MAX_OPERATIONS = 32_000_000
 """Of the pickle: enough for 5,000 tensors that are cut over 100 ranks."""
 
-
 _RECORDS = frozenset(
     {
         *(
@@ -49,7 +48,6 @@ _RECORDS = frozenset(
         "torch.distributed.checkpoint.filesystem._StorageInfo",
     }
 )
-_SIZE = "torch.Size"
 _UNUSED = frozenset(
     {
         *("torch.device", "torch.serialization._get_layout", "collections.Counter", "_codecs.encode"),
@@ -84,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
             return DTYPES[imported]
         if imported in _RECORDS:
             return _Record
-        if imported == _SIZE:
+        if imported == "torch.Size":
             return lambda sizes: tuple(sizes)
         if imported == "collections.OrderedDict":
             return lambda: {}
@@ -111,11 +109,7 @@ _Places = dict[tuple[str, tuple[int, ...]], Extent]
 
 
 def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
-    """Open a folder of `torch.distributed.checkpoint`.
-
-    Args:
-        folder: holds `.metadata`.
-        select: which weights, where there are several; None: those of the model.
+    """Open a folder of `torch.distributed.checkpoint`; of several weights in it the selected ones, or the model's.
 
     Raises:
         CheckpointError: the folder is not complete, broken, or imports something else than weights.
@@ -142,12 +136,9 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
 
 
 def write_dcp(folder: Path, entries: Mapping[str, Entry], *, advance: Callable[[int], None] | None = None) -> None:
-    """Write a folder that `torch.distributed.checkpoint.load` reads, piece by piece, straight to its names.
+    """Write into a folder what `torch.distributed.checkpoint.load` reads, piece by piece, straight to its names.
 
-    Args:
-        folder: exists already.
-        entries: its tensors.
-        advance: called with the bytes written by each step.
+    `advance` is called with the bytes written by each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write.
@@ -237,8 +228,11 @@ def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _
             place = info.state
             if place.get("transform_descriptors"):
                 raise ValueError("its files are transformed, such as compressed, which is not supported")
+            file_name = place["relative_path"]
+            if file_name != Path(file_name).name or not file_name.isprintable():
+                raise ValueError(f"it refers to a file outside its folder: {shown(file_name)}")
             start, length = _as_sizes((place["offset"], place["length"]))
-            places[name, _as_sizes(offsets)] = Extent(folder / _file_name(place["relative_path"]), start, length)
+            places[name, _as_sizes(offsets)] = Extent(folder / file_name, start, length)
     files = {place.path for place in places.values()}
     missing = sorted(shown(file.name) for file in files if not refuse_outside(file, folder).is_file())
     if missing:
@@ -250,12 +244,6 @@ def _places(folder: Path, stored: dict[_Record, _Record], wanted: set[str]) -> _
                 f"{place.path} is truncated: {sizes[place.path]} bytes are there", hint="fetch it again"
             )
     return places
-
-
-def _file_name(name: str) -> str:
-    if name != Path(name).name or not name.isprintable():
-        raise ValueError(f"it refers to a file outside its folder: {shown(name)}")
-    return name
 
 
 def _entry(tensor: _Tensor, places: _Places, path: Path) -> Entry:

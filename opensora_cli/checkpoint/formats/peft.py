@@ -55,19 +55,16 @@ _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """What an adapter adds to one weight: scale · B·A, as a matrix of the weight's rows.
-
-    Args:
-        a: (rank, in), or of a convolution (rank, in, ...).
-        b: (out, rank), or of a convolution (out, rank, 1, ...).
-        scale: alpha / rank, or alpha / sqrt(rank).
-        transposed: whether the weight is (in, out), as of an embedding.
-    """
+    """What an adapter adds to one weight: scale · B·A, as a matrix of the weight's rows."""
 
     a: Entry
+    """(rank, in), or of a convolution (rank, in, ...)."""
     b: Entry
+    """(out, rank), or of a convolution (out, rank, 1, ...)."""
     scale: float
+    """alpha / rank, or alpha / sqrt(rank)."""
     transposed: bool
+    """Whether the weight is (in, out), as of an embedding."""
 
     @property
     def described(self) -> str:
@@ -92,34 +89,25 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter; none of its tensors has been read.
-
-    Args:
-        path: as it was opened.
-        updates: what it adds, by the names of the weights.
-        replacements: tensors that were trained as a whole (`modules_to_save`, biases), by their names.
-    """
+    """An adapter; none of its tensors has been read."""
 
     path: Path
     updates: Mapping[str, LowRank]
+    """What it adds, by the names of the weights."""
     replacements: Mapping[str, Entry]
+    """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
 
 
 def adapter_files(path: Path) -> tuple[Path, Path]:
-    """Return an adapter's two files: its configuration and its tensors.
-
-    Args:
-        path: the folder that PEFT saved, or the file of tensors in it, of any name.
+    """Return an adapter's two files, its configuration and its tensors: `path` is the folder that PEFT saved, or the
+    file of tensors in it, of any name.
     """
     weights = path / WEIGHTS_FILE if path.is_dir() else path
     return weights.parent / CONFIG_FILE, weights
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Open an adapter.
-
-    Args:
-        path: as for `adapter_files`.
+    """Open an adapter, by a path as for `adapter_files`.
 
     Raises:
         CheckpointError: a file is missing or broken, or the two do not fit each other.
@@ -213,11 +201,7 @@ class _Config:
         )
 
     def check(self, modules: Set[str]) -> None:
-        """Refuse what would take long.
-
-        Raises:
-            CheckpointError: a module's name is too long, or there are too many for the patterns.
-        """
+        """Refuse what would take long: too long names of modules, or too many for the patterns."""
         too_long = [module for module in modules if len(module) > _MAX_NAME_LENGTH]
         if too_long:
             raise CheckpointError(f"{self.path.parent} is for a module of too long a name: {first_few(too_long)}")

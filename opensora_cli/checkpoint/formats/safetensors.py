@@ -73,13 +73,7 @@ class _Placed:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Read the header of a safetensors file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Its tensors, in the order of their bytes, and its metadata.
+    """Read the header of a safetensors file, and return its tensors, in the order of their bytes, and its metadata.
 
     Raises:
         CheckpointError: no such file, or one that is not whole and sound down to the last byte of its header.
@@ -120,11 +114,10 @@ def write_safetensors(
         CheckpointError: a tensor cannot be read.
         OSError: `path` cannot be written.
     """
-    ordered = _ordered(entries)
-    header = _header(ordered, {"format": "pt", **metadata})
+    placement = place_tensors(entries, metadata=metadata)
     with path.open("wb", buffering=0) as file:
-        write_all(file, header)
-        copy_entries(ordered.values(), file, advance=advance)
+        write_all(file, placement.header)
+        copy_entries((entries[name] for name in placement.positions), file, advance=advance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,29 +127,22 @@ class Placement:
     header: bytes
     """What comes before the tensors."""
     positions: Mapping[str, int]
-    """Of each tensor's first byte in the file."""
+    """Of each tensor's first byte in the file, in this order."""
     size: int
     """Bytes of the file."""
 
 
 def place_tensors(entries: Mapping[str, Entry], *, metadata: Mapping[str, str]) -> Placement:
-    """Return what `write_safetensors` would put where, so that several can write parts of one file.
-
-    Args:
-        entries: its tensors; only shapes and dtypes are used.
-        metadata: kept in its header, with `format`.
+    """Return what `write_safetensors` puts where, by shapes and dtypes alone, so that several can write parts of one
+    file.
 
     Raises:
         RequestError: a tensor has a name or a dtype that the format lacks.
     """
-    ordered = _ordered(entries)
+    ordered = dict(sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize))
     header = _header(ordered, {"format": "pt", **metadata})
     ends = list(accumulate((entry.nbytes for entry in ordered.values()), initial=len(header)))
     return Placement(header=header, positions=dict(zip(ordered, ends, strict=False)), size=ends[-1])
-
-
-def _ordered(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    return dict(sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize))
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:

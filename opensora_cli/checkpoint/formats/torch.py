@@ -137,11 +137,7 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
     """Open a file of `torch.save`: a state dict, or a dictionary that holds one or several.
 
     Tensors keep their dtype and shape; other values are left out, but for plain ones beside the state dicts, which
-    become metadata.
-
-    Args:
-        path: the file.
-        select: which weights, where there are several; None: those of the model.
+    become metadata. Of several weights these are the selected ones, or the model's.
 
     Raises:
         CheckpointError: no such file, a broken one, or one that cannot be read without trusting it.
@@ -306,9 +302,8 @@ def write_torch(
 ) -> None:
     """Write a state dict in the form of `torch.save`, which needs all tensors at once: here it goes piece by piece.
 
-    Args:
-        metadata: kept beside them, where `open_torch` finds it and `torch.load` does not look.
-        advance: called with the bytes written by each step.
+    `metadata` is kept beside them, where `open_torch` finds it and `torch.load` does not look; `advance` is called with
+    the bytes written by each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write; nothing has been written.

@@ -14,7 +14,7 @@ from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.ckpt.identify import check, require_preset
+from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout
 from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_paths, check_product, write
 from opensora_cli.models.mmdit.layout import QKV, Rotary
@@ -65,14 +65,8 @@ def plan_convert(settings: ConvertSettings) -> ConvertPlan:
 def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> ConvertResult:
     """Convert a checkpoint piece by piece, whatever its size.
 
-    Args:
-        settings: from where, to where, and the changes.
-        reporter: shows progress and decisions.
-
     Raises:
-        RequestError: the request contradicts itself or what the source is.
-        CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
-        OutputError: the target exists already, is too large for the disk or cannot be written.
+        RequestError, CheckpointError, OutputError: as `plan_convert`, or what is read or written cannot be.
     """
     product = _plan(settings)
     sha256, files = write(product, reporter=reporter or SilentReporter())
@@ -80,16 +74,15 @@ def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> C
 
 
 def _plan(settings: ConvertSettings) -> Product:
-    if settings.preset is not None:
-        require_preset(settings.preset)
+    released = None if settings.preset is None else read_released(settings.preset)
     selection = None if settings.select is None else Selection(settings.select)
     source = open_checkpoint(Path(settings.source), select=selection)
     check_paths([source.path, *source.files], settings)
     entries, metadata = _converted(source, settings)
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
-    if settings.preset is not None:
-        problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, settings.preset)
+    if released is not None:
+        problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, released)
         if problems:
             raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
     product = Product(source=source, entries=entries, metadata=metadata, options=settings.options, settings=settings)

@@ -194,10 +194,6 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
 
     Files that are here and correct are not fetched again; partial ones are continued.
 
-    Args:
-        settings: what, and where to.
-        reporter: shows the sizes, licences and progress.
-
     Raises:
         CheckpointError: the Hub cannot be reached, refuses, or sends content with another hash.
         OutputError: the folder cannot be written, has too little room, or holds other files of these names.
@@ -229,7 +225,10 @@ def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> t
         recorded = read_listing(folder, preset)
         names = [name for source in sources for name in source.names]
         if all(source.repo in recorded for source in sources):
-            repos = tuple(_wanted(source, recorded[source.repo]) for source in sources)
+            repos = tuple(
+                replace(repo, files={name: file for name, file in repo.files.items() if source.wants(name)})
+                for source, repo in ((source, recorded[source.repo]) for source in sources)
+            )
             names = [name for source, repo in zip(sources, repos, strict=True) for name in _needed(source, repo)]
             if all((folder / name).is_file() for name in names):
                 return repos, True
@@ -239,10 +238,6 @@ def _read(sources: Sequence[_Source], preset: DownloadPreset, folder: Path) -> t
             f"{problem.message}; {folder} {lacking}",
             hint="unset HF_HUB_OFFLINE, or copy the files from another machine, .cache included",
         ) from problem
-
-
-def _wanted(source: _Source, repo: HubRepo) -> HubRepo:
-    return replace(repo, files={name: file for name, file in repo.files.items() if source.wants(name)})
 
 
 def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:

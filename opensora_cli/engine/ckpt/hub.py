@@ -97,11 +97,7 @@ class HubRepo:
 
 
 def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
-    """Ask the Hub for a repository.
-
-    Args:
-        name: owner and name.
-        wanted: whether a file of this name is to be among `files`.
+    """Ask the Hub for a repository by its owner and name; only files whose names are wanted are among its `files`.
 
     Raises:
         CheckpointError: there is no such repository, or it is not open to this token.
@@ -150,13 +146,8 @@ def part_of(file: HubFile, target: Path) -> Path:
 def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
     """Fetch `file` to `target`, continuing from what an earlier fetch left.
 
-    The content goes to a file beside it, and becomes `target` when its hash is right. Broken connections are
-    retried.
-
-    Args:
-        file: what to fetch.
-        target: may exist, and is then replaced.
-        advance: called with bytes as they are written or, of an earlier fetch, found.
+    The content goes to a file beside it, and becomes `target`, or replaces it, when its hash is right. Broken
+    connections are retried. `advance` is called with bytes as they are written or, of an earlier fetch, found.
 
     Raises:
         CheckpointError: the Hub cannot be reached or refuses, or the content has another hash.

@@ -1,11 +1,13 @@
-"""Which model a checkpoint is, by the names and shapes of its tensors."""
+"""Which model a checkpoint is, by the names and shapes of its tensors, and those of the published models."""
 
+import importlib.resources
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from opensora_cli.checkpoint.load import Shape, differences
-from opensora_cli.checkpoint.released import read_released, released_names
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
@@ -22,19 +24,48 @@ _HALLMARKS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A published model: what options call it, what it is, and its tensors in the file's order."""
+
+    name: str
+    title: str
+    shapes: Mapping[str, Shape]
+
+
+def released_names() -> list[str]:
+    """Return the names of all published models."""
+    return sorted(path.stem for path in _released_folder().glob("*.json"))
+
+
+def read_released(name: str) -> Released:
+    """Return a published model.
+
+    Raises:
+        RequestError: there is none of that name; the nearest is named.
+    """
+    names = released_names()
+    if name not in names:
+        close = nearest(name, names)
+        hint = f"did you mean {close}?" if close else None
+        raise RequestError(f"preset={name} is not one of {', '.join(names)}", hint=hint)
+    table = json.loads((_released_folder() / f"{name}.json").read_text(encoding="utf-8"))
+    return Released(name, table["title"], {key: tuple(shape) for key, shape in table["tensors"].items()})
+
+
+def _released_folder() -> Path:
+    return Path(str(importlib.resources.files("opensora_cli") / "assets" / "released"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a checkpoint is.
-
-    Args:
-        name: of the published model whose names and shapes it has, in either layout of q, k and v; None for others.
-        title: what it is, in words.
-        prefix: what its names have before those of the published models.
-    """
+    """What a checkpoint is."""
 
     name: str | None
+    """Of the published model whose names and shapes it has, in either layout of q, k and v; None for others."""
     title: str
     prefix: str
+    """What its names have before those of the published models."""
 
 
 def identify(shapes: Mapping[str, Shape]) -> Identity | None:
@@ -54,17 +85,8 @@ def identify(shapes: Mapping[str, Shape]) -> Identity | None:
     return None
 
 
-def check(shapes: Mapping[str, Shape], name: str) -> list[str]:
-    """Return what keeps a checkpoint from being a published model; q, k and v may be fused or split in both.
-
-    Args:
-        shapes: of its tensors.
-        name: of the published model.
-
-    Raises:
-        RequestError: there is no published model of that name.
-    """
-    released = read_released(name)
+def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:
+    """Return what keeps a checkpoint from being a published model; q, k and v may be fused or split in both."""
     problems = differences(shapes, _in_layout_of(shapes, released.shapes))
     identity = identify(shapes) if problems else None
     if identity is not None and identity.prefix:
@@ -103,17 +125,3 @@ def _describe(shapes: Mapping[str, Shape], sizes: HeadSizes) -> str:
 def _count_blocks(shapes: Mapping[str, Shape], stack: str) -> int:
     found = (re.match(rf"{stack}_blocks\.(\d+)\.", key) for key in shapes)
     return len({match[1] for match in found if match})
-
-
-def require_preset(name: str) -> None:
-    """Check that there is a released model of this name.
-
-    Raises:
-        RequestError: there is none; the nearest is named.
-    """
-    names = released_names()
-    if name not in names:
-        close = nearest(name, names)
-        raise RequestError(
-            f"preset={name} is not one of {', '.join(names)}", hint=f"did you mean {close}?" if close else None
-        )

@@ -23,13 +23,7 @@ from opensora_cli.models.mmdit.layout import (
 
 
 class ReorderedEntry(Entry):
-    """A weight or bias of q or k, or the scale of their norm, in the other rotary layout.
-
-    Args:
-        base: (H·D, ...).
-        head_dim: D.
-        rotary: the order to bring the rows of each head into.
-    """
+    """A weight or bias of q or k, or the scale of their norm, (H·D, ...), in the other rotary layout."""
 
     def __init__(self, base: Entry, *, head_dim: int, rotary: Rotary) -> None:
         super().__init__(base.shape, base.dtype)
@@ -38,7 +32,6 @@ class ReorderedEntry(Entry):
         self._rotary = rotary
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Read the heads that elements `start` to `stop` belong to, and reorder them."""
         head_numel = self._head_dim * self.row_numel
         if start == stop:
             return self._base.elements(0, 0)

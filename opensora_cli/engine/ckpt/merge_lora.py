@@ -49,10 +49,6 @@ class MergeResult(WrittenDocument):
 def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None) -> MergeResult:
     """Write the base model with the adapter in it, or without it again.
 
-    Args:
-        settings: what, and where to.
-        reporter: shows progress.
-
     Raises:
         RequestError: the adapter is of a kind that cannot be merged, or unmerged, or paths contradict each other.
         CheckpointError: base or adapter are missing or broken, or don't fit each other.

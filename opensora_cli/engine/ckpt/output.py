@@ -21,10 +21,7 @@ from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
 from opensora_cli.settings.ckpt import WriteSettings
 
-SOURCE = "osora.source"
-SOURCE_SHA256 = "osora.source_sha256"
-OPTIONS = "osora.options"
-VERSION = "osora.version"
+_SOURCE_SHA256 = "osora.source_sha256"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,8 @@ class Product:
         """Return the same for people."""
         source = self.source
         kind = f"{source.form}, {source.selection} weights" if source.selection else source.form
-        done = ", ".join(f"{name} {_shown(value)}" for name, value in self.options.items())
+        given = {key: " ".join(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        done = ", ".join(f"{name} {value}" for name, value in given.items())
         return [
             f"source  {source.path} ({kind})",
             f"target  {self.target} ({self.format})",
@@ -101,7 +99,7 @@ class WrittenDocument(ProductDocument):
     """Weights that have been written."""
 
     source_sha256: str | None
-    """Of the source's files, as `hash_files` gives it."""
+    """Of the source's file; of several, of what `sha256sum` prints of them in their folder, in order of name."""
     files: tuple[Path, ...]
 
     def lines(self) -> list[str]:
@@ -143,14 +141,7 @@ def check_product(product: Product) -> None:
 
 
 def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Path, ...]]:
-    """Write what was made, whole or not at all.
-
-    Args:
-        product: what, where to and how.
-        reporter: shows progress in bytes.
-
-    Returns:
-        The SHA-256 of the source, if it was computed, and the files.
+    """Write what was made, whole or not at all; return the SHA-256 of the source, if it was computed, and the files.
 
     Raises:
         RequestError: the format lacks the name or dtype of a tensor.
@@ -164,18 +155,23 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
         reporter.warn(product.source.caveat)
     if not settings.resolved_format.has_metadata:
         reporter.warn(f"{product.format} has no metadata: that of the weights is left out")
-    sha256 = hash_files(product.source, reporter=reporter) if settings.hashing else None
-    kept = {key: text for key, text in product.metadata.items() if key != SOURCE_SHA256}
-    origin = provenance(product.source, options=product.options, sha256=sha256)
+    sha256 = _hash_files(product.source, reporter=reporter) if settings.hashing else None
+    metadata = {
+        **{key: text for key, text in product.metadata.items() if key != _SOURCE_SHA256},
+        "osora.source": os.fspath(product.source.path),
+        "osora.options": json.dumps(dict(product.options), ensure_ascii=False, sort_keys=True),
+        "osora.version": opensora_cli.__version__,
+        **({_SOURCE_SHA256: sha256} if sha256 else {}),
+    }
     with reporter.stage("write", total=product.nbytes, unit=BYTES) as progress:
         files = write_checkpoint(
             product.entries,
             product.target,
             format=product.format,
             shard_bytes=settings.shard_size or SHARD_BYTES,
-            metadata={**kept, **origin},
+            metadata=metadata,
             overwrite=settings.overwrite,
-            hash_each=partial(hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
+            hash_each=partial(_hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
             advance=progress.advance,
         )
     return sha256, files
@@ -191,57 +187,20 @@ def _check_path(target: Path, source: Path) -> None:
         raise RequestError(f"{target} holds {source}, which is read", hint="write to another folder")
 
 
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def provenance(source: Checkpoint, *, options: Mapping[str, object], sha256: str | None) -> dict[str, str]:
-    """Return the metadata of weights that were made from `source`.
-
-    Args:
-        source: what was read.
-        options: what was done to it.
-        sha256: of its files, as `hash_files` gives it; None: not recorded.
+def _hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
+    """Return the SHA-256 of a checkpoint's file; of several files, that of what `sha256sum` prints of them in their
+    folder, in order of name.
     """
-    origin = {
-        SOURCE: os.fspath(source.path),
-        OPTIONS: json.dumps(dict(options), ensure_ascii=False, sort_keys=True),
-        VERSION: opensora_cli.__version__,
-    }
-    return origin if sha256 is None else {**origin, SOURCE_SHA256: sha256}
-
-
-def hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
-    """Return the SHA-256 of a checkpoint's file.
-
-    Of several files it is the SHA-256 of what `sha256sum` prints of them in their folder, in order of name.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    files = sorted(_by_name(source.files, source.path).items())
-    hashes = hash_each([path for _, path in files], stage="hash", reporter=reporter)
+    folder = source.path if source.path.is_dir() else source.path.parent
+    files = sorted((Path(os.path.relpath(file, folder)).as_posix(), file) for file in source.files)
+    hashes = _hash_each([path for _, path in files], stage="hash", reporter=reporter)
     if len(hashes) == 1:
         return hashes[0]
     lines = (f"{digest}  {name}\n" for (name, _), digest in zip(files, hashes, strict=True))
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:
-    """Return the SHA-256 of each of some files.
-
-    Args:
-        files: are read one after the other.
-        stage: what the stage is called.
-        reporter: shows progress in bytes.
-
-    Raises:
-        CheckpointError: one cannot be read.
-    """
+def _hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:
+    """Return the SHA-256 of each of some files, as a stage of this name."""
     with reporter.stage(stage, total=sum(path.stat().st_size for path in files), unit=BYTES) as progress:
         return [sha256_of(path, advance=progress.advance) for path in files]
-
-
-def _by_name(files: Sequence[Path], path: Path) -> dict[str, Path]:
-    folder = path if path.is_dir() else path.parent
-    return {Path(os.path.relpath(file, folder)).as_posix(): file for file in files}

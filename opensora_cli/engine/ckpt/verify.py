@@ -20,7 +20,7 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
-from opensora_cli.engine.ckpt.identify import check, require_preset
+from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.statistics import TensorStatistics
 from opensora_cli.settings.ckpt import VerifySettings
 from opensora_cli.settings.enums import WeightSelection
@@ -79,8 +79,7 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     Raises:
         RequestError: there is no such preset, no such weights to select, or a hash is given for a folder.
     """
-    if settings.preset is not None:
-        require_preset(settings.preset)
+    released = None if settings.preset is None else read_released(settings.preset)
     reporter = reporter or SilentReporter()
     path = Path(settings.path)
     if settings.sha256 is not None and path.is_dir():
@@ -92,7 +91,8 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         problems += _wrong_size(index, part)
     if checkpoint is not None and checkpoint.caveat and settings.sha256 is None:
         problems.append(checkpoint.caveat)
-    if checkpoint is not None and checkpoint.format is Format.COLOSSALAI and settings.select is None:
+    is_whole_training = settings.select is None and checkpoint is not None and checkpoint.format is Format.COLOSSALAI
+    if checkpoint is not None and is_whole_training:
         # `path` may be the folder of the run around it.
         problems += broken_states(checkpoint.path, known={file for part in parts for file in part.files})
     expected: dict[Path, set[str]] = {}
@@ -100,7 +100,7 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         files = [file for part in parts for file in part.files] or [path]
         expected, wrong = _expected_hashes(files, [index for index, _ in indexes])
         problems += wrong
-        if checkpoint is not None and checkpoint.format is Format.COLOSSALAI and settings.select is None:
+        if checkpoint is not None and is_whole_training:
             try:
                 for file, digest in recorded_hashes(checkpoint.path).items():
                     expected.setdefault(file, set()).add(digest)
@@ -110,9 +110,9 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         if settings.sha256 is not None:
             expected.setdefault(path, set()).add(settings.sha256.lower())
         problems += _wrong_hashes(expected, reporter)
-    if checkpoint is not None and settings.preset is not None:
+    if checkpoint is not None and released is not None:
         shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
-        problems += [f"{path} is not {settings.preset}: {problem}" for problem in check(shapes, settings.preset)]
+        problems += [f"{path} is not {settings.preset}: {problem}" for problem in check(shapes, released)]
     if settings.data:
         for part in parts:
             problems += _broken_data(part, reporter)
@@ -224,9 +224,7 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
 def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
     """Yield what is wrong with the states in one of ColossalAI's folders: of optimizer, schedule, sampler and run.
 
-    Args:
-        folder: the checkpoint's.
-        known: files that have been opened already.
+    Files in `known` have been opened already.
     """
     places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
     states = sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known)

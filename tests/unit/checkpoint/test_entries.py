@@ -65,7 +65,7 @@ class Builder:
         return self.leaf(self.data.draw(st.integers(0, 5)), tail, dtype)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_composition_gives_the_elements_of_the_tensor(tmp_path_factory, data):
     builder = Builder(data, tmp_path_factory.mktemp("entries"))

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_adapters import draw
+from tiny_weights import read
 
 from opensora_cli.checkpoint import views
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantise, quantise
@@ -23,16 +25,8 @@ def held(**tensors):
     return {name.replace("__", "."): HeldEntry(tensor) for name, tensor in tensors.items()}
 
 
-def draw(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def read(entries):
-    return {name: entry.read() for name, entry in entries.items()}
 
 
 QUANTISED = draw(5, 6).to(E4M3)
@@ -78,15 +72,12 @@ class TestDequantise:
         result = read(dequantise(held(x__weight=weight, x__weight_scale=PER_ROW), torch.float32))
         assert torch.equal(result["x.weight"], weight.float() * PER_ROW[:, None, None, None])
 
-    def test_without_a_scale_the_values_are_taken_as_they_are(self):
-        result = read(dequantise(held(weight=QUANTISED, step=torch.tensor(3)), torch.float16))
-        assert torch.equal(result["weight"], QUANTISED.half())
+    @pytest.mark.parametrize(("scales", "factor"), [({}, 1), ({"scale_weight": torch.tensor(2.0)}, 2)])
+    def test_names_without_a_module_and_tensors_without_a_scale(self, scales, factor):
+        result = read(dequantise(held(weight=QUANTISED, step=torch.tensor(3), **scales), torch.float16))
+        assert list(result) == ["weight", "step"]
+        assert torch.equal(result["weight"], QUANTISED.half() * factor)
         assert result["step"].item() == 3
-
-    def test_names_without_a_module(self):
-        result = read(dequantise(held(weight=QUANTISED, scale_weight=torch.tensor(2.0)), torch.float32))
-        assert list(result) == ["weight"]
-        assert torch.equal(result["weight"], QUANTISED.float() * 2)
 
     def test_what_belongs_to_computing_in_8_bits_is_left_out(self):
         entries = held(
@@ -154,17 +145,13 @@ class TestQuantise:
                 values = quantise(held(x__weight=weight), dtype)["x.weight"].read().float()
                 assert values.abs().max() == torch.finfo(dtype).max
 
-    @pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-40])
-    def test_zeros_and_almost_zeros(self, tiny):
-        result = read(quantise(held(x__weight=torch.full((2, 3), tiny)), E4M3))
+    @pytest.mark.parametrize("weight", [*(torch.full((2, 3), tiny) for tiny in (0.0, 1e-45, 1e-40)), torch.empty(0, 3)])
+    def test_zeros_and_almost_zeros_and_nothing(self, weight):
+        result = read(quantise(held(x__weight=weight), E4M3))
         scale = result["x.weight_scale"].item()
         assert 0 < scale < float("inf")
-        assert (result["x.weight"].float() * scale - tiny).abs().max() < 1e-39
-
-    def test_empty_tensors_are_quantised(self):
-        result = read(quantise(held(x__weight=torch.empty(0, 3)), E4M3))
-        assert result["x.weight"].shape == (0, 3)
-        assert result["x.weight_scale"].item() == 1
+        assert result["x.weight"].shape == weight.shape
+        assert torch.allclose(result["x.weight"].float() * scale, weight, rtol=0, atol=1e-39)
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_numbers_that_are_not_finite_are_refused(self, bad):

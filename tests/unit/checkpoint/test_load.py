@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,16 @@ def test_what_is_kept_on_the_host_stays_a_map_of_the_file(file, weights):
     assert {tensor.untyped_storage().nbytes() for tensor in kept.values()} == {file.stat().st_size}
 
 
-def test_what_may_be_missing_is_kept_on_the_host_too(tmp_path, weights):
+@pytest.fixture
+def part(tmp_path, weights):
+    """A file without the first layer."""
     path = tmp_path / "part.safetensors"
     save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
-    model = load(on_meta(), path, device="meta", allowed_missing=["first.*"], keep_on_host=["first.weight"])
+    return path
+
+
+def test_what_may_be_missing_is_kept_on_the_host_too(part):
+    model = load(on_meta(), part, device="meta", allowed_missing=["first.*"], keep_on_host=["first.weight"])
     assert torch.equal(model.first.weight, torch.zeros(3, 4))
     assert model.first.bias.is_meta
 
@@ -125,6 +132,22 @@ class TestConversion:
         assert torch.equal(model.first.weight, weights["first.weight"])
         assert torch.equal(model.first.bias, weights["first.bias"])
         assert model.first.weight.is_contiguous()
+
+    def test_one_tensor_at_a_time_is_held(self, file):
+        made, alive = [], []
+
+        def copy(tensors):
+            for key in tensors:
+                tensor = tensors[key].clone()
+                if tensor.is_floating_point():
+                    made.append(weakref.ref(tensor))
+                yield key, tensor
+
+        def watch(_):
+            alive.append(sum(reference() is not None for reference in made))
+
+        load(on_meta(), file, dtype=torch.float64, convert=copy, advance=watch)
+        assert max(alive) == 1
 
     def test_no_weight_is_read_before_all_shapes_are_known_to_fit(self, file):
         devices = []
@@ -155,23 +178,19 @@ class TestStrictness:
         )
         assert model.first.weight.is_meta
 
-    def test_what_may_be_missing_starts_at_zero(self, tmp_path, weights):
-        path = tmp_path / "part.safetensors"
-        save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
+    def test_what_may_be_missing_starts_at_zero(self, part, weights):
         with pytest.raises(CheckpointError, match="2 missing"):
-            load(on_meta(), path)
+            load(on_meta(), part)
         with pytest.raises(CheckpointError, match="1 missing"):
-            load(on_meta(), path, allowed_missing=["first.bias"])
-        model = load(on_meta(), path, allowed_missing=["first.*"], dtype=torch.bfloat16)
+            load(on_meta(), part, allowed_missing=["first.bias"])
+        model = load(on_meta(), part, allowed_missing=["first.*"], dtype=torch.bfloat16)
         assert torch.equal(model.first.weight, torch.zeros(3, 4, dtype=torch.bfloat16))
         assert torch.equal(model.inner[0].weight, weights["inner.0.weight"].bfloat16())
 
-    def test_what_may_be_missing_keeps_weights_that_exist(self, tmp_path, weights):
-        path = tmp_path / "part.safetensors"
-        save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
+    def test_what_may_be_missing_keeps_weights_that_exist(self, part):
         model = Small()
         before = model.first.weight.detach().clone()
-        assert torch.equal(load(model, path, allowed_missing=["first.*"]).first.weight, before)
+        assert torch.equal(load(model, part, allowed_missing=["first.*"]).first.weight, before)
 
     def test_buffers_that_no_file_can_fill_are_refused(self, file):
         model = on_meta()
@@ -247,11 +266,12 @@ def big_file(tmp_path_factory):
     path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from Linux's /proc")
 @pytest.mark.parametrize(
     ("dtype", "interleaved", "share"),
     # A tensor that is used as it is in the file stays a map of it; the promise for all cases is 1.1.
-    [("float32", False, 0.1), pytest.param("float32", True, 1.1, marks=pytest.mark.slow), ("bfloat16", True, 1.1)],
+    [("float32", False, 0.1), ("float32", True, 1.1), ("bfloat16", True, 1.1)],
 )
 def test_anonymous_memory(big_file, dtype, interleaved, share):
     size = big_file.stat().st_size

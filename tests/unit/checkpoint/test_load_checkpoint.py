@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from fake_hub import FakeRepo, serving
+from fake_hub import FakeRepo, connect, serving
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from tiny_weights import bit_equal, held
 from torch import nn
 
 from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.load import load_checkpoint
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
@@ -27,14 +27,12 @@ def weights():
 
 
 def equal(loaded, weights):
-    state = loaded.state_dict()
-    return state.keys() == weights.keys() and all(torch.equal(state[key], weights[key]) for key in weights)
+    return bit_equal(loaded.state_dict(), weights)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_is_loaded(tmp_path, weights, format):
-    entries = {name: HeldEntry(tensor) for name, tensor in weights.items()}
-    write_checkpoint(entries, tmp_path / "a", format=format, shard_bytes=30)
+    write_checkpoint(held(weights), tmp_path / "a", format=format, shard_bytes=30)
     assert equal(load_checkpoint(model(1), tmp_path / "a"), weights)
     with torch.device("meta"):
         empty = model(1)
@@ -122,11 +120,7 @@ class TestHub:
         with serving() as server:
             files = {"one/a.safetensors": (tmp_path / "a").read_bytes(), "README.md": b"no weights"}
             server.repos["owner/repo"] = FakeRepo(files)
-            template = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-            monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-            monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)
-            monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+            connect(server, monkeypatch)
             yield server
 
     @pytest.mark.parametrize("name", ["owner/repo/one/a.safetensors", "owner/repo"])

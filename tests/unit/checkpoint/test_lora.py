@@ -8,6 +8,7 @@ from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_adapters import draw, factors, write_adapter
+from tiny_weights import held, read
 
 from opensora_cli.checkpoint import views
 from opensora_cli.checkpoint.formats.peft import LowRank, open_adapter
@@ -24,14 +25,6 @@ def folder(tmp_path):
 @pytest.fixture
 def weights():
     return {"block.proj.weight": draw(6, 5, seed=7), "block.proj.bias": draw(6, seed=8), "last.weight": draw(3, seed=9)}
-
-
-def held(weights):
-    return {name: HeldEntry(tensor) for name, tensor in weights.items()}
-
-
-def read(entries):
-    return {name: entry.read() for name, entry in entries.items()}
 
 
 class TestMerge:
@@ -221,17 +214,19 @@ class TestModelsThatDoNotFit:
     def test_the_hint_names_the_other_layout(self, folder, weights, linear, qkv):
         self.refused(folder, factors(f"block.{linear}", 6, 5), weights, f"block.{linear}.weight", f"--qkv {qkv}")
 
-    def test_other_shapes_are_refused(self, folder, weights):
-        words = "does not fit the model: block.proj.weight [6, 5] (adapter: A [2, 6], B [6, 2])"
-        self.refused(folder, factors("block.proj", 6, 6), weights, words)
-
-    def test_other_shapes_with_inputs_first_are_refused(self, folder, weights):
-        self.refused(folder, factors("block.proj", 6, 5), weights, "does not fit the model", fan_in_fan_out=True)
-
-    def test_other_shapes_of_replacements_are_refused(self, folder, weights):
-        tensors = factors("block.proj", 6, 5) | {"base_model.model.last.weight": draw(4)}
-        words = "does not fit the model: last.weight [3] (adapter: [4])"
-        self.refused(folder, tensors, weights, words, modules_to_save=["last"])
+    @pytest.mark.parametrize(
+        ("columns", "config", "shapes"),
+        [
+            (6, {}, "block.proj.weight [6, 5] (adapter: A [2, 6], B [6, 2])"),
+            (5, {"fan_in_fan_out": True}, "block.proj.weight [6, 5] (adapter: A [2, 5], B [6, 2])"),
+            (5, {"modules_to_save": ["last"]}, "last.weight [3] (adapter: [4])"),
+        ],
+    )
+    def test_other_shapes_are_refused(self, folder, weights, columns, config, shapes):
+        tensors = factors("block.proj", 6, columns)
+        if "modules_to_save" in config:
+            tensors["base_model.model.last.weight"] = draw(4)
+        self.refused(folder, tensors, weights, f"does not fit the model: {shapes}", **config)
 
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
     def test_dtypes_of_8_bits_are_refused(self, folder, weights, dtype):

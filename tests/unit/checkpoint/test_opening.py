@@ -5,20 +5,19 @@ import tarfile
 
 import pytest
 import torch
-from hostile_files import opened_or_refused, refused
-from hypothesis import given, settings
+from hostile_files import FUZZED, fuzz, opened_or_refused, refused
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}
-ENTRIES = {name: HeldEntry(tensor) for name, tensor in TENSORS.items()}
+ENTRIES = held(TENSORS)
 
 
 def save_old(tensors, path):
@@ -34,8 +33,7 @@ def test_formats_are_found_by_content_not_name(tmp_path, write, name):
     write(TENSORS, tmp_path / name)
     opened = open_checkpoint(tmp_path / name)
     assert (opened.format, opened.path, opened.files) == (WRITERS[write], tmp_path / name, (tmp_path / name,))
-    assert opened.entries.keys() == TENSORS.keys()
-    assert all(torch.equal(opened.entries[key].read(), tensor) for key, tensor in TENSORS.items())
+    assert bit_equal(read(opened.entries), TENSORS)
 
 
 def test_an_index_is_opened_with_its_shards(tmp_path):
@@ -54,7 +52,7 @@ def test_shards_may_be_of_any_kind(tmp_path):
     (tmp_path / "index").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.bin"}}')
     opened = open_checkpoint(tmp_path / "index")
     assert opened.format is Format.TORCH_SHARDS
-    assert all(torch.equal(opened.entries[key].read(), tensor) for key, tensor in TENSORS.items())
+    assert bit_equal(read(opened.entries), TENSORS)
 
 
 @pytest.mark.parametrize("shard", ["index", "README", "empty"])
@@ -133,22 +131,11 @@ STARTS = st.sampled_from(
 CONTENTS = st.tuples(STARTS, st.binary(max_size=100)).map(b"".join)
 
 
-def check(folder, content):
-    (folder / "a").write_bytes(content)
-    opened_or_refused(lambda: open_checkpoint(folder / "a"))
-    opened_or_refused(lambda: open_checkpoint(folder))
+@FUZZED
+def test_arbitrary_contents_are_opened_or_refused(tmp_path, examples):
+    def check(content):
+        (tmp_path / "a").write_bytes(content)
+        opened_or_refused(lambda: open_checkpoint(tmp_path / "a"))
+        opened_or_refused(lambda: open_checkpoint(tmp_path))
 
-
-@settings(max_examples=150)
-@given(content=CONTENTS)
-def test_arbitrary_contents_are_opened_or_refused(tmp_path_factory, content):
-    check(tmp_path_factory.mktemp("fuzz", numbered=True), content)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, derandomize=False)
-@given(content=CONTENTS)
-def test_thousands_of_contents(tmp_path_factory, content):
-    folder = tmp_path_factory.getbasetemp() / "thousands"
-    folder.mkdir(exist_ok=True)
-    check(folder, content)
+    fuzz(check, CONTENTS, examples)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hostile_files import refused
 from safetensors.torch import save_file
+from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint import opening
 from opensora_cli.checkpoint.contents import Format, Selection
 from opensora_cli.checkpoint.formats.colossal import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import write_shards
-from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
@@ -21,20 +21,13 @@ def weights(value):
     return {"a": torch.full((3, 2), float(value)), "b": torch.full((2,), float(value))}
 
 
-def read(path, select=None):
-    return {name: entry.read() for name, entry in open_checkpoint(path, select=select).entries.items()}
-
-
 def is_of(value, path, select=None):
-    found = read(path, select)
-    return found.keys() == weights(0).keys() and all((tensor == value).all() for tensor in found.values())
+    return bit_equal(read(open_checkpoint(path, select=select).entries), weights(value))
 
 
 def write_model(folder, value):
     folder.mkdir(parents=True)
-    write_shards(
-        folder, {name: HeldEntry(tensor) for name, tensor in weights(value).items()}, shard_bytes=20, metadata={}
-    )
+    write_shards(folder, held(weights(value)), shard_bytes=20, metadata={})
 
 
 @pytest.fixture
@@ -178,13 +171,9 @@ class TestOthers:
         torch.save(weights(1), tmp_path / "weights")
         assert is_of(1, tmp_path)
 
-    def test_shards_beside_single_files(self, tmp_path):
+    def test_safetensors_shards_beside_single_files_and_those_of_torch(self, tmp_path):
         write_model(tmp_path / "a", 1)
         save_file(weights(2), tmp_path / "a" / "other.safetensors")
-        assert is_of(1, tmp_path / "a")
-
-    def test_safetensors_shards_beside_those_of_torch(self, tmp_path):
-        write_model(tmp_path / "a", 1)
         (tmp_path / "a" / "pytorch_model.bin.index.json").write_text("{}")
         assert is_of(1, tmp_path / "a")
 
@@ -206,25 +195,28 @@ class TestOthers:
         )
         assert caught.value.hint == "fetch what is missing; the index maps each tensor to its shard"
 
-    def test_so_is_a_single_shard(self, tmp_path):
-        save_file(weights(1), tmp_path / "model-00002-of-00004.safetensors")
-        missing = "it lacks model.safetensors.index.json and, of shards 1 to 4: 1, 3, 4"
-        assert refused(lambda: open_checkpoint(tmp_path)).endswith(missing)
-        assert is_of(1, tmp_path / "model-00002-of-00004.safetensors")
+    @pytest.mark.parametrize(
+        ("save", "name", "missing"),
+        [
+            (
+                save_file,
+                "model-00002-of-00004.safetensors",
+                "model.safetensors.index.json and, of shards 1 to 4: 1, 3, 4",
+            ),
+            (
+                torch.save,
+                "pytorch_model-00001-of-999999999.bin",
+                "pytorch_model.bin.index.json and, of shards 1 to 999999999: 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...",
+            ),
+        ],
+    )
+    def test_so_is_a_single_shard_of_whatever_number(self, tmp_path, save, name, missing):
+        save(weights(1), tmp_path / name)
+        assert refused(lambda: open_checkpoint(tmp_path)).endswith(f"it lacks {missing}")
+        assert is_of(1, tmp_path / name)
 
-    def test_so_are_shards_of_torch_in_whatever_number(self, tmp_path):
-        torch.save(weights(1), tmp_path / "pytorch_model-00001-of-999999999.bin")
-        missing = (
-            "it lacks pytorch_model.bin.index.json and, of shards 1 to 999999999: 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ..."
-        )
-        assert missing in refused(lambda: open_checkpoint(tmp_path))
-
-    def test_the_only_shard_is_a_whole(self, tmp_path):
+    def test_the_only_shard_is_a_whole_and_what_is_being_written_is_ignored(self, tmp_path):
         save_file(weights(1), tmp_path / "model-00001-of-00001.safetensors")
-        assert is_of(1, tmp_path)
-
-    def test_what_is_being_written_is_ignored(self, tmp_path):
-        save_file(weights(1), tmp_path / "a")
         save_file(weights(2), tmp_path / ".osora-0123456789ab.tmp")
         assert is_of(1, tmp_path)
 
@@ -241,17 +233,11 @@ class TestOthers:
         (tmp_path / "README.md").write_text("# Weights")
         assert "a pointer that Git LFS left" in refused(lambda: open_checkpoint(tmp_path))
 
-    def test_a_link_to_elsewhere_is_refused(self, tmp_path):
+    def test_a_link_to_elsewhere_is_not_read_even_to_look_what_it_is(self, tmp_path, monkeypatch):
         save_file(weights(1), tmp_path / "secret")
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "b.safetensors").symlink_to(tmp_path / "secret")
-        assert "link out of its folder" in refused(lambda: open_checkpoint(tmp_path / "a"))
         assert is_of(1, tmp_path / "a" / "b.safetensors")
-
-    def test_a_link_to_elsewhere_is_not_read_even_to_look_what_it_is(self, tmp_path, monkeypatch):
-        (tmp_path / "secret").write_text("{")
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "b").symlink_to(tmp_path / "secret")
         monkeypatch.setattr(opening, "read_start", lambda path: pytest.fail(f"{path} was read"))
         assert "link out of its folder" in refused(lambda: open_checkpoint(tmp_path / "a"))
 

@@ -1,10 +1,8 @@
-"""A checkpoint folder that several processes write: here threads, and processes that are killed."""
+"""A checkpoint folder that several processes write: here threads."""
 
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import (
     Share,
     recorded_hashes,
@@ -166,39 +163,3 @@ def test_hashes_that_are_broken(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "running_states.json").write_bytes(content)
     with pytest.raises(CheckpointError):
         recorded_hashes(tmp_path)
-
-
-KILLED = """
-import sys
-from pathlib import Path
-sys.path[:0] = {paths}
-import killing
-from test_shared_folder import NAME, share_of
-from opensora_cli.checkpoint.shared_folder import remove_unfinished, temporary_folder, write_share, wrong_files
-folder = Path({folder!r})
-target = folder / NAME
-
-def check():
-    there = [path.name for path in folder.iterdir()]
-    # The old one or the new one, whole; what else there is has another name.
-    assert NAME in there, there
-    assert wrong_files(target) == []
-    assert all(name == NAME or name.startswith(".saving-") for name in there), there
-    remove_unfinished(folder)
-    assert [path.name for path in folder.iterdir()] == [NAME]
-
-write_share(share_of(0, 1), temporary_folder(target, token="old"), target)
-deaths = killing.kill_at_every_step(
-    lambda: None, lambda: write_share(share_of(0, 1, count=7), temporary_folder(target, token="new"), target), check
-)
-print(deaths)
-"""
-
-
-def test_killed_at_any_step_it_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-    code = KILLED.format(paths=paths, folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
-    assert open_checkpoint(tmp_path / NAME / "ema.safetensors").entries

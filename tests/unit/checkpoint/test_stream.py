@@ -96,11 +96,16 @@ def test_runs_are_merged_only_where_they_meet():
     assert list(merged([])) == []
 
 
-def test_a_system_that_writes_little_at_a_time(source, monkeypatch):
-    write = os.write
+def test_a_system_that_writes_little_at_a_time_or_nothing(source, monkeypatch):
+    def full(_descriptor, _rest):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write, tensor = os.write, torch.arange(10_000)
     monkeypatch.setattr(os, "write", lambda descriptor, rest: write(descriptor, rest[:700]))
-    tensor = torch.arange(10_000)
     assert copied([HeldEntry(tensor)], source / "out") == tensor.numpy().tobytes()
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        copied([HeldEntry(tensor)], source / "out")
 
 
 def test_a_source_that_is_too_short_or_gone(source):
@@ -108,12 +113,3 @@ def test_a_source_that_is_too_short_or_gone(source):
         copied([stored(source / "a", 5 * MIB - 10, 11)], source / "out")
     with pytest.raises(CheckpointError, match="c cannot be read: No such file"):
         copied([stored(source / "c", 0, 1)], source / "out")
-
-
-def test_a_full_disk_is_the_targets_problem(source, monkeypatch):
-    def full(_descriptor, _rest):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        copied([stored(source / "a", 0, 100)], source / "out")

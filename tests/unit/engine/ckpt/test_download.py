@@ -9,7 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from fake_hub import TOKEN, FakeHub, FakeRepo, serving
+from fake_hub import TOKEN, FakeHub, FakeRepo, connect, serving
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
@@ -49,24 +49,12 @@ WANTED = {BIG, "hunyuan_vae.safetensors", *TEXT_FILES} - SUPERFLUOUS
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    constants = huggingface_hub.constants
     with serving() as server:
-        server.repos[MAIN] = FakeRepo(
-            {
-                "README.md": b"no",
-                BIG: CONTENT,
-                "hunyuan_vae.safetensors": b"vae",
-                "other.safetensors": b"no",
-                **TEXT_FILES,
-            }
-        )
-        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-        template = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        files = {"README.md": b"no", BIG: CONTENT, "hunyuan_vae.safetensors": b"vae", "other.safetensors": b"no"}
+        server.repos[MAIN] = FakeRepo(files | TEXT_FILES)
+        connect(server, monkeypatch)
         monkeypatch.setattr(hub_module, "RETRY_AFTER_S", 0.0)
         monkeypatch.setattr("os.fsync", lambda descriptor: None)  # most of the time of these tests
-        monkeypatch.setenv("HF_TOKEN", "")
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
         yield server
 
 
@@ -107,6 +95,9 @@ def test_generating_finds_what_was_downloaded(hub: FakeHub, tmp_path: Path) -> N
     assert find_released(FileSettings(), str(tmp_path)).complete
     assert {planned.state for planned in result.files} == {State.PRESENT}
     assert result.bytes_to_fetch == 0
+    hub.transfers.clear()
+    assert download(settings(tmp_path)).bytes_to_fetch == 0
+    assert hub.transfers == []
 
 
 def test_sizes_and_licences_are_printed_before_anything_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
@@ -117,16 +108,14 @@ def test_sizes_and_licences_are_printed_before_anything_is_fetched(hub: FakeHub,
     assert plan.lines()[0] == f"{MAIN}: licence apache-2.0"
     assert f"    400.0 kB  {BIG}" in plan.lines()
     assert plan.bytes_to_fetch == sum(len(hub.repos[MAIN].files[name]) for name in WANTED)
+    document = plan.to_json()
+    assert (document["schema"], document["repos"][0]["licence"]) == ("osora.ckpt.download/1", "apache-2.0")
+    first = document["files"][0]
+    assert (first["name"], first["bytes"], first["state"]) == (BIG, len(CONTENT), "missing")
+    assert first["hash"] == hashlib.sha256(CONTENT).hexdigest()
     reporter = RecordingReporter()
     download(settings(tmp_path), reporter=reporter)
     assert plan.lines()[0] in reporter.notes
-
-
-def test_what_is_here_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
-    download(settings(tmp_path))
-    hub.transfers.clear()
-    assert download(settings(tmp_path)).bytes_to_fetch == 0
-    assert hub.transfers == []
 
 
 def test_files_from_elsewhere_are_checked_and_kept(hub: FakeHub, tmp_path: Path) -> None:
@@ -265,19 +254,13 @@ def test_hints_for_gated_repositories_explain_access(
     assert files_in(tmp_path) == set()
 
 
-def test_a_missing_repository_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_hub_that_lacks_what_is_needed_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{FLUX} is not at http"):
         plan_download(settings(tmp_path, preset="flux1-dev"))
-
-
-def test_files_that_a_repository_lacks_are_named_at_once(hub: FakeHub, tmp_path: Path) -> None:
     for name in ("hunyuan_vae.safetensors", f"{CLIP}/config.json"):
         del hub.repos[MAIN].files[name]
     with pytest.raises(CheckpointError, match=f"has no hunyuan_vae.safetensors, {CLIP}/config.json"):
         plan_download(settings(tmp_path))
-
-
-def test_a_server_that_is_no_hub_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     hub.speaks_html = True
     with pytest.raises(CheckpointError, match=r"http.* does not answer as the Hub does"):
         plan_download(settings(tmp_path))
@@ -344,25 +327,14 @@ def test_offline_a_broken_listing_is_ignored(
         download(settings(tmp_path))
 
 
-def test_a_disk_that_is_too_small_is_refused_before_fetching(
+def test_a_file_in_place_of_the_folder_and_a_small_disk_are_refused(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 300_000})())
-    with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
-        download(settings(tmp_path))
-    assert hub.transfers == []
-
-
-def test_a_folder_that_is_a_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"cannot write .*file"):
         download(settings(tmp_path / "file"))
-
-
-def test_the_plan_is_a_document(hub: FakeHub, tmp_path: Path) -> None:
-    document = plan_download(settings(tmp_path)).to_json()
-    assert document["schema"] == "osora.ckpt.download/1"
-    assert document["repos"][0]["licence"] == "apache-2.0"
-    first = document["files"][0]
-    assert (first["name"], first["bytes"], first["state"]) == (BIG, len(CONTENT), "missing")
-    assert first["hash"] == hashlib.sha256(CONTENT).hexdigest()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 300_000})())
+    hub.transfers.clear()
+    with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
+        download(settings(tmp_path))
+    assert hub.transfers == []

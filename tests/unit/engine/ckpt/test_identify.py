@@ -4,9 +4,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from opensora_cli.checkpoint.released import read_released, released_names
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.ckpt.identify import Identity, check, identify
+from opensora_cli.engine.ckpt.identify import Identity, check, identify, read_released, released_names
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.layout import QKV, HeadSizes, is_fused, plan_layout, planned_shapes
@@ -36,7 +35,7 @@ def test_tables_have_the_names_and_shapes_of_our_models(name):
     released = read_released(name).shapes
     ours = shapes_of(model)
     assert (in_other_layout(released) if name == "flux1-dev" else released) == ours
-    assert check(ours, name) == []
+    assert check(ours, read_released(name)) == []
 
 
 @pytest.mark.parametrize("name", released_names())
@@ -55,14 +54,14 @@ def test_released_models_are_known_in_the_other_layout(name, title):
     shapes = in_other_layout(read_released(name).shapes)
     assert shapes.keys() != read_released(name).shapes.keys()
     assert identify(shapes) == Identity(name=name, title=title, prefix="")
-    assert check(shapes, name) == []
+    assert check(shapes, read_released(name)) == []
 
 
 def test_prefixes_are_found_and_named():
     shapes = {f"module.{key}": shape for key, shape in read_released("hunyuan-vae").shapes.items()}
     identity = identify(shapes)
     assert (identity.name, identity.prefix) == ("hunyuan-vae", "module.")
-    problems = check(shapes, "hunyuan-vae")
+    problems = check(shapes, read_released("hunyuan-vae"))
     assert problems[0] == "names begin with module.: take it off with --rename module.="
     assert problems[1].startswith("248 missing (encoder.conv_in.conv.weight, encoder.conv_in.conv.bias, ")
 
@@ -120,7 +119,7 @@ def test_problems_are_listed_by_kind():
         del shapes[key]
     shapes["cond_in.weight"] = (3072, 68)
     shapes["img_in.weight"] = (3072, 128)
-    assert check(shapes, "flux1-dev") == [
+    assert check(shapes, read_released("flux1-dev")) == [
         "4 missing (img_in.bias, time_in.in_layer.bias, txt_in.bias and 1 more)",
         "1 unexpected (cond_in.weight)",
         "1 of another shape (img_in.weight: file [3072, 128], model [3072, 64])",
@@ -128,5 +127,5 @@ def test_problems_are_listed_by_kind():
 
 
 def test_unknown_preset():
-    with pytest.raises(RequestError, match="preset='flux' is not one of dc-ae, flux1-dev, flux1-dev-ae, hunyuan-vae"):
-        check({}, "flux")
+    with pytest.raises(RequestError, match="preset=flux is not one of dc-ae, flux1-dev, flux1-dev-ae, hunyuan-vae"):
+        read_released("flux")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.stream import Entry, Extent, HeldEntry, StoredEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -46,15 +47,7 @@ def weights():
 
 @pytest.fixture
 def model(weights):
-    return {name: HeldEntry(tensor) for name, tensor in weights.items()}
-
-
-def read(entries):
-    return {name: entry.read() for name, entry in entries.items()}
-
-
-def equal(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return held(weights)
 
 
 @pytest.mark.parametrize("qkv", QKV)
@@ -62,10 +55,10 @@ def equal(first, second):
 def test_loading_understands_every_layout(weights, model, qkv, rotary):
     entries, metadata = change_layout(model, {}, qkv=qkv, rotary=rotary)
     loaded = dict(converter(CONFIG, interleaved=rotary is Rotary.INTERLEAVED)(read(entries)))
-    assert equal(loaded, weights)
+    assert bit_equal(loaded, weights)
     assert metadata == {"osora.rotary": rotary.value}
     if is_implied_by_names(qkv, rotary):
-        assert equal(dict(converter(CONFIG)(read(entries))), weights)
+        assert bit_equal(dict(converter(CONFIG)(read(entries))), weights)
 
 
 def test_what_is_not_asked_for_stays(model):
@@ -75,9 +68,9 @@ def test_what_is_not_asked_for_stays(model):
     assert find_layout(shapes, metadata) == (QKV.FUSED, Rotary.HALF)
     # Without its metadata the same file is taken for one like Flux's.
     assert find_layout(shapes, {}) == (QKV.FUSED, Rotary.INTERLEAVED)
-    assert equal(read(change_layout(fused, metadata, qkv=QKV.SPLIT)[0]), read(model))
+    assert bit_equal(read(change_layout(fused, metadata, qkv=QKV.SPLIT)[0]), read(model))
     interleaved, _ = change_layout(fused, metadata, rotary=Rotary.INTERLEAVED)
-    assert equal(read(interleaved), read(change_layout(model, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)[0]))
+    assert bit_equal(read(interleaved), read(change_layout(model, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)[0]))
 
 
 def test_order_of_the_file_is_kept(model):

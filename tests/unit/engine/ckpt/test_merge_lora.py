@@ -38,9 +38,11 @@ def adapter(tmp_path: Path) -> Path:
     return folder
 
 
-def merge(base: Path, adapter: Path, target: Path, **options: object) -> MergeResult:
+def merge(
+    base: Path, adapter: Path, target: Path, *, reporter: RecordingReporter | None = None, **options: object
+) -> MergeResult:
     values = {"base": str(base), "adapter": str(adapter), "target": str(target), **options}
-    return merge_lora(MergeLoraSettings.model_validate(values))
+    return merge_lora(MergeLoraSettings.model_validate(values), reporter=reporter)
 
 
 def update(adapter: Path) -> torch.Tensor:
@@ -50,30 +52,30 @@ def update(adapter: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, -2.0])
-def test_the_adapter_is_added(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_the_adapter_is_added_and_recorded(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
     result = merge(base, adapter, tmp_path / "merged.safetensors", scale=scale)
     before, after = load_file(base), load_file(tmp_path / "merged.safetensors")
     expected = before["to_q.weight"].float() + scale * update(adapter)
     torch.testing.assert_close(after["to_q.weight"], expected.bfloat16(), rtol=2**-7, atol=1e-6)
     others = ("to_k.weight", "norm.scale")
     assert bit_equal({name: after[name] for name in others}, {name: before[name] for name in others})
-    assert (result.changed, result.error) == (1, None)
-    assert result.lines() == [str(tmp_path / "merged.safetensors")]
-
-
-def test_provenance_is_recorded(base: Path, adapter: Path, tmp_path: Path) -> None:
-    document = merge(base, adapter, tmp_path / "merged.safetensors", scale=0.5).to_json()
+    document = result.to_json()
     assert document["schema"] == "osora.ckpt.merge-lora/1"
     assert (document["changed"], document["error"]) == (1, None)
+    assert result.lines() == [str(tmp_path / "merged.safetensors")]
     with safe_open(tmp_path / "merged.safetensors", framework="pt") as file:
         noted = file.metadata()
     assert noted["note"] == "kept"
-    assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": 0.5}
+    assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": scale}
 
 
 def test_unmerging_stays_within_its_bound(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge(base, adapter, tmp_path / "merged.safetensors")
-    result = merge(tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors", unmerge=True)
+    paths, reporter = (tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors"), RecordingReporter()
+    result = merge(*paths, unmerge=True, reporter=reporter)
+    assert reporter.stages == ["measure", "hash", "write"]
+    assert reporter.totals["measure"] == 6 * 5 * 2
+    assert reporter.advanced == reporter.totals
     before, after = load_file(base)["to_q.weight"], load_file(tmp_path / "back.safetensors")["to_q.weight"]
     error = result.to_json()["error"]
     assert isinstance(error, dict)
@@ -97,15 +99,6 @@ def test_unmerging_numbers_that_are_not_finite_has_no_bound(base: Path, adapter:
 def test_scales_that_are_no_numbers_are_refused(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finite"):
         merge(base, adapter, tmp_path / "x.safetensors", scale=scale)
-
-
-def test_progress(base: Path, adapter: Path, tmp_path: Path) -> None:
-    reporter = RecordingReporter()
-    values = {"base": str(base), "adapter": str(adapter), "target": str(tmp_path / "x.safetensors"), "unmerge": True}
-    merge_lora(MergeLoraSettings.model_validate(values), reporter=reporter)
-    assert reporter.stages == ["measure", "hash", "write"]
-    assert reporter.totals["measure"] == 6 * 5 * 2
-    assert reporter.advanced == reporter.totals
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
