@@ -1,6 +1,7 @@
-"""Real gloo processes: one pool for each number of ranks, kept for the whole session.
+"""Real gloo processes, kept for the whole session: a run on some ranks takes as many of them.
 
-Each run of a function has groups of its own, since groups that are kept have threads that poll for work.
+They are forks of one process that has imported what they need. Each run has groups of its own, since groups that are
+kept have threads that poll for work.
 """
 
 import gc
@@ -10,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -19,33 +21,64 @@ from unittest.mock import patch
 import pytest
 
 _SECONDS = 240.0
+_IMPORTED_ONCE = [
+    "opensora_cli.engine.train.run",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.fsdp",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.t5.modeling_t5",
+    "peft",
+]
+
+
+class Processes:
+    """What is started so far."""
+
+    def __init__(self) -> None:
+        # Only Linux forks safely after torch is imported, since there no library has started a thread by then.
+        self._context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self._started: list[tuple[Any, Connection]] = []
+        multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
+
+    def start(self, function: Callable[..., None], *args: Any) -> Any:
+        """Start a process."""
+        process = self._context.Process(target=function, args=args, daemon=True)
+        # It would import the script that started the tests, which need not be made for that.
+        with patch.object(sys.modules["__main__"], "__file__", None, create=True):
+            process.start()
+        return process
+
+    def pipes(self, ranks: int) -> list[Connection]:
+        """Return the pipes to the first ranks."""
+        while len(self._started) < ranks:
+            ours, theirs = self._context.Pipe()
+            self._started.append((self.start(_serve, theirs), ours))
+            theirs.close()
+        return [pipe for _, pipe in self._started[:ranks]]
+
+    def end(self) -> None:
+        """End all."""
+        for process, pipe in self._started:
+            pipe.close()
+        for process, _ in self._started:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
 
 
 class Pool:
-    """Processes in which functions of test modules run on all ranks at once."""
+    """Ranks in which functions of test modules run at once."""
 
-    def __init__(self, ranks: int, meeting_place: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._meeting_place = meeting_place
-        self._runs = 0
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, theirs), daemon=True)
-            # A rank would import the script that started the tests, which need not be made for that.
-            with patch.object(sys.modules["__main__"], "__file__", None, create=True):
-                process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, pipes: list[Connection], meeting_places: Iterator[Path]) -> None:
+        self._pipes = pipes
+        self._meeting_places = meeting_places
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank and return what each returned; a failure on any rank fails the test."""
-        self._runs += 1
-        meeting_place = f"{self._meeting_place}_{self._runs}"
-        for pipe in self._pipes:
-            pipe.send((meeting_place, function.__code__.co_filename, function.__name__, args))
+        meeting_place = str(next(self._meeting_places))
+        for rank, pipe in enumerate(self._pipes):
+            place = (meeting_place, rank, len(self._pipes))
+            pipe.send((place, function.__code__.co_filename, function.__name__, args))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(_SECONDS):
@@ -56,40 +89,33 @@ class Pool:
                 pytest.fail(f"on rank {rank}:\n{answer}", pytrace=False)
         return [answer for _, answer in answers]
 
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Processes that are started quickly."""
+    started = Processes()
+    yield started
+    started.end()
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pool]:
     """`pool(2).run(function, *args)` runs a function of a test module on two ranks."""
-    pools: dict[int, Pool] = {}
-
-    def of(ranks: int) -> Pool:
-        if ranks not in pools:
-            pools[ranks] = Pool(ranks, tmp_path_factory.mktemp("gloo") / "meeting_place")
-        return pools[ranks]
-
-    yield of
-    for opened in pools.values():
-        opened.close()
+    folder = tmp_path_factory.mktemp("gloo")
+    meeting_places = (folder / str(number) for number in count())
+    return lambda ranks: Pool(processes.pipes(ranks), meeting_places)
 
 
-def _serve(rank: int, ranks: int, pipe: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # so that collecting what a run leaves is quick
     modules: dict[str, ModuleType] = {}
     while True:
         try:
-            meeting_place, file, name, args = pipe.recv()
+            (meeting_place, rank, ranks), file, name, args = pipe.recv()
         except (EOFError, OSError):
             break
         dist.init_process_group(
@@ -102,7 +128,7 @@ def _serve(rank: int, ranks: int, pipe: Connection) -> None:
         try:
             if file not in modules:
                 modules[file] = _load(file)
-                gc.freeze()  # so that collecting what a run leaves is quick
+                gc.freeze()
             torch.manual_seed(0)
             answer = True, getattr(modules[file], name)(*args)
             # No rank leaves before all have received what it sent; one that fails does.
