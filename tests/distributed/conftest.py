@@ -40,27 +40,27 @@ class Processes:
         self._started: list[tuple[Any, Connection]] = []
         multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
 
-    def start(self, function: Callable[..., None], *args: Any) -> Any:
-        """Start a process."""
-        process = self._context.Process(target=function, args=args, daemon=True)
+    def start(self, function: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+        """Start a process that calls `function(pipe, *args)`, and return it and the other end of its pipe."""
+        ours, theirs = self._context.Pipe()
+        named = (function.__code__.co_filename, function.__name__)
+        process = self._context.Process(target=_call, args=(*named, theirs, *args), daemon=True)
         # It would import the script that started the tests, which need not be made for that.
         with patch.object(sys.modules["__main__"], "__file__", None, create=True):
             process.start()
-        return process
+        theirs.close()
+        return process, ours
 
     def pipes(self, ranks: int) -> list[Connection]:
         """Return the pipes to the first ranks."""
         while len(self._started) < ranks:
-            ours, theirs = self._context.Pipe()
-            self._started.append((self.start(_serve, theirs), ours))
-            theirs.close()
+            self._started.append(self.start(_serve))
         return [pipe for _, pipe in self._started[:ranks]]
 
     def end(self) -> None:
-        """End all."""
+        """End all ranks."""
         for process, pipe in self._started:
             pipe.close()
-        for process, _ in self._started:
             process.join(10)
             if process.is_alive():
                 process.kill()
@@ -104,6 +104,10 @@ def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Call
     folder = tmp_path_factory.mktemp("gloo")
     meeting_places = (folder / str(number) for number in count())
     return lambda ranks: Pool(processes.pipes(ranks), meeting_places)
+
+
+def _call(file: str, name: str, *args: Any) -> None:
+    getattr(_load(file), name)(*args)
 
 
 def _serve(pipe: Connection) -> None:

@@ -17,6 +17,7 @@ from wire_formulas import StepSizes, step_traffic
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm import run as bench
+from opensora_cli.engine.bench_comm import workloads
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import BenchReport
@@ -31,6 +32,8 @@ from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.bench_comm import BenchCommSettings, Collective, Scaling
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
 
 Pool = Callable[[int], Any]
 CPU = torch.device("cpu")
@@ -255,10 +258,17 @@ def test_counting_knows_all_collectives(pool: Pool, ranks: int) -> None:
         }
 
 
+def _small_demo(*_: object, **__: object) -> GenerateSettings:
+    sizes = {"hidden_size": 64, "axes_dim": (4, 6, 6), "depth": 1, "depth_single_blocks": 1}
+    return load_preset("demo", prompt="any").replace({f"model.{name}": size for name, size in sizes.items()})
+
+
 def _workload_bytes(scaling: Scaling) -> list[tuple[int, int, int]]:
     place = _place()
     found = []
-    for work in (DenoisingStep(device=CPU), TrainingStep(device=CPU, batch=4)):
+    with patch.object(workloads, "load_preset", _small_demo):
+        steps = DenoisingStep(device=CPU), TrainingStep(device=CPU, batch=4)
+    for work in steps:
         step = work.prepare(place.group, scaling)
         with counted_bytes() as sent:
             step()
@@ -289,6 +299,7 @@ def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[Ben
     shown: list[list[str]] = []
     with (
         patch.object(bench, "released_shapes", lambda: SHAPES_OF_A_TINY_MODEL),
+        patch.object(workloads, "load_preset", _small_demo),
         patch.object(bench, "affordable_bytes", affordable_bytes if free is None else lambda place: free),
     ):
         place = _place()

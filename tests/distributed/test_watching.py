@@ -2,11 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +26,9 @@ def _sum(x: Tensor) -> Tensor:
     return all_reduce_sum(x, dist.group.WORLD)
 
 
-def _message(watched: Watched, tensor: Tensor, **named: Any) -> str:
+def _message(watched: Watched, tensor: Tensor, *, name: str = "sum of keys", function: Any = _sum) -> str:
     with pytest.raises(HardwareError) as raised:
-        watched(_sum, tensor, **{"name": "sum of keys", **named})
+        watched(function, tensor, name=name)
     return raised.value.message
 
 
@@ -105,21 +105,20 @@ def test_what_is_not_asked_for_costs_nothing(pool: Callable[[int], Any]) -> None
     assert pool(2).run(_unwatched) == [0, 0]
 
 
-def test_a_group_that_broke_is_rebuilt_by_all_or_by_none() -> None:
-    out = _run("_break_and_rebuild")
-    first, second = out[0].splitlines(), out[1].splitlines()
+def test_a_group_that_broke_is_rebuilt_by_all_or_by_none(processes: Any) -> None:
+    first, second = _said(processes, _break_and_rebuild)
     assert first[0].startswith("sum of keys, (4,) float32: failed on rank 0 after ")
     assert first[1] == "sum of keys: an earlier collective of this group failed"
     assert second[0].startswith("sum of keys, (4,) float32: failed on rank 1 after ")
-    assert first[2] == second[1] == "[3.0, 3.0]"
+    assert first[2] == second[1] == [3.0, 3.0]
     assert first[3] == "the group cannot be rebuilt: rank 1 did not come within 1 s"
     assert (len(first), len(second)) == (4, 2)
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_rendezvous_is_retried(late: int) -> None:
+def test_the_rendezvous_is_retried(processes: Any, late: int) -> None:
     """A rank may be late by many times what one attempt takes."""
-    assert _run(f"_meet_{late}") == ["[2.0]\n", "[2.0]\n"]
+    assert _said(processes, _meet, late) == [[[2.0]], [[2.0]]]
 
 
 def test_no_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,69 +148,50 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _run(scenario: str) -> list[str]:
-    """Run a scenario below in two processes of their own, which it may break, and return what they print."""
-    command = [sys.executable, __file__, scenario, str(_free_port())]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        answers = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], answers
-    return [out for out, _ in answers]
+def _said(processes: Any, scenario: Callable[..., None], *args: Any) -> list[list[Any]]:
+    """Run a scenario in two processes of their own, which it may break, and return what they send."""
+    port = _free_port()
+    started = [processes.start(scenario, port, rank, *args) for rank in range(2)]
+    answers = []
+    for process, pipe in started:
+        answers.append([])
+        with suppress(EOFError):
+            while pipe.poll(60):
+                answers[-1].append(pipe.recv())
+        process.join(60)
+        assert process.exitcode == 0, answers
+    return answers
 
 
-def _break_and_rebuild(port: int, rank: int) -> None:
+def _break_and_rebuild(pipe: Connection, port: int, rank: int) -> None:
     init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2)
     dist.barrier()  # The short limit is also one for making the group.
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     watched = Watched(group, check_shapes=True)
+    store = dist.distributed_c10d._get_default_store()
 
     def total(x: Tensor) -> Tensor:
         if rank == 1:
             # It came, and then is silent for longer than the group waits.
-            dist.distributed_c10d._get_default_store().wait(["given up"])
+            store.wait(["given up"])
         return all_reduce_sum(x, group)
 
-    try:
-        watched(total, torch.ones(4), name="sum of keys")
-    except HardwareError as error:
-        print(error.message)
+    pipe.send(_message(watched, torch.ones(4), function=total))
     if rank == 0:
-        dist.distributed_c10d._get_default_store().set("given up", "")
-        try:
-            watched(total, torch.ones(4), name="sum of keys")
-        except HardwareError as error:
-            print(error.message)
+        store.set("given up", "")
+        pipe.send(_message(watched, torch.ones(4), function=total))
     fresh = rebuilt_group(group, timeout_s=30)
-    print(all_reduce_sum(torch.full((2,), 1.0 + rank), fresh).tolist(), flush=True)
+    pipe.send(all_reduce_sum(torch.full((2,), 1.0 + rank), fresh).tolist())
     if rank == 0:
-        try:
+        with pytest.raises(HardwareError) as raised:
             rebuilt_group(fresh, timeout_s=1)
-        except HardwareError as error:
-            print(error.message, flush=True)
+        pipe.send(raised.value.message)
     os._exit(0)  # With a broken group the threads of gloo may abort an ordinary end.
 
 
-def _meet_0(port: int, rank: int) -> None:
-    _meet(port, rank, late=0)
-
-
-def _meet_1(port: int, rank: int) -> None:
-    _meet(port, rank, late=1)
-
-
-def _meet(port: int, rank: int, *, late: int) -> None:
+def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     if rank == late:
-        time.sleep(3)  # Longer than one attempt waits.
+        time.sleep(1)  # Longer than one attempt waits.
     init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
-    print(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist(), flush=True)
+    pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
