@@ -2,17 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from golden.compare import read_golden_file
 from shared_tokens import mesh_of
 from torch import Tensor
 
+from opensora_cli.engine.components.parallelize import shard_transformer
+from opensora_cli.engine.estimate.offload import StageMemory
+from opensora_cli.engine.generate import plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.settings.generate import GenerateSettings
 
 GOLDEN = Path(__file__).parent / "golden" / "data"
 
@@ -35,6 +40,12 @@ class Scheme:
         return mesh_of(ring=self.ring, ulysses=self.ulysses, tensor=self.tensor)
 
 
+def plan_without_estimate(settings: GenerateSettings) -> plan.ExecutionPlan:
+    """Return the plan for what fits, without what its stages need, which takes seconds to find."""
+    with patch.object(plan, "estimate_generation", return_value=(StageMemory("denoise", 0, 0),)):
+        return plan.make_plan(settings)
+
+
 def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:
     """Return the model of a golden file, its inputs, latents first, and the velocity that was recorded."""
     file = read_golden_file(GOLDEN / f"{name}.safetensors")
@@ -55,7 +66,9 @@ def golden(name: str) -> tuple[MMDiT, dict[str, Tensor], Tensor]:
 
 
 def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:
-    """Let a model compute with this rank's share of the tokens."""
+    """Let a model compute with this rank's share of the weights, if any is divided, and of the tokens."""
+    if mesh.shape.tensor > 1:
+        shard_transformer(model, mesh.group("tensor"))
     lengths = SequenceLengths.of_mesh(mesh)
     model.set_attention(sequence_attention(model.attention, mesh, lengths))
     return SequenceParallel(

@@ -7,6 +7,8 @@ kept have threads that poll for work.
 import gc
 import importlib.util
 import multiprocessing
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -57,6 +59,11 @@ class Processes:
             self._started.append(self.start(_serve))
         return [pipe for _, pipe in self._started[:ranks]]
 
+    def program(self, folder: Path, function: Callable[..., int | None], *args: Any) -> "Program":
+        """Start `function(*args)` as a program that writes its output to `folder`, in the environment of this one."""
+        named = (function.__code__.co_filename, function.__name__, *args)
+        return Program(self.start(_print_to_files, folder, dict(os.environ), *named)[0], folder)
+
     def end(self) -> None:
         """End all ranks."""
         for process, pipe in self._started:
@@ -64,6 +71,29 @@ class Processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
+
+
+class Program:
+    """A process that a test can interrupt."""
+
+    def __init__(self, process: Any, folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self._process.pid, number)
+
+    def is_running(self) -> bool:
+        """Return whether it has not ended."""
+        return self._process.is_alive()
+
+    def end(self, seconds: float) -> tuple[int, str, str]:
+        """Wait for its end, and return its exit code and what it printed."""
+        self._process.join(seconds)
+        assert not self.is_running()
+        out, err = (self._folder / f"{self._process.pid}.{name}" for name in ("out", "err"))
+        return self._process.exitcode, out.read_text(), err.read_text()
 
 
 class Pool:
@@ -98,6 +128,15 @@ def processes() -> Iterator[Processes]:
     started.end()
 
 
+@pytest.fixture
+def no_ranks_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what would make a rank of this process, and let ranks find the package and take one thread."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
 @pytest.fixture(scope="session")
 def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pool]:
     """`pool(2).run(function, *args)` runs a function of a test module on two ranks."""
@@ -106,8 +145,17 @@ def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Call
     return lambda ranks: Pool(processes.pipes(ranks), meeting_places)
 
 
-def _call(file: str, name: str, *args: Any) -> None:
-    getattr(_load(file), name)(*args)
+def _call(file: str, name: str, *args: Any) -> Any:
+    return getattr(_load(file), name)(*args)
+
+
+def _print_to_files(_: Connection, folder: Path, environment: dict[str, str], *named: Any) -> None:
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{os.getpid()}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    sys.exit(_call(*named))
 
 
 def _serve(pipe: Connection) -> None:

@@ -26,10 +26,8 @@ from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
 from opensora_cli.engine.bench_comm.timing import Repeats
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
 from opensora_cli.engine.generate.ranks import SharedBranches
-from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
-from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.bench_comm import BenchCommSettings, Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
@@ -156,11 +154,7 @@ def _counted_step(shape: MeshShape, tokens: int, text: int) -> tuple[int, int]:
     mesh = ParallelMesh(shape, device_type="cpu")
     given = inputs(model, tokens=tokens, text=text)
     latents = given.pop("packed_latents_BND")
-    if shape.tensor > 1:
-        for stack in repeated_blocks(model.config):
-            for block in model.get_submodule(stack.module_path).children():
-                shard_linears(block, stack.linears, mesh.group("tensor"))
-    whole: Callable[..., Tensor] = divided(model, mesh) if shape.ring * shape.ulysses > 1 else model
+    whole = divided(model, mesh)
 
     def velocity(latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /) -> dict[Branch, Tensor]:
         return {branch: whole(latents_1ND, **given) for branch in branches}

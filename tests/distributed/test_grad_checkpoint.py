@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_transformer import inputs, loss_of, transformer
+from tiny_strategies import tiny_transformer
+from tiny_transformer import inputs, loss_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.models.mmdit import MMDiT
 
 _STEPS = 2
 
@@ -47,33 +49,29 @@ def _manager() -> ActivationManager:
 
 
 def _ddp() -> tuple[bool, int, int]:
-    plain = transformer()
+    plain = tiny_transformer()
     expected = _train(DistributedDataParallel(plain), plain)
-    model, manager = transformer(), _manager()
+    model, manager = tiny_transformer(), _manager()
     parallel = DistributedDataParallel(model)
     set_grad_checkpoint(model, activations=manager)
     return _same(_train(parallel, model), expected), manager.copied_to_device, manager.used_bytes
 
 
-def _sharded() -> nn.Module:
-    model = transformer()
+def _shard(model: MMDiT) -> None:
     for block in (*model.double_blocks, *model.single_blocks):
         fully_shard(block)
-    return fully_shard(model)
+    fully_shard(model)
 
 
 def _fsdp(checkpoint_first: bool) -> tuple[bool, int, int]:
-    plain = _sharded()
+    plain = tiny_transformer()
+    _shard(plain)
     expected = _train(plain, plain)
-    manager = _manager()
+    model, manager = tiny_transformer(), _manager()
     if checkpoint_first:
-        model = transformer()
         set_grad_checkpoint(model, activations=manager)
-        for block in (*model.double_blocks, *model.single_blocks):
-            fully_shard(block)
-        fully_shard(model)
-    else:
-        model = _sharded()
+    _shard(model)
+    if not checkpoint_first:
         set_grad_checkpoint(model, activations=manager)
     same = _same(_train(model, model), expected)
     assert all(isinstance(weight, DTensor) for weight in model.parameters())

@@ -4,7 +4,6 @@ Most ranks here need no torch (`launch_rank.py`), so that many ends can be tried
 """
 
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -12,29 +11,24 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
+import launch_rank
 import psutil
 import pytest
 
+from opensora_cli.cli import errors
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
 
-HERE = Path(__file__).parent
-COMMAND = (sys.executable, str(HERE / "launch_rank.py"))
+COMMAND = (sys.executable, launch_rank.__file__)
 PACE = Pace(look_s=0.05, frozen_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5)
 PROMISED_S = 20.0
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only")
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parent.parent))
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only"),
+    pytest.mark.usefixtures("no_ranks_around"),
+]
 
 
 def request(folder, **changes):
@@ -62,7 +56,7 @@ def left(folder):
     for process in psutil.process_iter():
         try:
             line = process.cmdline()  # empty where a process has ended and is not reaped
-            if str(folder) in line and not any("launch_driver" in word for word in line):
+            if str(folder) in line:
                 found.append(line)
         except psutil.Error:
             continue
@@ -76,42 +70,47 @@ def wait_for(condition, seconds=40.0):
         time.sleep(0.05)
 
 
-def driver(folder, *arguments, **fields):
-    """Start a launcher in a process of its own."""
-    fields = {"gpus": 2, "log_dir": str(folder / "logs"), **fields}
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "launch_driver.py"), json.dumps(fields), str(folder), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def drive(folder, *arguments):
+    def launched():
+        with errors.interruptible():
+            run(folder, *arguments)
+
+    return errors.run(launched)
+
+
+@pytest.fixture
+def driver(processes):
+    """Start a launcher in a process of its own, as a command line calls it."""
+    return lambda folder, *arguments: processes.program(folder, drive, folder, *arguments)
 
 
 def log(folder, rank):
     return (folder / "logs" / f"rank{rank}.log").read_text()
 
 
+def on_a_terminal(folder):
+    import pty
+    import termios
+
+    printed = os.dup(1)
+    screen, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (40, 123))
+    for stream in (1, 2):
+        os.dup2(terminal, stream)
+    run(folder, "--act", "terminal")
+    os.write(printed, os.read(screen, 13))
+
+
 class TestDone:
     def test_rank_0_prints_and_the_others_write_to_their_logs(self, tmp_path, capfd):
-        run(tmp_path, "--gloo", gpus=3)
+        run(tmp_path, gpus=3)
         assert capfd.readouterr() == ("result of rank 0 of 3 on 1\n", "")
         assert [log(tmp_path, rank) for rank in (1, 2)] == [f"result of rank {rank} of 3 on 1\n" for rank in (1, 2)]
         assert left(tmp_path) == []
 
     @pytest.mark.slow
-    def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path):
-        import pty
-        import termios
-
-        screen, terminal = pty.openpty()
-        termios.tcsetwinsize(terminal, (40, 123))
-        ours = {"stdin": subprocess.DEVNULL, "stdout": terminal, "stderr": terminal}
-        fields = json.dumps({"gpus": 2, "log_dir": str(tmp_path / "logs")})
-        script = [sys.executable, str(HERE / "launch_driver.py"), fields, str(tmp_path), "--act", "terminal"]
-        assert subprocess.run(script, **ours, timeout=60.0, check=False).returncode == 0
-        assert b"123 columns" in os.read(screen, 1000)
-        os.close(screen)
-        os.close(terminal)
+    def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path, processes):
+        assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\r\n")
 
     def test_busy_ranks_are_not_frozen(self, tmp_path):
         """A rank that sends nothing for longer than the limit, but computes."""
@@ -279,22 +278,21 @@ class TestSilent:
 
 
 class TestInterrupted:
-    def test_ctrl_c(self, tmp_path):
+    def test_ctrl_c(self, tmp_path, driver):
         launcher = driver(tmp_path, "--act", "wait")
         wait_for(lambda: all((tmp_path / f"denoise{rank}").exists() for rank in range(2)))
-        launcher.send_signal(signal.SIGINT)
-        out, err = launcher.communicate(timeout=PROMISED_S)
-        assert launcher.returncode == 130
-        assert out == ""
+        launcher.send(signal.SIGINT)
+        code, out, err = launcher.end(PROMISED_S)
+        assert (code, out) == (130, "")
         assert err.split("\n") == ["error: interrupted", "       kept by rank 0", ""]
         assert left(tmp_path) == []
 
-    def test_what_could_not_be_saved_then_is_reported(self, tmp_path):
+    def test_what_could_not_be_saved_then_is_reported(self, tmp_path, driver):
         launcher = driver(tmp_path, "--act", "fail to save")
         wait_for(lambda: all((tmp_path / f"denoise{rank}").exists() for rank in range(2)))
-        launcher.send_signal(signal.SIGINT)
-        _, err = launcher.communicate(timeout=PROMISED_S)
-        assert launcher.returncode == 130
+        launcher.send(signal.SIGINT)
+        code, _, err = launcher.end(PROMISED_S)
+        assert code == 130
         assert err.split("\n") == ["error: interrupted", "       the disk is full", "       make room there", ""]
 
     def test_while_a_rank_is_started(self, tmp_path, monkeypatch):
@@ -316,36 +314,34 @@ class TestInterrupted:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def test_launcher_killed(self, tmp_path):
+    def test_launcher_killed(self, tmp_path, driver):
         """Also a rank that is stopped does not stay."""
         launcher = driver(tmp_path, "--rank", "1", "--act", "stop")
         wait_for(lambda: (tmp_path / "denoise1").exists())
-        launcher.kill()
-        launcher.communicate(timeout=PROMISED_S)
+        launcher.send(signal.SIGKILL)
+        launcher.end(PROMISED_S)
         if sys.platform == "linux":
             wait_for(lambda: left(tmp_path) == [], PROMISED_S)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("stage", ["start", "load", "denoise", "decode"])
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_in_each_stage(self, tmp_path, stage, number):
+    def test_in_each_stage(self, tmp_path, driver, stage, number):
         launcher = driver(tmp_path, "--gloo", "--stage", stage, "--act", "wait")
         waiting = (lambda: len(left(tmp_path)) == 2) if stage == "start" else (tmp_path / f"{stage}1").exists
         wait_for(waiting)
-        launcher.send_signal(number)
-        out, err = launcher.communicate(timeout=PROMISED_S)
-        assert launcher.returncode == 130
-        assert (out, err.split("\n")[0]) == ("", "error: interrupted")
+        launcher.send(number)
+        code, out, err = launcher.end(PROMISED_S)
+        assert (code, out, err.split("\n")[0]) == (130, "", "error: interrupted")
         assert "Traceback" not in err
         assert left(tmp_path) == []
 
     @pytest.mark.slow
-    def test_twice_kills_at_once(self, tmp_path):
+    def test_twice_kills_at_once(self, tmp_path, driver):
         launcher = driver(tmp_path, "--act", "ignore")
         wait_for(lambda: len(left(tmp_path)) == 4)
-        launcher.send_signal(signal.SIGINT)
+        launcher.send(signal.SIGINT)
         time.sleep(0.5)
-        launcher.send_signal(signal.SIGINT)
-        launcher.communicate(timeout=PROMISED_S)
-        assert launcher.returncode == 130
+        launcher.send(signal.SIGINT)
+        assert launcher.end(PROMISED_S)[0] == 130
         assert left(tmp_path) == []

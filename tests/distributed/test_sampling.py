@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_close
 from mapped_memory import NO_FILE, mapped_files
+from shared_models import plan_without_estimate
 from shared_tokens import prompt_exchanges
 from wire_formulas import StepSizes, step_traffic
 
@@ -28,8 +29,17 @@ from opensora_cli.settings.load import load_preset
 STEPS = 2
 
 
-def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors", **changes):
+def plan_of(
+    mode="t2v",
+    degrees=None,
+    *,
+    make_plan=plan_without_estimate,
+    frames=17,
+    transformer="transformer.safetensors",
+    **changes,
+):
     references = {"i2v_loop": ("a.png", "b.png")}.get(mode, ("a.png",)) if mode != "t2v" else ()
+    degrees = degrees or {}
     settings = load_preset("demo", prompt="raining, sea").replace(
         {
             "runtime.device": "cpu",
@@ -39,7 +49,7 @@ def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors", **c
             "video.max_frames": frames,
             "condition.mode": mode,
             "condition.references": references,
-            "parallel.gpus": dist.get_world_size() if degrees else None,
+            "parallel.gpus": prod(degrees.values()) if degrees else None,
             **{f"parallel.{axis}_degree": degree for axis, degree in degrees.items()},
             **changes,
         }
@@ -47,23 +57,17 @@ def plan_of(mode, degrees, frames=17, transformer="transformer.safetensors", **c
     return make_plan(settings)
 
 
-@cache
-def demo():
-    return load.load_transformer(plan_of("t2v", {}))
-
-
-def sharded(plan, ranks):
-    return (
-        demo() if ranks is None or ranks.tensor_group is None else load.load_transformer(plan, group=ranks.tensor_group)
-    )
-
-
-def drawn(mode, degrees):
-    """Return the shape of the mesh, the latents, and the bytes that all steps sent and should send."""
-    plan = plan_of(mode, degrees)
-    ranks = Ranks(plan.mesh, torch.device("cpu")) if degrees else None
-    transformer = sharded(plan, ranks)
+def on_this_rank(plan):
+    """Return the ranks that share the work, None in one process, and the transformer or this rank's share of it."""
+    ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
+    transformer = load.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
+    return ranks, transformer
+
+
+def drawn(plan):
+    """Return the latents, and the bytes that all steps sent and should send."""
+    ranks, transformer = on_this_rank(plan)
     generator = torch.Generator().manual_seed(5)
     text = plan.settings.text
     embeds = PromptEmbeds(
@@ -79,7 +83,7 @@ def drawn(mode, degrees):
     with torch.inference_mode(), counted_bytes() as sent:
         evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
         latents = sample_latents(plan, evaluate, embeds, references or None, seed=3, ranks=ranks)
-    return plan.mesh, latents, (sent.num_bytes, STEPS * step_bytes(plan, transformer.config))
+    return latents, sent.num_bytes, STEPS * step_bytes(plan, transformer.config)
 
 
 def step_bytes(plan, config):
@@ -96,12 +100,9 @@ def step_bytes(plan, config):
     return step_traffic(sizes, plan.mesh).num_bytes
 
 
-def velocity(degrees):
+def velocity(plan):
     """Return what the demo's transformer computes once."""
-    plan = plan_of("t2v", degrees)
-    ranks = Ranks(plan.mesh, torch.device("cpu")) if degrees else None
-    transformer = sharded(plan, ranks)
-    transformer.set_attention(sdpa)
+    ranks, transformer = on_this_rank(plan)
     config, generator = transformer.config, torch.Generator().manual_seed(6)
 
     def normal(*shape):
@@ -129,30 +130,33 @@ def velocity(degrees):
     ids=str,
 )
 def test_velocity_is_that_of_one_process(pool, degrees):
-    ranks = pool(prod(degrees.values()))
-    expected = ranks.run(velocity, {})[0]
-    for computed in ranks.run(velocity, degrees):
+    expected = velocity(plan_of())
+    for computed in pool(prod(degrees.values())).run(velocity, plan_of("t2v", degrees)):
         assert_close(computed, expected)
 
 
-def assert_sampled_alike(ranks, mode, degrees):
-    expected = ranks.run(drawn, mode, {})[0][1]
-    answers = ranks.run(drawn, mode, degrees)
-    [shape] = {mesh for mesh, *_ in answers}
-    assert shape.size == len(answers)
-    for _, latents, _ in answers:
-        assert torch.equal(latents, answers[0][1])
+@cache
+def drawn_alone(mode):
+    return drawn(plan_of(mode))[0]
+
+
+def assert_sampled_alike(pool, mode, degrees):
+    plan, expected = plan_of(mode, degrees), drawn_alone(mode)
+    answers = pool(plan.mesh.size).run(drawn, plan)
+    assert len(answers) == prod(degrees.values())
+    for latents, _, _ in answers:
+        assert torch.equal(latents, answers[0][0])
         assert torch.linalg.vector_norm(latents - expected) <= 1e-3 * torch.linalg.vector_norm(expected)
-    [steps] = {formula for *_, (_, formula) in answers}
-    noise = (len(answers) - 1) * answers[0][1].nbytes
+    steps = answers[0][2]
+    noise = (len(answers) - 1) * expected.nbytes
     assert steps > 0
     # Before the first step rank 0 sends the noise, and a short description of it.
-    assert 0 <= sum(sent for *_, (sent, _) in answers) - steps - noise < 1000 * len(answers)
+    assert 0 <= sum(sent for _, sent, _ in answers) - steps - noise < 1000 * len(answers)
 
 
 @pytest.mark.parametrize("mode", ["t2v", "i2v_loop", "v2v_tail"])  # all of them: test_every_condition_with_all_degrees
 def test_conditions_on_two_ranks_sample_what_one_process_samples(pool, mode):
-    assert_sampled_alike(pool(2), str(mode), {"ulysses": 2})
+    assert_sampled_alike(pool, mode, {"ulysses": 2})
 
 
 ON_TWO = [{"ulysses": 2}, {"ring": 2}, {"cfg_parallel": 2}, {"tensor_parallel": 2}]
@@ -171,22 +175,19 @@ ON_FOUR = [
 
 @pytest.mark.parametrize("degrees", [ON_FOUR[3], ON_FOUR[7]], ids=str)
 def test_combined_degrees_sample_what_one_process_samples(pool, degrees):
-    assert_sampled_alike(pool(4), "i2v_head", degrees)
+    assert_sampled_alike(pool, "i2v_head", degrees)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(CONDITION_MODES))
 @pytest.mark.parametrize("degrees", [*ON_TWO, *ON_FOUR], ids=str)
 def test_every_condition_with_all_degrees(pool, mode, degrees):
-    assert_sampled_alike(pool(prod(degrees.values())), str(mode), degrees)
+    assert_sampled_alike(pool, str(mode), degrees)
 
 
-def held(degrees, frames):
-    """Return the bytes beside the weights that sampling is predicted to take on this rank, and those it took."""
-    plan = plan_of("t2v", degrees, frames)
-    ranks = Ranks(plan.mesh, torch.device("cpu"))
-    transformer = demo()
-    transformer.set_attention(sdpa)
+def held(plan):
+    """Return the bytes beside the weights that sampling takes on this rank."""
+    ranks, transformer = on_this_rank(plan)
     embeds = PromptEmbeds(
         torch.zeros(2, plan.settings.text.t5_max_length, plan.settings.model.context_in_dim),
         torch.zeros(2, plan.settings.model.vec_in_dim),
@@ -194,19 +195,19 @@ def held(degrees, frames):
     with torch.inference_mode(), prompt_exchanges(), TensorBytes() as counter:
         counter.add([embeds.prompt_embeds_2LC, embeds.pooled_prompt_embeds_2V])
         sample_latents(plan, ranks.share_tokens(transformer), embeds, None, seed=3, ranks=ranks)
-    stage = next(stage for stage in plan.stages if stage.name == "denoise")
-    return stage.data_bytes + stage.activation_bytes, counter.peak_bytes
+    return counter.peak_bytes
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses": 2}, pytest.param({"ring": 2}, marks=pytest.mark.slow)], ids=str)
 def test_memory_of_a_rank_is_predicted(pool, degrees):
-    for predicted, peak in pool(2).run(held, degrees, 129):
-        assert predicted == pytest.approx(peak, rel=0.05)
+    plan = plan_of("t2v", degrees, frames=65, make_plan=make_plan)
+    stage = next(stage for stage in plan.stages if stage.name == "denoise")
+    for peak in pool(2).run(held, plan):
+        assert stage.data_bytes + stage.activation_bytes == pytest.approx(peak, rel=0.05)
 
 
-def mapped(path, changes):
+def mapped(plan):
     """Return the bytes of the weights, the file that each of them maps, and the bytes that this rank has for itself."""
-    plan = plan_of("t2v", {"ulysses": 4}, transformer=path, **changes)
     machine_group = Ranks(plan.mesh, torch.device("cpu")).machine_group
     transformer = load.load_transformer(plan, machine_group=machine_group)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
@@ -232,7 +233,7 @@ def test_ranks_share_one_copy_of_the_weights(pool, tmp_path, dtype, changes):
         target = tmp_path / path.name
         assert main(["ckpt", "convert", str(path), str(target), "--dtype", dtype, "--quiet"]) == 0
         path = target
-    answers = pool(4).run(mapped, str(path), changes)
+    answers = pool(2).run(mapped, plan_of("t2v", {"ulysses": 2}, transformer=str(path), **changes))
     size, files, _ = answers[0]
     assert size > 10e6
     for also_size, also_files, own_bytes in answers:

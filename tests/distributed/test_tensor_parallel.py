@@ -1,129 +1,27 @@
-"""Transformers whose heads and features are divided between real processes against the same in one process."""
+"""What ranks hold of a transformer whose heads and features are divided; `test_sequence` has its velocities."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
-from shared_models import Scheme, divided, golden
+from shared_models import Scheme, divided
 from storage_sizes import storage_bytes
 from tiny_transformer import inputs, transformer
-from torch import Tensor, nn
+from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.parallel.shares import shares, span
 from opensora_cli.parallel.tensor import shard_linears
 
 Pool = Callable[[int], Any]
-ALONE = [Scheme(tensor=2), Scheme(tensor=4)]
-COMBINED = [Scheme(ulysses=2, tensor=2), Scheme(ring=2, tensor=2)]
-
-
-def _sharded(model: MMDiT, scheme: Scheme) -> Callable[..., Tensor]:
-    mesh = scheme.mesh()
-    shard_transformer(model, mesh.group("tensor"))
-    return divided(model, mesh)
-
-
-def _velocity_errors(scheme: Scheme, name: str | None, chunk: int | None) -> float:
-    if name is None:
-        model = transformer()
-        given = inputs(model, tokens=13, text=6)
-    else:
-        model, given, _ = golden(name)
-    latents = given.pop("packed_latents_BND")
-    with torch.inference_mode():
-        expected = model(latents, **given)
-        call = _sharded(model, scheme)
-        model.set_sequence_chunk(chunk)
-        velocity = call(latents, **given)
-    return relative_error(velocity, expected)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "chunk"),
-    [
-        (ALONE[0], 4),
-        *((scheme, None) for scheme in (*ALONE[1:], *COMBINED)),
-        *(pytest.param(scheme, 4, marks=pytest.mark.slow) for scheme in (*ALONE[1:], *COMBINED)),
-        pytest.param(ALONE[0], None, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_velocity_is_that_of_one_process(pool: Pool, scheme: Scheme, chunk: int | None) -> None:
-    assert max(pool(scheme.ranks).run(_velocity_errors, scheme, None, chunk)) < 1e-5
-
-
-@pytest.mark.parametrize(("scheme", "name"), [(ALONE[0], "mmdit_video"), (COMBINED[1], "mmdit_image")])
-def test_golden_velocity(pool: Pool, scheme: Scheme, name: str) -> None:
-    assert max(pool(scheme.ranks).run(_velocity_errors, scheme, name, None)) < 1e-5
-
-
-def _gradients(model: MMDiT, call: Callable[..., Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    latents, *_ = given.values()
-    latents = latents.clone().requires_grad_()
-    others = {name: value for name, value in given.items() if name != "packed_latents_BND"}
-    call(latents, **others).square().mean().backward()
-    return {"latents": latents.grad, **{name: weight.grad for name, weight in model.named_parameters()}}
-
-
-def _cut(model: MMDiT, gradients: dict[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:
-    """Take this rank's share of gradients of the whole, by a way of its own: features by their numbers."""
-    shares_of = dict(gradients)
-    for stack in repeated_blocks(model.config):
-        for index in range(stack.count):
-            for plan in stack.linears:
-                path = f"{stack.module_path}.{index}.{plan.path}"
-                numbers = torch.arange(sum(plan.pieces)).split(plan.pieces)
-                own = torch.cat(
-                    [
-                        part.view(-1, unit)[span(shares(len(part) // unit, ranks), rank)].flatten()
-                        for part, unit in zip(numbers, plan.units, strict=True)
-                    ]
-                )
-                weight, bias = shares_of.pop(f"{path}.weight"), shares_of.pop(f"{path}.bias")
-                by_rows = plan.split == "column"
-                shares_of[f"{path}.linear.weight"] = weight[own] if by_rows else weight[:, own]
-                shares_of[f"{path}.linear.bias" if by_rows else f"{path}.bias"] = bias[own] if by_rows else bias
-    return shares_of
-
-
-def _gradient_error(scheme: Scheme) -> tuple[float, int]:
-    model = transformer().double()
-    given = inputs(model, tokens=11)
-    given = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
-    mesh = scheme.mesh()
-    # The norms of q and k and the rotary embedding ask for fp32, which would hide small differences and make new ones.
-    with patch.object(Tensor, "float", Tensor.double):
-        whole = _gradients(model, model, given)
-        found = _gradients(model, _sharded(model, scheme), given)
-    expected = _cut(model, whole, scheme.tensor, mesh.coordinate("tensor"))
-    assert expected.keys() == found.keys()
-    errors = []
-    for name, exact in expected.items():
-        if name != "latents":
-            dist.all_reduce(found[name], group=mesh.group("ring", "ulysses"))
-        assert exact.any()
-        errors.append(relative_error(found[name], exact))
-    return max(errors), len(errors)
-
-
-@pytest.mark.parametrize("scheme", [ALONE[0], *COMBINED, pytest.param(ALONE[1], marks=pytest.mark.slow)], ids=str)
-def test_gradients_are_those_of_one_process(pool: Pool, scheme: Scheme) -> None:
-    for error, count in pool(scheme.ranks).run(_gradient_error, scheme):
-        assert error < 1e-10
-        assert count > 100
 
 
 def _block_bytes(model: nn.Module) -> tuple[int, int]:
@@ -169,7 +67,7 @@ def _uneven() -> tuple[float, int]:
     latents = given.pop("packed_latents_BND")
     with torch.inference_mode():
         expected = model(latents, **given)
-        velocity = _sharded(model, Scheme(tensor=2))(latents, **given)
+        velocity = divided(model, Scheme(tensor=2).mesh())(latents, **given)
     error = relative_error(velocity, expected)
     return error, model.single_blocks[0].v_mlp.weight.shape[0]
 
@@ -243,7 +141,7 @@ def _streamed(scheme: Scheme) -> tuple[float, float, int]:
     latents = given.pop("packed_latents_BND")
     with torch.inference_mode():
         expected = model(latents, **given)
-        call = _sharded(model, scheme)
+        call = divided(model, scheme.mesh())
         whole = call(latents, **given)
         with stream_blocks([model.double_blocks, model.single_blocks], device="cpu", resident=1) as figures:
             streamed = call(latents, **given)
@@ -258,8 +156,11 @@ def _streamed(scheme: Scheme) -> tuple[float, float, int]:
     "scheme",
     [
         Scheme(tensor=2),
-        COMBINED[1],
-        *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in (Scheme(ulysses=2), Scheme(ring=2), COMBINED[0])),
+        Scheme(ring=2, tensor=2),
+        *(
+            pytest.param(scheme, marks=pytest.mark.slow)
+            for scheme in (Scheme(ulysses=2), Scheme(ring=2), Scheme(ulysses=2, tensor=2))
+        ),
     ],
     ids=str,
 )
@@ -276,7 +177,7 @@ def _in_8_bits() -> tuple[float, int]:
     latents = given.pop("packed_latents_BND")
     with torch.inference_mode():
         expected = model(latents, **given)
-        call = _sharded(model, Scheme(tensor=2))
+        call = divided(model, Scheme(tensor=2).mesh())
         for block in (*model.double_blocks, *model.single_blocks):
             store_in_fp8(block)
         velocity = call(latents, **given)

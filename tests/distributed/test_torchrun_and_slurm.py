@@ -4,19 +4,11 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
+import launch_rank
 import pytest
 
-HERE = Path(__file__).parent
-RANK = str(HERE / "launch_rank.py")
-
-
-@pytest.fixture
-def environment():
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
+pytestmark = pytest.mark.usefixtures("no_ranks_around")
 
 
 def job_with_a_free_port():
@@ -27,7 +19,7 @@ def job_with_a_free_port():
     pytest.fail("no free port")
 
 
-def test_slurm(tmp_path, environment):
+def test_slurm(tmp_path, processes, monkeypatch):
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_NNODES": "1",
@@ -35,26 +27,19 @@ def test_slurm(tmp_path, environment):
         "SLURM_JOB_ID": job_with_a_free_port(),
         "SLURM_STEP_ID": "0",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, RANK, str(tmp_path), "--gloo"],
-            env={**environment, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert outputs == [f"result of rank {rank} of 2 on 1\n" for rank in range(2)]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    ranks = []
+    for rank in range(2):
+        for name, value in {**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}.items():
+            monkeypatch.setenv(name, value)
+        ranks.append(processes.program(tmp_path, launch_rank.main, [str(tmp_path), "--gloo"]))
+    assert [rank.end(60.0)[:2] for rank in ranks] == [(0, f"result of rank {rank} of 2 on 1\n") for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path, environment):
+def test_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, RANK, str(tmp_path), "--gloo"],
-        env=environment,
+        [*torchrun, launch_rank.__file__, str(tmp_path), "--gloo"],
         capture_output=True,
         text=True,
         timeout=90,

@@ -22,7 +22,6 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.settings.train import TrainSettings
 
 Pool = Callable[[int], Any]
-DEPTH = 6
 LORA = {"lora.rank": 2, "precision.compute": "bf16"}
 
 CASES = [
@@ -35,9 +34,9 @@ CASES = [
 ]
 
 
-def _settings(init: Path | None, *weights: Path, **changes: object) -> TrainSettings:
+def _settings(init: Path | None, *weights: Path, depth: int = 1, **changes: object) -> TrainSettings:
     return tiny_training.mmdit_settings(Path("unused"), *weights).replace(
-        {"model.depth": DEPTH, "model.depth_single_blocks": DEPTH, "init": init and str(init), **changes}
+        {"model.depth": depth, "model.depth_single_blocks": depth, "init": init and str(init), **changes}
     )
 
 
@@ -51,12 +50,12 @@ def _blocks(model: MMDiT) -> list[int]:
     return [sum(weight.nbytes for weight in block.parameters()) for block in blocks]
 
 
-def _saved(folder: Path, dtype: torch.dtype, *, has_references: bool = True) -> Path:
+def _saved(folder: Path, dtype: torch.dtype, *, depth: int = 1, has_references: bool = True) -> Path:
     """Write random weights, none of which is zero."""
     generator, path = torch.Generator().manual_seed(5), folder / "first.safetensors"
     weights = {
         name: torch.randn(weight.shape, generator=generator).to(dtype)
-        for name, weight in empty_transformer(_settings(None)).named_parameters()
+        for name, weight in empty_transformer(_settings(None, depth=depth)).named_parameters()
         if has_references or not name.startswith("cond_in.")
     }
     save_file(weights, path)
@@ -91,7 +90,8 @@ def _assert_same(weights: dict[str, Tensor], model: MMDiT) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, from_file: bool) -> None:
-    settings = _settings(_saved(tmp_path, torch.float32) if from_file else None)
+    depth = 12 // ranks
+    settings = _settings(_saved(tmp_path, torch.float32, depth=depth) if from_file else None, depth=depth)
     with TensorBytes(device_type="cpu") as counted:
         model = _alone(settings)
     whole, blocks = sum(weight.nbytes for weight in model.parameters()), sorted(_blocks(model))
@@ -123,7 +123,7 @@ def test_weights_beside_an_adapter_are_those_of_one_process(pool: Pool, tmp_path
     settings = _settings(_saved(tmp_path, dtype), **LORA)
     model = _alone(settings)
     adapter = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert len(adapter) == 2 * (12 + 4) * DEPTH
+    assert len(adapter) == 2 * (12 + 4)
     assert {weight.dtype for name, weight in model.named_parameters() if name not in adapter} == {torch.bfloat16}
     assert all(weight.any() for name, weight in model.named_parameters() if "lora_A" in name)
     for _, _, weights, trained in pool(2).run(_divided, Case("zero3", 2), settings):

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,9 @@ from toy_training import ADAMW, Listener, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
+from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.ranks import open_distribution
@@ -286,7 +287,11 @@ def _settings(output: Path, **changes: object) -> TrainSettings:
 def _command(settings: TrainSettings, folder: Path, *flags: str) -> list[str]:
     path = folder / "settings.json"
     path.write_text(json.dumps(settings.model_dump(mode="json")))
-    return [sys.executable, "-m", "opensora_cli", "train", "--from", str(path), *flags]
+    return ["train", "--from", str(path), *flags]
+
+
+def _osora(arguments: list[str]) -> int:
+    return main(arguments)
 
 
 def _log(run: Path) -> list[dict[str, float]]:
@@ -294,58 +299,63 @@ def _log(run: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for line in lines]
 
 
-def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path, processes, no_ranks_around):
     whole, run = tmp_path / "whole", tmp_path / "run"
-    train(_settings(whole))
+    train(_settings(whole, **{"loop.steps": 1, "optimizer.decay_steps": 0}))
 
-    flags = ("--gpus", "2", "--device", "cpu")
     # So many that it does not end by itself.
     long = _settings(run, **{"loop.steps": 100_000, "optimizer.decay_steps": 99_994})
-    process = subprocess.Popen(
-        _command(long, tmp_path, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
+    command = processes.program(tmp_path, _osora, _command(long, tmp_path, "--gpus", "2", "--device", "cpu"))
     deadline = time.monotonic() + 120
-    while not (run / "log.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (run / "log.jsonl").exists() and command.is_running() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err.decode()
-    assert "continue with --resume" in err.decode()
+    command.send(signal.SIGINT)
+    code, _, err = command.end(120)
+    assert code == 130, err
+    assert "continue with --resume" in err
     (folder,) = run.glob("epoch0-global_step*")
     assert wrong_files(folder) == []
     step = int(folder.name.rpartition("step")[2])
 
     more = _settings(run, **{"loop.steps": step + 2, "optimizer.decay_steps": 1})
-    done = subprocess.run(
-        _command(more, tmp_path, "--resume", "--json", "--quiet"), capture_output=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert json.loads(done.stdout)["resumed_from"] == step
+    result = train(more, resume=Resume())
+    assert result is not None
+    assert result.resumed_from == step
     assert [line["step"] for line in _log(run)] == list(range(1, step + 3))
     # The first steps have the same rates, and so the same losses as one process alone.
     assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path):
-    environment, run = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run"
+def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path, processes, no_ranks_around):
+    run = tmp_path / "run"
     changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}
-    alone = _command(_settings(run, **changes), tmp_path, "--quiet")
-    subprocess.run(alone, check=True, capture_output=True, env=environment)
+    train(_settings(run, **changes))
 
-    def resumed(*flags: str) -> "subprocess.CompletedProcess[str]":
-        command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, "--resume", *flags)
-        return subprocess.run(
-            [*command, "--gpus", "2", "--device", "cpu"], capture_output=True, check=False, text=True, env=environment
-        )
+    def resumed(*flags: str) -> tuple[int, str, str]:
+        ranks = ("--resume", "--gpus", "2", "--device", "cpu")
+        command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, *ranks, *flags)
+        return processes.program(tmp_path, _osora, command).end(120)
 
-    refused = resumed()
-    assert refused.returncode == 2, refused.stderr
-    assert "larger updates from now on: --set loop.micro_batches=2" in refused.stderr
-    done = resumed("--set", "loop.micro_batches=2")
-    assert done.returncode == 0, done.stderr
-    assert "an update has 2 micro-batches from now on, instead of 1" in done.stderr
+    code, _, err = resumed()
+    assert code == 2, err
+    assert "larger updates from now on: --set loop.micro_batches=2" in err
+    code, _, err = resumed("--set", "loop.micro_batches=2")
+    assert code == 0, err
+    assert "an update has 2 micro-batches from now on, instead of 1" in err
     (folder,) = run.glob("epoch0-global_step4")
     assert wrong_files(folder) == []
     assert torch.load(folder / "sampler.pt") == {"handed_out": 2 * 1 + 2 * 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_a_folder_that_another_run_is_in_is_refused_to_all_ranks(tmp_path, processes, no_ranks_around):
+    run = tmp_path / "run"
+    command = _command(_settings(run), tmp_path, "--gpus", "2", "--device", "cpu")
+    with locked_folder(run):
+        code, _, err = processes.program(tmp_path, _osora, command).end(120)
+        assert [each.name for each in run.iterdir()] == [LOCK_FILE]
+    assert code == 3, err
+    assert f"{run} is in use by another run: process {os.getpid()} on " in " ".join(err.split())
+    assert "Traceback" not in err

@@ -19,7 +19,7 @@ from opensora_cli.core.ranks import RankContext, find_context
 STAGES = ("load", "denoise", "decode")
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("mark", type=Path)
     parser.add_argument("--rank", type=int, default=-1)
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--act", default="none")
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--silence", type=float, default=60.0)
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     context = find_context(os.environ)
     assert context is not None
     if asked.stage == "start":
@@ -123,4 +123,7 @@ def compute(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # while it reports something else
+        sys.exit(INTERRUPTED)
