@@ -15,7 +15,6 @@ Four parts, on scenes whose combination of place, weather, time and thing was he
 import argparse
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import Scene, Weather, caption_scene, render_scene, sample_scene
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
+from opensora_cli.media import similarity
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
@@ -74,8 +74,8 @@ def film(scenes: Sequence[Scene], plan: ExecutionPlan) -> Clips:
 
 def psnr_db(clips_NTHWC: Clips, others_NTHWC: Clips) -> list[float]:
     """Return the PSNR of each clip against the other, over all frames, in dB of the range 0 to 255; 99 at most."""
-    errors = np.square(clips_NTHWC.astype(np.float64) - others_NTHWC).mean(axis=(1, 2, 3, 4))
-    return [min(99.0, 10 * math.log10(255**2 / error)) if error else 99.0 for error in errors]
+    pairs = zip(torch.from_numpy(clips_NTHWC), torch.from_numpy(others_NTHWC), strict=True)
+    return [similarity.psnr_db(clip, other) for clip, other in pairs]
 
 
 def measure_vae(plan: ExecutionPlan, models: Models, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:

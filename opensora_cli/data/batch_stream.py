@@ -63,7 +63,12 @@ class BatchStream(Generic[T]):
         self._begun = 0
         self._last_epoch = 0
         self._reading: Iterator[tuple[MicroBatch, T | OsoraError]] | None = None
-        self._require_batches()
+        if (found := len(plan_epoch(0))) < micro_batches:
+            raise FileProblem(
+                f"an epoch has {found} micro-batches, and one update takes {micro_batches}",
+                hint="osora train --check-data reports why: give more data, other data.buckets or fewer "
+                "loop.micro_batches",
+            )
 
     @property
     def epoch(self) -> int:
@@ -95,12 +100,8 @@ class BatchStream(Generic[T]):
         Plain values, the same for any number of ranks that have had as many updates. An unfinished update counts
         as not started.
         """
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "number": self._number,
-            "data": self._fingerprint,
-        }
+        position = {"epoch": self._epoch, "position": self._position, "number": self._number}
+        return {**position, "data": self._fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state (with the next epoch, if the data have changed); a CheckpointError if it is none."""
@@ -125,15 +126,6 @@ class BatchStream(Generic[T]):
             # Otherwise they end when the iterator is collected, which an exception that is being handled puts off.
             shut_down()
 
-    def _require_batches(self) -> None:
-        found = len(self._plan_epoch(0))
-        if found < self._micro_batches:
-            raise FileProblem(
-                f"an epoch has {found} micro-batches, and one update takes {self._micro_batches}",
-                hint="osora train --check-data reports why: give more data, other data.buckets or fewer "
-                "loop.micro_batches",
-            )
-
     def _count(self, asked: MicroBatch) -> None:
         self._begun += self._ranks
         self._last_epoch = asked.epoch
@@ -146,7 +138,7 @@ class BatchStream(Generic[T]):
     def _data_loader(self) -> "DataLoader[tuple[MicroBatch, T | OsoraError]]":
         return DataLoader(
             _Loading(self._load),
-            sampler=_Upcoming(self._upcoming),
+            sampler=self._upcoming(),
             batch_size=None,
             collate_fn=_as_is,
             num_workers=self._workers,
@@ -221,16 +213,6 @@ class PicturesFirst(Generic[T]):
 
     def _is_early(self, handed_out: int) -> bool:
         return handed_out < self._updates * self._batches_of_update
-
-
-class _Upcoming:
-    """Makes an iterable of a generator function."""
-
-    def __init__(self, start: Callable[[], Iterator[MicroBatch]]) -> None:
-        self._start = start
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self._start()
 
 
 class _Loading(Dataset[tuple[MicroBatch, T | OsoraError]]):

@@ -56,7 +56,6 @@ class EpochPlan:
         self._buckets, self._index_in_bucket = buckets[order], index_in_bucket[order]
 
     def __len__(self) -> int:
-        """Return how many micro-batches there are."""
         return len(self._buckets)
 
     @property
@@ -100,7 +99,6 @@ class BucketSampler:
     seed: int
 
     def __call__(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch."""
         draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), self.buckets.num_resolutions))
         sizes = np.array([self.buckets[index].batch_size for index in range(len(self.buckets))], dtype=np.int64)
         assigned = self.buckets.assign(self.samples, draws_NR)
@@ -119,7 +117,6 @@ class SceneSampler:
     seed: int
 
     def __call__(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch."""
         pictures = _rng(self.seed, epoch, _BUCKETS).permutation(self.count) < round(self.picture_share * self.count)
         sizes = np.array([self.batch_size, self.picture_batch_size], dtype=np.int64)
         return EpochPlan(pictures.astype(np.int32), sizes, rng=_rng(self.seed, epoch, _ORDER))

@@ -54,7 +54,6 @@ class Samples:
     """Frames per second; NaN for pictures, and where it is unknown."""
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
         return len(self.num_frames)
 
     def only(self, wanted: NDArray[np.bool_]) -> "Samples":
@@ -82,18 +81,16 @@ class Buckets:
         self._all: list[Bucket] = []
         self._first: dict[tuple[str, int], int] = {}
         for resolution in self._resolutions:
-            for length in _descending(resolution.lengths):
+            for length in sorted(resolution.lengths, reverse=True):
                 self._first[resolution.name, length] = len(self._all)
                 self._all += _buckets(resolution, length)
         lengths = {resolution.name: resolution.lengths for resolution in self._resolutions}
         self._probabilities = np.array([lengths[bucket.resolution][bucket.num_frames][0] for bucket in self._all])
 
     def __len__(self) -> int:
-        """Return how many buckets there are."""
         return len(self._all)
 
     def __getitem__(self, index: int) -> Bucket:
-        """Return a bucket."""
         return self._all[index]
 
     @property
@@ -138,10 +135,6 @@ class Buckets:
         return fitting_NR
 
 
-def _descending(lengths: Mapping[int, object]) -> list[int]:
-    return sorted(lengths, reverse=True)
-
-
 def _buckets(resolution: Resolution, length: int) -> list[Bucket]:
     return [
         Bucket(
@@ -173,15 +166,11 @@ def _nearest_shapes(heights: NDArray[np.int64], widths: NDArray[np.int64], resol
     nearest = np.zeros(len(shapes), dtype=np.int64)
     least = np.full(len(shapes), np.inf)
     for index, ratio in enumerate(resolution.sizes):
-        distance: NDArray[np.floating[Any]] = np.abs(shapes - 1 / _ratio_value(ratio))
+        width, _, height = ratio.partition(":")
+        distance: NDArray[np.floating[Any]] = np.abs(shapes - 1 / (float(width) / float(height)))
         nearer = distance < least
         nearest[nearer], least[nearer] = index, distance[nearer]
     return nearest
-
-
-def _ratio_value(ratio: str) -> float:
-    width, _, height = ratio.partition(":")
-    return float(width) / float(height)
 
 
 def map_target_fps(fps: float, max_fps: float) -> tuple[float, int]:

@@ -34,7 +34,6 @@ class TextColumn:
         self._ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return how many texts there are."""
         return len(self._ends)
 
     def __getitem__(self, index: int) -> str:

@@ -73,11 +73,8 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
 def split_table(path: Path, targets: Sequence[Path]) -> list[int]:
     """Write a table in parts, one file each, with rows in order and all columns; return the rows of each.
 
-    Sizes differ by one row at most.
-
-    Raises:
-        FileProblem: it is missing, broken or has fewer rows than parts, or a part cannot be written.
-        RequestError, HardwareError: as `check_table_name`.
+    Sizes differ by one row at most. Errors are those of `read_columns`; a FileProblem, too, if there are fewer rows
+    than parts, and an OutputError if a part cannot be written.
     """
     kind = check_table_name(path)
     with _reading(path):

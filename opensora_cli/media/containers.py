@@ -71,53 +71,41 @@ class VideoSource:
 
 
 @contextmanager
-def open_video(path: Path) -> Iterator[VideoSource]:
-    """Open a video file; a MediaError, also while frames are read, if it is broken or has no picture track."""
-    with _opened(path) as (container, track):
-        track.thread_type = "AUTO"
-        rate = _mean_rate(track)
-        yield VideoSource(frames=_numbered(_whole_tracks(container.decode(track), path), rate), fps=rate)
+def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Iterator[VideoSource]:
+    """Open a video file; a MediaError, also while frames are read, if it is broken or has no picture track.
 
-
-@contextmanager
-def open_video_at(path: Path, *, start: int) -> Iterator[VideoSource]:
-    """Open a video file at its frame number `start`, from 0, by seeking to it; one thread decodes.
-
-    Where times are missing, or the file cannot be entered before that frame, all before it are decoded and counted.
+    Its first frame is number `start`, from 0, to which it seeks. Where times are missing, or the file cannot be entered
+    before that frame, all before it are decoded and counted. `threads` decode; None: as many as the machine has.
     """
     if start:
-        with _opened(path) as (container, track):
-            track.codec_context.thread_count = 1
+        with _opened(path, threads=threads) as (container, track):
             rate = _mean_rate(track)
-            frames = _frames_after_seeking(container, track, path, start=start, rate=rate)
+            frames = _frames_after_seeking(container, track, path, start=start, rate=rate, threads=threads)
             if frames is not None:
                 yield VideoSource(frames=frames, fps=rate)
                 return
     # Opened a second time: some files can be read once only.
-    with _opened(path) as (container, track):
-        track.codec_context.thread_count = 1
+    with _opened(path, threads=threads) as (container, track):
         rate = _mean_rate(track)
-        yield VideoSource(
-            frames=islice(_numbered(_whole_tracks(container.decode(track), path), rate, threads=1), start, None),
-            fps=rate,
-        )
+        frames = _numbered(_whole_tracks(container.decode(track), path), rate, threads=threads)
+        yield VideoSource(frames=islice(frames, start, None), fps=rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoFacts:
-    """What a video file holds."""
+class MediaFacts:
+    """What a picture or video file holds."""
 
     num_frames: int
     height: int
     width: int
-    fps: float
-    """The mean rate."""
+    """Upright, as it is shown."""
+    fps: float | None
+    """Frames per second, the mean rate; None for a picture."""
 
 
-def probe_video(path: Path) -> VideoFacts:
+def probe_video(path: Path) -> MediaFacts:
     """Read a video file to its end, decoding the first frame alone; a MediaError if it is broken or cut off."""
-    with _opened(path) as (container, track):
-        track.codec_context.thread_count = 1
+    with _opened(path, threads=1) as (container, track):
         first: av.VideoFrame | None = None
         num_frames = 0
         for packet in _whole_tracks(container.demux(track), path):
@@ -129,11 +117,11 @@ def probe_video(path: Path) -> VideoFacts:
         if num_frames < track.frames:
             raise MediaError(f"{path} is cut off: it has {num_frames} of {track.frames} frames")
         height, width, _ = _ContainerFrame(first, usual_time=0.0, usual_duration=0.0, threads=1).to_rgb().shape
-        return VideoFacts(num_frames=num_frames, height=height, width=width, fps=_mean_rate(track))
+        return MediaFacts(num_frames=num_frames, height=height, width=width, fps=_mean_rate(track))
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[InputContainer, av.VideoStream]]:
+def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer, av.VideoStream]]:
     with path.open("rb") as stream:
         start = stream.read(12)
     if start[4:8] == b"ftyp" and start[8:12] in _PICTURE_BRANDS:
@@ -146,6 +134,10 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, av.VideoStream]]:
             track = container.streams.video[0]
             if track.codec_context is None:  # of a codec that this FFmpeg has not
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
+            if threads is None:
+                track.thread_type = "AUTO"
+            else:
+                track.codec_context.thread_count = threads
             yield container, track
     except av.FFmpegError as error:
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
@@ -163,15 +155,13 @@ def _mean_rate(track: av.VideoStream) -> float:
     return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
 
 
-def _numbered(
-    decoded: Iterable[av.VideoFrame], rate: float, *, threads: int | None = None
-) -> "Iterator[_ContainerFrame]":
+def _numbered(decoded: Iterable[av.VideoFrame], rate: float, *, threads: int | None) -> "Iterator[_ContainerFrame]":
     for index, frame in enumerate(decoded):
         yield _ContainerFrame(frame, usual_time=index / rate, usual_duration=1 / rate, threads=threads)
 
 
 def _frames_after_seeking(
-    container: InputContainer, track: av.VideoStream, path: Path, *, start: int, rate: float
+    container: InputContainer, track: av.VideoStream, path: Path, *, start: int, rate: float, threads: int | None
 ) -> "Iterator[_ContainerFrame] | None":
     """Return the frames from number `start` on, or None if the container cannot be entered in front of it."""
     wanted = _time_before(container, track, path, frame=start)
@@ -186,7 +176,7 @@ def _frames_after_seeking(
     if first is None or first.pts is None or first.time > wanted:
         return None
     later = dropwhile(lambda frame: frame.pts is not None and frame.time < wanted, decoded)
-    return _numbered(later, rate, threads=1)
+    return _numbered(later, rate, threads=threads)
 
 
 def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
@@ -212,7 +202,7 @@ class _ContainerFrame:
     decoded: av.VideoFrame
     usual_time: float
     usual_duration: float
-    threads: int | None = None
+    threads: int | None
     """That convert its colours; None: as many as the machine has."""
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media import containers, pictures
-from opensora_cli.media.containers import StoredFrame
+from opensora_cli.media.containers import MediaFacts, StoredFrame
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,12 @@ def read_video(
     return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaFacts:
-    """What a picture or video file holds."""
-
-    num_frames: int
-    height: int
-    width: int
-    """Upright, as it is shown."""
-    fps: float | None
-    """Frames per second; None for a picture."""
-
-
 def probe(path: str | os.PathLike[str]) -> MediaFacts:
     """Read all of a picture or video but decode little (an animated picture whole); a MediaError if that fails."""
     file = _readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 0:
-        video = containers.probe_video(file)
-        return MediaFacts(num_frames=video.num_frames, height=video.height, width=video.width, fps=video.fps)
+        return containers.probe_video(file)
     height, width, _ = pictures.read_first(file).shape
     if num_pictures == 1:
         return MediaFacts(num_frames=1, height=height, width=width, fps=None)
@@ -114,7 +101,7 @@ def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, inter
         frames = iter([pictures.read_first(file)][start:])
         yield from _exactly(frames, num_frames, file)
         return
-    source = pictures.open_animation(file) if num_pictures else containers.open_video_at(file, start=start)
+    source = pictures.open_animation(file) if num_pictures else containers.open_video(file, start=start, threads=1)
     with source as video:
         from_start = islice(video.frames, start, None) if num_pictures else video.frames
         wanted = islice(from_start, 0, (num_frames - 1) * interval + 1, interval)

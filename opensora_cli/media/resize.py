@@ -33,14 +33,13 @@ def fit_frames(
     # Interpolation between equal levels may round to a hair beyond them.
     pixels_TCHW = (levels_TCHW / 127.5 - 1).clamp(-1, 1)
     # Of an odd margin, the reference rounds half to even for pictures and down for clips.
-    half = _half_to_even if as_picture else _half_down
+    margins = abs(height - resized_height), abs(width - resized_width)
+    top, left = (round(margin / 2) if as_picture else margin // 2 for margin in margins)
     if fit == Fit.PAD:
-        top, left = half(height - resized_height), half(width - resized_width)
         canvas_TCHW = pixels_TCHW.new_full((num_frames, pixels_TCHW.shape[1], height, width), -1.0)
         canvas_TCHW[:, :, top : top + resized_height, left : left + resized_width] = pixels_TCHW
         pixels_TCHW = canvas_TCHW
     else:
-        top, left = half(resized_height - height), half(resized_width - width)
         pixels_TCHW = pixels_TCHW[:, :, top : top + height, left : left + width]
     return pixels_TCHW.transpose(0, 1).contiguous()
 
@@ -70,14 +69,6 @@ def _resize_clip(frames_THWC: torch.Tensor, height: int, width: int) -> torch.Te
         for frame in frames_THWC
     ]
     return torch.cat(resized)
-
-
-def _half_to_even(margin: int) -> int:
-    return round(margin / 2)
-
-
-def _half_down(margin: int) -> int:
-    return margin // 2
 
 
 def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:

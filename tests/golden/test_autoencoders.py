@@ -25,7 +25,8 @@ TILINGS = {
 # The suffixes of the recorded inputs and outputs, which name the tiling.
 CASES = [
     *(("hunyuan_vae", suffix) for suffix in TILINGS),
-    *(("dc_ae", suffix) for suffix in ("", "_spatial", "_temporal")),
+    *(("dc_ae", suffix) for suffix in ("", "_spatial")),
+    pytest.param("dc_ae", "_temporal", marks=pytest.mark.slow),
     ("flux_ae", ""),
 ]
 # Of the recording of `flux_ae`: the size of its pictures, and whether they have a time axis.

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import batch_generate
+import demo_quality
 import numpy as np
 import pytest
+import scene_reader
 import torch
 from tiny_world import World, demo_settings, make_world
 
@@ -35,46 +35,6 @@ from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references, with_mode
 from opensora_cli.engine.generate.text import encode_prompts
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_one_thread() -> Iterator[None]:
-    """Work this small is slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[None]:
-    """Make the benchmarks importable, as they are for each other when one of them is run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture(scope="module")
-def scene_reader(benchmarks: None) -> ModuleType:
-    import scene_reader
-
-    return scene_reader
-
-
-@pytest.fixture(scope="module")
-def batch_generate(benchmarks: None) -> ModuleType:
-    import batch_generate
-
-    return batch_generate
-
-
-@pytest.fixture(scope="module")
-def demo_quality(benchmarks: None) -> ModuleType:
-    import demo_quality
-
-    return demo_quality
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
@@ -92,7 +52,7 @@ def scene(*, direction: Direction = Direction.RIGHT, thing: bool = True) -> Scen
     return Scene(Place.DESERT, Weather.SNOW, Time.SUNSET, moving if thing else None, seed=4)
 
 
-def test_right_answers_say_what_the_scene_shows(scene_reader: ModuleType) -> None:
+def test_right_answers_say_what_the_scene_shows() -> None:
     def said(index_by_attribute: list[int]) -> list[str]:
         return [
             answers[index] for answers, index in zip(scene_reader.ANSWERS.values(), index_by_attribute, strict=True)
@@ -103,7 +63,7 @@ def test_right_answers_say_what_the_scene_shows(scene_reader: ModuleType) -> Non
     assert said(scene_reader.right_answers(scene(thing=False))) == ["desert", "snow", "sunset", *nothing]
 
 
-def test_training_films_only_what_the_reader_will_look_at(scene_reader: ModuleType) -> None:
+def test_training_films_only_what_the_reader_will_look_at() -> None:
     shown = scene()
     whole = scene_reader.frames_to_read(render_scene(shown)[None], fps=12.0)
     few = render_scene(shown, num_frames=scene_reader.FRAMES, fps=scene_reader.FRAMES_PER_SECOND)
@@ -114,21 +74,7 @@ def test_training_films_only_what_the_reader_will_look_at(scene_reader: ModuleTy
         scene_reader.frames_to_read(render_scene(shown, num_frames=13)[None], fps=12.0)
 
 
-def test_degraded_frames_are_still_the_same_clip(scene_reader: ModuleType) -> None:
-    rng = np.random.default_rng(0)
-    clips = np.stack([render_scene(sample_scene(rng)) for _ in range(16)])
-    frames = scene_reader.frames_to_read(clips, fps=12.0)
-    degraded = scene_reader.degrade(frames, generator=torch.Generator().manual_seed(1))
-    assert degraded.shape == frames.shape
-    assert degraded.min() >= 0
-    assert degraded.max() <= 1
-    error_B = (degraded - frames).abs().mean(dim=(1, 2, 3, 4))
-    assert error_B.min() > 0.005
-    assert error_B.max() < 0.15
-    assert torch.equal(degraded, scene_reader.degrade(frames, generator=torch.Generator().manual_seed(1)))
-
-
-def test_direction_follows_mirror_and_reversal(scene_reader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direction_follows_mirror_and_reversal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_reader, "degrade", lambda frames, generator: frames)
     monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene())
     frames, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=16)
@@ -148,13 +94,13 @@ def test_direction_follows_mirror_and_reversal(scene_reader: ModuleType, monkeyp
     assert seen == {0, 1, 2, 3}
 
 
-def test_nothing_keeps_no_direction_in_a_mirror(scene_reader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_keeps_no_direction_in_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene_reader, "sample_scene", lambda rng: scene(thing=False))
     _, answers = scene_reader.training_batch(np.random.default_rng(0), batch_size=8)
     assert (answers[:, 3:] == torch.tensor([len(Shape), len(Colour), len(Direction)])).all()
 
 
-def test_reader_is_never_trained_on_held_out_scenes(scene_reader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_is_never_trained_on_held_out_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Scene] = []
 
     def remember(shown: Scene, **options: float) -> np.ndarray:
@@ -162,12 +108,13 @@ def test_reader_is_never_trained_on_held_out_scenes(scene_reader: ModuleType, mo
         return render_scene(shown, **options)
 
     monkeypatch.setattr(scene_reader, "render_scene", remember)
-    scene_reader.training_batch(np.random.default_rng(3), batch_size=64)
-    assert len(drawn) == 64
+    scene_reader.training_batch(np.random.default_rng(3), batch_size=32)
+    assert len(drawn) == 32
     assert not any(is_held_out(shown) for shown in drawn)
 
 
-def test_reader_learns_and_comes_back_from_its_file(scene_reader: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_reader_learns() -> None:
     said: list[str] = []
     reader = scene_reader.train_reader(steps=32, batch_size=16, width=8, say=said.append)
     assert said[-1].startswith("reader: step 32 of 32")
@@ -179,25 +126,20 @@ def test_reader_learns_and_comes_back_from_its_file(scene_reader: ModuleType, tm
     assert shares["time"] > 0.7  # a third by chance
     assert shares["mean"] == pytest.approx(np.mean([shares[name] for name in scene_reader.ANSWERS]))
 
+
+def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
+    reader, clips = scene_reader.Reader(width=4).eval(), render_scene(scene())[None]
     scene_reader.save_reader(reader, tmp_path / "reader.pt")
+    read = reader.read(clips, fps=12.0)
     assert torch.equal(scene_reader.load_reader(tmp_path / "reader.pt").read(clips, fps=12.0), read)
     (tmp_path / "broken.pt").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match=r"broken\.pt is not a reader"):
         scene_reader.load_reader(tmp_path / "broken.pt")
 
 
-def test_accuracy_counts_each_attribute(scene_reader: ModuleType) -> None:
-    scenes = [scene(), scene(direction=Direction.LEFT)]
-    read = torch.tensor([scene_reader.right_answers(scene())] * 2)
-    shares = scene_reader.accuracy(read, scenes)
-    assert shares.pop("mean") == pytest.approx(5.5 / 6)
-    assert shares == {"place": 1, "weather": 1, "time": 1, "shape": 1, "colour": 1, "direction": 0.5}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("mode_name", ["t2v", "i2v_head"])
-def test_batch_of_one_is_what_generate_computes(
-    batch_generate: ModuleType, plan: ExecutionPlan, mode_name: str
-) -> None:
+def test_batch_of_one_is_what_generate_computes(plan: ExecutionPlan, mode_name: str) -> None:
     plan = dataclasses.replace(plan, mode=condition_mode(mode_name))
     models = batch_generate.Models(plan)
     embeds = encode_prompts(plan.settings, models.t5, models.clip)
@@ -215,7 +157,8 @@ def test_batch_of_one_is_what_generate_computes(
         assert np.array_equal(batch_generate.decode_batch(plan, models.vae, batched)[0], decoded)
 
 
-def test_videos_do_not_depend_on_their_batch(batch_generate: ModuleType, plan: ExecutionPlan) -> None:
+@pytest.mark.slow
+def test_videos_do_not_depend_on_their_batch(plan: ExecutionPlan) -> None:
     models = batch_generate.Models(plan)
     prompts = ["raining, sea", "a boat at night", "the sea"]
     pictures = np.stack([render_scene(scene(), num_frames=1)[0]] * 3)
@@ -234,18 +177,7 @@ def test_videos_do_not_depend_on_their_batch(batch_generate: ModuleType, plan: E
     assert np.abs(together[0] - together[1]).mean() > 5
 
 
-def test_psnr_is_that_of_each_clip(demo_quality: ModuleType) -> None:
-    clips = np.full((3, 2, 4, 4, 3), 100, np.uint8)
-    others = clips.copy()
-    others[1] += 10
-    others[2, 0] -= 100
-    flat, tenth, half = demo_quality.psnr_db(clips, others)
-    assert flat == 99.0
-    assert tenth == pytest.approx(20 * np.log10(25.5))
-    assert half == pytest.approx(20 * np.log10(255 / np.sqrt(5000)))
-
-
-def test_captions_leave_nothing_to_chance(demo_quality: ModuleType) -> None:
+def test_captions_leave_nothing_to_chance() -> None:
     scenes, prompts = demo_quality.scene_set(40, seed=0, part=1)
     assert all(is_held_out(shown) for shown in scenes)
     for shown, prompt in zip(scenes, prompts, strict=True):
@@ -255,16 +187,7 @@ def test_captions_leave_nothing_to_chance(demo_quality: ModuleType) -> None:
     assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
 
 
-def test_misread_prompts_are_listed(demo_quality: ModuleType, scene_reader: ModuleType) -> None:
-    scenes = [scene(), scene(direction=Direction.LEFT)]
-    read = torch.tensor([scene_reader.right_answers(scene())] * 2)
-    wrong = demo_quality.misread(read, scenes, ["one", "two"])
-    assert wrong == [{"index": 1, "prompt": "two", "read": {"direction": "right"}}]
-
-
 def test_whole_benchmark_in_small(
-    demo_quality: ModuleType,
-    scene_reader: ModuleType,
     world: World,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -307,12 +230,13 @@ def weather_counts(scenes: list[Scene]) -> list[int]:
     return [count for count in counts if count]
 
 
-def test_failed_command_is_not_timed(demo_quality: ModuleType) -> None:
+@pytest.mark.slow
+def test_failed_command_is_not_timed() -> None:
     with pytest.raises(OsoraError, match=r"exit code 2: .*sampling\.seeed"):
         demo_quality.measure_seconds(["--set", "sampling.seeed=1"])
 
 
-def test_problems_are_told_in_a_line(demo_quality: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo_quality.main(["--set", "sampling.seeed=1"]) == 2
     assert "sampling.seeed (from --set) is not a setting" in capsys.readouterr().err
     with pytest.raises(SystemExit):

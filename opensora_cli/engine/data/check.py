@@ -74,15 +74,13 @@ class DataReport(Document):
         """Return the report for people."""
         more = len(self.bad_rows) - _LISTED
         updates = f"{self.updates:,} updates of {self.micro_batches_of_update}"
+        unfit = "rows without one: too small or too short for all"
         return [
             f"data      {self.source}: {self.rows:,} rows, of which {len(self.bad_rows):,} are bad",
             *(f"bad row   {bad.row}: {bad.path}: {bad.reason}" for bad in self.bad_rows[:_LISTED]),
             *([f"bad row   and {more:,} more"] if more > 0 else []),
             *([f"caption   {self.without_caption:,} rows without one"] if self.without_caption else []),
-            *(
-                [f"bucket    {self.without_bucket:,} rows without one: too small or too short for all"]
-                * bool(self.without_bucket)
-            ),
+            *([f"bucket    {self.without_bucket:,} {unfit}"] if self.without_bucket else []),
             *(f"bucket    {bucket.line()}" for bucket in self.buckets),
             f"epoch     {self.micro_batches:,} micro-batches, {updates}",
         ]
@@ -91,10 +89,7 @@ class DataReport(Document):
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
     """Return what the first epoch of a run has; every file of a table is looked for, and none is read.
 
-    Raises:
-        FileProblem: the table is missing or broken.
-        RequestError: a resolution is too small for the model, or the run has no clips.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    Errors are those of `open_dataset`; a RequestError, too, if the run has no clips.
     """
     if settings.target is TrainTarget.TEXT:
         raise RequestError("target=text has no clips to check: its captions are sampled when they are needed")

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.media.read import MediaFacts
+from opensora_cli.media.containers import MediaFacts
 
 _FACTS = ("num_frames", "height", "width", "fps")
 

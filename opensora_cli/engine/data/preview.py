@@ -56,13 +56,8 @@ def preview(
 ) -> PreviewResult:
     """Make a contact sheet of some samples of a table: frames, caption, size and bucket.
 
-    Sizes of buckets are multiples of `multiple`, the side of a token in pixels.
-
-    Raises:
-        FileProblem: the table is missing, broken or empty.
-        OutputError: the picture exists already, or cannot be written.
-        RequestError: a resolution of the buckets is too small for `multiple`.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Errors are those of `open_dataset`; a
+    FileProblem, too, if the table is empty, and an OutputError if the picture exists already or cannot be written.
     """
     sheet = Path(settings.sheet)
     if os.path.lexists(sheet) and not settings.overwrite:

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, overload
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.data.batches import BucketSampler, ClipRequest, PlanEpoch, SceneSampler, random_start
@@ -14,13 +12,6 @@ from opensora_cli.data.scenes import SceneClip
 from opensora_cli.data.table import ClipTable, read_table
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketTable, DataSettings, SceneSettings
-
-
-class ClipRequests(Protocol):
-    """From samples of a dataset to the cuts that training asks for."""
-
-    def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
-        """Return what micro-batch `number` wants of a sample, at `place` in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +25,7 @@ class TableRequests:
     """Of random starts; None: clips start with the first frame."""
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
-        """Return the cut of a sample for a bucket, beginning anywhere that leaves it whole."""
+        """Return what micro-batch `number` wants of a sample, at `place` in it: a cut that begins anywhere."""
         table, wanted = self.table, self.buckets[bucket]
         fps, interval = map_target_fps(float(table.samples.fps[sample]), self.fps_max)
         is_picture = wanted.num_frames == 1
@@ -77,37 +68,8 @@ class SceneRequests:
         )
 
 
-class AllRequests(Sequence[ClipRequest]):
-    """Every request of a dataset with fixed starts, computed on access; `places` are samples with their buckets."""
-
-    def __init__(self, requests: ClipRequests, places: Sequence[tuple[int, int]]) -> None:
-        self._requests = requests
-        self._places = places
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> ClipRequest: ...
-    @overload
-    def __getitem__(self, index: slice) -> "AllRequests": ...
-    def __getitem__(self, index: int | slice) -> "ClipRequest | AllRequests":
-        """Return one request, or some of them."""
-        if isinstance(index, slice):
-            return AllRequests(self._requests, self._places[index])
-        sample, bucket = self._places[index]
-        return self._requests.request(sample, bucket=bucket, number=0, place=0)
-
-
-def possible_places(buckets: Buckets, table: ClipTable) -> Iterator[tuple[int, int]]:
-    """Yield every sample with each bucket that it may land in, in the order of the table.
-
-    A bucket of probability 1 passes none on to smaller resolutions; with a lower one, those are possible as well.
-    """
-    reachable = buckets.reachable(table.samples)
-    for sample, row in enumerate(reachable.tolist()):
-        yield from ((sample, bucket) for bucket in row if bucket != NO_BUCKET)
+ClipRequests = TableRequests | SceneRequests
+"""From samples of a dataset to the cuts that training asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +88,7 @@ def open_dataset(data: DataSettings, *, seed: int, multiple: int, fixed_starts: 
     Heights and widths of buckets are multiples of `multiple`, the side of a token in pixels. With `fixed_starts` every
     clip begins with its file's first frame, instead of at a random place.
 
-    Raises:
-        FileProblem: the table is missing or broken.
-        RequestError: a resolution is too small for `multiple`.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    Errors are those of `read_table`; a RequestError, too, if a resolution is too small for `multiple`.
     """
     if data.table is None:
         return _scenes(data, seed=seed)
@@ -151,16 +110,20 @@ def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Bucket
     return Buckets([_resolution(name, table, multiple=multiple) for name in table], fps_max=fps_max)
 
 
-def all_requests(data: DataSettings, *, seed: int, multiple: int) -> AllRequests:
+def all_requests(data: DataSettings, *, seed: int, multiple: int) -> list[ClipRequest]:
     """Return everything that any epoch can ask for with fixed starts; errors are those of `open_dataset`."""
-    dataset = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=True)
-    requests = dataset.requests
+    requests = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=True).requests
     if isinstance(requests, TableRequests):
-        return AllRequests(requests, [*possible_places(requests.buckets, requests.table)])
-    scenes = data.scenes
-    shares = (1 - scenes.picture_share, scenes.picture_share)
-    kinds = [bucket for bucket, share in enumerate(shares) if share > 0]
-    return AllRequests(requests, [(number, bucket) for number in range(scenes.count) for bucket in kinds])
+        buckets_of_samples = requests.buckets.reachable(requests.table.samples).tolist()
+    else:
+        shares = (1 - data.scenes.picture_share, data.scenes.picture_share)
+        buckets_of_samples = [[kind for kind, share in enumerate(shares) if share > 0]] * data.scenes.count
+    return [
+        requests.request(sample, bucket=bucket, number=0, place=0)
+        for sample, buckets in enumerate(buckets_of_samples)
+        for bucket in buckets
+        if bucket != NO_BUCKET
+    ]
 
 
 def _scenes(data: DataSettings, *, seed: int) -> ClipDataset:

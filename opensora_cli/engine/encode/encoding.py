@@ -118,7 +118,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True)
 class FreshClip:
-    """A clip whose parts are encoded on access."""
+    """An `EncodedClip` whose parts are encoded on access."""
 
     encoders: Encoders
     pixels_THWC: Tensor
@@ -127,19 +127,15 @@ class FreshClip:
     """As the text encoders read it, with its suffixes."""
 
     def latents(self) -> Tensor:
-        """Return the whole clip (C,T,H,W)."""
         return self.encoders.latents(self.pixels_THWC)
 
     def part(self, part: ReferencePart) -> Tensor:
-        """Return some of its frames (C,T,H,W), encoded on their own."""
         return self.encoders.latents(cut_part(self.pixels_THWC, part))
 
     def prompt_embeds(self) -> Tensor:
-        """Return what T5 makes of its caption, (L,C)."""
         return self.encoders.prompt_embeds(self.caption)
 
     def pooled_prompt_embeds(self) -> Tensor:
-        """Return what CLIP makes of its caption, (V)."""
         return self.encoders.pooled_prompt_embeds(self.caption)
 
 
@@ -182,24 +178,20 @@ def training_caption(
 
 @dataclass(frozen=True, slots=True)
 class CachedClip:
-    """A clip that was encoded before; a FileProblem for parts that the cache does not have."""
+    """An `EncodedClip` that was encoded before; a FileProblem for parts that the cache does not have."""
 
     tensors: Mapping[str, Tensor]
 
     def latents(self) -> Tensor:
-        """Return the whole clip (C,T,H,W)."""
         return self._named(LATENTS)
 
     def part(self, part: ReferencePart) -> Tensor:
-        """Return some of its frames (C,T,H,W), encoded on their own."""
         return self._named(part_name(part))
 
     def prompt_embeds(self) -> Tensor:
-        """Return what T5 makes of its caption, (L,C)."""
         return self._named(PROMPT_EMBEDS)
 
     def pooled_prompt_embeds(self) -> Tensor:
-        """Return what CLIP makes of its caption, (V)."""
         return self._named(POOLED_PROMPT_EMBEDS)
 
     def _named(self, name: str) -> Tensor:

@@ -35,15 +35,10 @@ class FrozenParts:
     clip: Path
 
 
-def weights_folders(settings: TrainSettings) -> list[Path]:
-    """Return the folders in which the frozen parts of a run are looked for."""
-    return [packaged_demo() if folder == PACKAGED else Path(folder) for folder in settings.weights]
-
-
 def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
     """Return where each frozen part is, by its name: in the first of the folders `weights` that has it, or None."""
     files = settings.train_mmdit.files
-    folders = weights_folders(settings)
+    folders = [packaged_demo() if folder == PACKAGED else Path(folder) for folder in settings.weights]
     places = {name: [folder / name for folder in folders] for name in (files.vae, files.t5, files.clip)}
     return {name: next((path for path in paths if path.exists()), None) for name, paths in places.items()}
 

@@ -181,12 +181,8 @@ def open_clips(
         picture_updates: first updates, which are fed with single frames of scenes.
         picture_batch_size: single frames of such a micro-batch.
 
-    Raises:
-        FileProblem: the table is missing or broken, or fills too few micro-batches for an update.
-        RequestError: a resolution is too small for `multiple`.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    Errors are those of `open_dataset`; a FileProblem, too, if the data fill too few micro-batches for an update.
     """
-
     notes = ReadingNotes(data.workers)
 
     def stream(data: DataSettings) -> BatchStream[ClipBatch]:

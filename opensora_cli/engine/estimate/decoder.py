@@ -94,7 +94,7 @@ class FakeDecoder(nn.Module):
                 rows, columns = clip.height // first.height * height, clip.width // first.width * width
                 peak_bytes, _ = self._run(latents_BCTHW, stage, replace(clip, height=rows, width=columns))
                 torch.empty(peak_bytes, dtype=torch.uint8, device=latents_BCTHW.device)
-        time, space = self._config.time_compression_ratio, self._config.spatial_compression_ratio
+        time, space = self._config.grid.time_compression_ratio, self._config.grid.spatial_compression_ratio
         pixels = batch, self._config.out_channels, (frames - 1) * time + 1, height * space, width * space
         return torch.empty(pixels, dtype=latents_BCTHW.dtype, device=self._canvas)
 

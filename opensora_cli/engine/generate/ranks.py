@@ -169,7 +169,7 @@ class SharedDecoder(nn.Module):
                 return pixels_BCTHW
             self._send(pixels_BCTHW.contiguous())
         batch, _, frames, height, width = latents_BCTHW.shape
-        time, space = self._config.time_compression_ratio, self._config.spatial_compression_ratio
+        time, space = self._config.grid.time_compression_ratio, self._config.grid.spatial_compression_ratio
         shape = batch, self._config.out_channels, (frames - 1) * time + 1, height * space, width * space
         if rank != 0:
             return torch.empty(shape, dtype=latents_BCTHW.dtype, device="meta")

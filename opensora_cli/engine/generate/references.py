@@ -229,7 +229,7 @@ def collect_references_batch(
             width=width,
             fit=fit,
             causal=is_causal,
-            temporal_compression=model_ae.config.time_compression_ratio,
+            temporal_compression=model_ae.grid.time_compression_ratio,
             lengths=lengths,
         )
         batch.append(encode_references(references, model_ae, tiling=tiling))

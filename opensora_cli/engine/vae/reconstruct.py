@@ -26,7 +26,8 @@ from opensora_cli.engine.components.hardware import (
     pick_hardware,
     versions,
 )
-from opensora_cli.media.read import MediaFacts, probe, read_cut
+from opensora_cli.media.containers import MediaFacts
+from opensora_cli.media.read import probe, read_cut
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.media.write import write_media
@@ -222,7 +223,7 @@ class _Job:
 
     def _cropped_size(self, facts: MediaFacts) -> tuple[int, int]:
         # H.264 takes even sizes only.
-        multiple = lcm(self.autoencoder.config.spatial_compression_ratio, 2)
+        multiple = lcm(self.autoencoder.grid.spatial_compression_ratio, 2)
         height, width = (side // multiple * multiple for side in (facts.height, facts.width))
         if min(height, width) < SSIM_WINDOW:
             least = -(-SSIM_WINDOW // multiple) * multiple

@@ -63,7 +63,7 @@ class HeadSizes:
     @classmethod
     def of_shapes(cls, shapes: Mapping[str, Shape]) -> Self | None:
         """Return the sizes of the MMDiT whose tensors these are; None if they are no MMDiT's."""
-        inputs = {shape for key, shape in shapes.items() if _ends_with(key, "img_in.weight")}
+        inputs = {shape for key, shape in shapes.items() if f".{key}".endswith(".img_in.weight")}
         norms = {shape for key, shape in shapes.items() if key.endswith(".norm.query_norm.scale")}
         if [len(shape) for shape in (*inputs, *norms)] != [2, 1]:
             return None
@@ -242,7 +242,3 @@ def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     if _is_one_tensor(pieces) and not any(piece.reordered for piece in pieces):
         return (Piece(pieces[0].key),)
     return tuple(pieces)
-
-
-def _ends_with(key: str, name: str) -> bool:
-    return key == name or key.endswith(f".{name}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, joined_in_time
+from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, joined_in_time, run_tiled, tiled_pieces
 
 
 class AutoencoderConfig(Protocol):
@@ -20,20 +20,11 @@ class AutoencoderConfig(Protocol):
         """Colour channels that are encoded."""
 
     @property
-    def latent_channels(self) -> int:
-        """Channels of the latents."""
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents."""
 
-    @property
-    def time_compression_ratio(self) -> int:
-        """Frames to a latent frame."""
-
-    @property
-    def spatial_compression_ratio(self) -> int:
-        """Pixels to a latent along height and width."""
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the first latent frame is the first frame alone; see `LatentGrid`."""
+    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
+        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
 
 
 class Reconstruction(NamedTuple):
@@ -57,13 +48,7 @@ class Autoencoder(nn.Module, ABC):
     @property
     def grid(self) -> LatentGrid:
         """How frames and pixels are mapped to latents."""
-        config = self.config
-        return LatentGrid(
-            latent_channels=config.latent_channels,
-            time_compression_ratio=config.time_compression_ratio,
-            spatial_compression_ratio=config.spatial_compression_ratio,
-            is_causal=config.is_causal,
-        )
+        return self.config.grid
 
     @property
     @abstractmethod
@@ -88,10 +73,33 @@ class Autoencoder(nn.Module, ABC):
         """
 
     @abstractmethod
+    def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Return what the encoder makes of a clip that is not cut any more."""
+
+    @abstractmethod
+    def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
+        """Return the pixels of unscaled latents that are not cut any more."""
+
+    @abstractmethod
+    def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:
+        """Bring encoded values to about unit variance."""
+
+    @abstractmethod
+    def unscale_latents(self, latents_BCTHW: Tensor) -> Tensor:
+        """Undo `scale_latents`."""
+
     def decode_pieces(
         self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
     ) -> Iterator[Tensor]:
         """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""
+        self.check_latents(latents_BCTHW)
+        place = canvas or latents_BCTHW.device
+        return tiled_pieces(
+            lambda tile_BCTHW: self.decode_tile(tile_BCTHW).to(place),
+            self.unscale_latents(latents_BCTHW),
+            grid=self.config.tile_grids()[1],
+            tiling=tiling,
+        )
 
     def decode(
         self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
@@ -102,6 +110,11 @@ class Autoencoder(nn.Module, ABC):
         cannot be decoded is a RequestError.
         """
         return joined_in_time(self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas))
+
+    def encode_tiles(self, pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
+        """Return the joined results of `encode_tile`, unscaled; a shape that cannot be encoded is a RequestError."""
+        self.check_pixels(pixels_BCTHW)
+        return run_tiled(self.encode_tile, pixels_BCTHW, grid=self.config.tile_grids()[0], tiling=tiling)
 
     def check_pixels(self, pixels_BCTHW: Tensor) -> None:
         """Raise a RequestError if the clip has a shape that cannot be encoded."""
@@ -115,7 +128,7 @@ class Autoencoder(nn.Module, ABC):
 
     def check_latents(self, latents_BCTHW: Tensor) -> None:
         """Raise a RequestError if the latents have a shape that cannot be decoded."""
-        shape, channels = tuple(latents_BCTHW.shape), self.config.latent_channels
+        shape, channels = tuple(latents_BCTHW.shape), self.grid.latent_channels
         if len(shape) != 5 or shape[1] != channels or not latents_BCTHW.numel():
             raise RequestError(
                 f"latents of shape {shape} cannot be decoded: expected "
@@ -123,16 +136,39 @@ class Autoencoder(nn.Module, ABC):
             )
 
 
-class PosteriorAutoencoder(Autoencoder):
-    """An autoencoder whose encoder gives mean and log variance of a normal distribution for every latent value."""
+class PosteriorConfig(AutoencoderConfig, Protocol):
+    """Sizes and the scaling of a posterior."""
 
-    @abstractmethod
+    @property
+    def scale_factor(self) -> float:
+        """Latents = scale_factor * (posterior - shift_factor)."""
+
+    @property
+    def shift_factor(self) -> float:
+        """See `scale_factor`."""
+
+
+class PosteriorAutoencoder(Autoencoder):
+    """An autoencoder whose encoder gives mean and log variance of a normal distribution for every latent value.
+
+    The two lie one after the other in the channels that `encode_tile` returns.
+    """
+
+    config: PosteriorConfig
+
     def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the posterior, unscaled, each shaped as the latents; see `encode`."""
+        mean_BCTHW, logvar_BCTHW = self.encode_tiles(pixels_BCTHW, tiling=tiling).chunk(2, dim=1)
+        # Beyond these limits the variance over- or underflows in half precision.
+        return mean_BCTHW, logvar_BCTHW.clamp(-30.0, 20.0)
 
-    @abstractmethod
-    def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
-        """Bring posterior values to about unit variance."""
+    def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:
+        """Return scale_factor * (posterior - shift_factor)."""
+        return self.config.scale_factor * (encoded_BCTHW - self.config.shift_factor)
+
+    def unscale_latents(self, latents_BCTHW: Tensor) -> Tensor:
+        """Undo `scale_latents`."""
+        return latents_BCTHW / self.config.scale_factor + self.config.shift_factor
 
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
@@ -164,9 +200,6 @@ class VideoAutoencoderConfig(AutoencoderConfig, Protocol):
     def out_channels(self) -> int:
         """Colour channels that are decoded."""
 
-    def tile_grids(self) -> tuple[TileGrid, TileGrid]:
-        """Return the cuts of pixels that are encoded, and of latents that are decoded."""
-
 
 class VideoAutoencoder(Autoencoder):
     """What generating asks of an autoencoder: it decodes long clips within a bounded memory."""
@@ -175,6 +208,28 @@ class VideoAutoencoder(Autoencoder):
     encoder: nn.Module
     decoder: nn.Module
     """Runs once for each tile of the latents."""
+
+    def decode(
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        tiling: Tiling = NO_TILING,
+        canvas: torch.device | None = None,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
+    ) -> Tensor:
+        """Decode scaled latents; see `Autoencoder.decode`.
+
+        Args:
+            chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
+                result is the same but for rounding, and no gradient is recorded. Under 1 is a RequestError.
+            store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
+            canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
+                of one tile, or with `chunk_frames` those of one chunk.
+        """
+        return joined_in_time(
+            self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)
+        )
 
     @abstractmethod
     def decode_pieces(
@@ -186,17 +241,4 @@ class VideoAutoencoder(Autoencoder):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode` as they are finished, a piece for each tile in time.
-
-        Errors come before any work.
-
-        With `chunk_frames`, each layer computes so many frames at a time, and between two layers they wait on `store`
-        (None: where the latents are).
-        """
-
-
-def split_moments(moments_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and log variance, which lie one after the other in the channels."""
-    mean_BCTHW, logvar_BCTHW = moments_BCTHW.chunk(2, dim=1)
-    # Beyond these limits the variance over- or underflows in half precision.
-    return mean_BCTHW, logvar_BCTHW.clamp(-30.0, 20.0)
+        """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""

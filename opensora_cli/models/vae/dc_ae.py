@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.models.vae.autoencoder import Autoencoder, Reconstruction
 from opensora_cli.models.vae.dc_ae_blocks import (
     HEAD_DIM,
@@ -24,7 +25,7 @@ from opensora_cli.models.vae.dc_ae_blocks import (
     average_channels,
     repeat_channels,
 )
-from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, run_tiled, tile_axes, tiled_pieces, tiles_fit
+from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, check_tiles, tile_axes
 
 
 class StageKind(StrEnum):
@@ -74,9 +75,15 @@ class DCAEConfig:
         object.__setattr__(self, "block_types", tuple(map(StageKind, self.block_types)))
         self._check_stages()
         self._check_widths()
-        self._check_tiles("spatial_tile_size", self.spatial_compression_ratio, shortest_overlap=0)
+        overlap, space, time = (
+            self.tile_overlap_factor,
+            self.grid.spatial_compression_ratio,
+            self.grid.time_compression_ratio,
+        )
+        check_tiles("vae.dc_ae", "spatial_tile_size", self.spatial_tile_size, ratio=space, overlap=overlap)
         # A last tile of one latent frame is left to the tile before, which must have that frame.
-        self._check_tiles("temporal_tile_size", self.time_compression_ratio, shortest_overlap=1)
+        size = self.temporal_tile_size
+        check_tiles("vae.dc_ae", "temporal_tile_size", size, ratio=time, overlap=overlap, shortest_overlap=1)
         if self.scaling_factor is not None and self.scaling_factor <= 0:
             raise RequestError(f"vae.dc_ae.scaling_factor={self.scaling_factor} must be over 0")
 
@@ -111,29 +118,15 @@ class DCAEConfig:
                 f"vae.dc_ae.width_list={widths}"
             )
 
-    def _check_tiles(self, name: str, ratio: int, *, shortest_overlap: int) -> None:
-        size, overlap = getattr(self, name), self.tile_overlap_factor
-        if not tiles_fit(size, ratio=ratio, overlap=overlap, shortest_overlap=shortest_overlap):
-            least = f", the overlap at least {shortest_overlap * ratio}" if shortest_overlap else ""
-            raise RequestError(
-                f"vae.dc_ae.{name}={size} and vae.dc_ae.tile_overlap_factor={overlap} must give a tile and a smaller "
-                f"overlap that are multiples of {ratio}{least}"
-            )
-
     @property
-    def time_compression_ratio(self) -> int:
-        """Frames to a latent frame."""
-        return int(2 ** sum(self.temporal))
-
-    @property
-    def spatial_compression_ratio(self) -> int:
-        """Pixels to a latent along height and width."""
-        return int(2 ** (len(self.width_list) - 1))
-
-    @property
-    def is_causal(self) -> bool:
-        """A clip has a multiple of `time_compression_ratio` frames; a single one is a picture."""
-        return False
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents; a single frame is a picture."""
+        return LatentGrid(
+            latent_channels=self.latent_channels,
+            time_compression_ratio=2 ** sum(self.temporal),
+            spatial_compression_ratio=2 ** (len(self.width_list) - 1),
+            is_causal=False,
+        )
 
     def tile_grids(self) -> tuple[TileGrid, TileGrid]:
         """Return the cuts of pixels that are encoded, and of latents that are decoded.
@@ -142,8 +135,8 @@ class DCAEConfig:
         the tile before, which has that frame at its end.
         """
         overlap = self.tile_overlap_factor
-        space = tile_axes(self.spatial_tile_size, ratio=self.spatial_compression_ratio, overlap=overlap)
-        time = tile_axes(self.temporal_tile_size, ratio=self.time_compression_ratio, overlap=overlap, shortest=2)
+        space = tile_axes(self.spatial_tile_size, ratio=self.grid.spatial_compression_ratio, overlap=overlap)
+        time = tile_axes(self.temporal_tile_size, ratio=self.grid.time_compression_ratio, overlap=overlap, shortest=2)
         return TileGrid(space[0], time[0], is_causal=False), TileGrid(space[1], time[1], is_causal=False)
 
 
@@ -239,27 +232,30 @@ class DCAE(Autoencoder):
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
         """Encode a clip or a picture to scaled latents; `generator` is ignored. See `Autoencoder.encode`."""
-        self.check_pixels(pixels_BCTHW)
-        latents_BCTHW = run_tiled(self.encoder, pixels_BCTHW, grid=self.config.tile_grids()[0], tiling=tiling)
-        return latents_BCTHW / self._scale
+        return self.scale_latents(self.encode_tiles(pixels_BCTHW, tiling=tiling))
 
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
         """Encode and decode; `generator` is ignored. See `Autoencoder.forward`."""
         latents_BCTHW = self.encode(pixels_BCTHW)
         return Reconstruction(self.decode(latents_BCTHW), latents_BCTHW, None)
 
-    def decode_pieces(
-        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
-    ) -> Iterator[Tensor]:
-        """Decode as `decode` does, and yield frames as they are finished; see `Autoencoder.decode_pieces`."""
-        self.check_latents(latents_BCTHW)
-        place = canvas or latents_BCTHW.device
-        return tiled_pieces(
-            lambda tile_BCTHW: self.decoder(tile_BCTHW).to(place),
-            latents_BCTHW * self._scale,
-            grid=self.config.tile_grids()[1],
-            tiling=tiling,
-        )
+    def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Return the unscaled latents of a clip that is not cut any more."""
+        encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
+        return encoded_BCTHW
+
+    def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
+        """Return the pixels of unscaled latents that are not cut any more."""
+        pixels_BCTHW: Tensor = self.decoder(latents_BCTHW)
+        return pixels_BCTHW
+
+    def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:
+        """Return encoded / scaling_factor."""
+        return encoded_BCTHW / self._scale
+
+    def unscale_latents(self, latents_BCTHW: Tensor) -> Tensor:
+        """Undo `scale_latents`."""
+        return latents_BCTHW * self._scale
 
 
 def _layers(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -1,14 +1,13 @@
 """Layers of the video deep-compression autoencoder: clips (B,C,T,H,W) in and out, padded with zeros on all sides."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.resample import fast_layout
+from opensora_cli.models.vae.resample import fast_layout, without_autocast
 
 HEAD_DIM = 32
 _NORM_EPS = 1e-5
@@ -142,16 +141,11 @@ def relu_attention(q_BHCN: Tensor, k_BHCN: Tensor, v_BHCN: Tensor) -> Tensor:
     The sums over positions run over thousands of terms, which half precision cannot add.
     """
     dtype = torch.promote_types(q_BHCN.dtype, torch.float32)
-    with _without_autocast(q_BHCN.device):
+    with without_autocast(q_BHCN.device):
         q_BHCN, k_BHCN = (functional.relu(part).to(dtype) for part in (q_BHCN, k_BHCN))
         sums_BHCC = v_BHCN.to(dtype) @ k_BHCN.transpose(2, 3)
         weights_BH1C = k_BHCN.sum(dim=3).unsqueeze(2)
         return (sums_BHCC @ q_BHCN) / (weights_BH1C @ q_BHCN + _ATTENTION_EPS)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    # The meta device knows none.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class GatedConv(nn.Module):

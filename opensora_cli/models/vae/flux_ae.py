@@ -1,6 +1,6 @@
 """The 2D autoencoder of the text-to-image stage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,17 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, split_moments
-from opensora_cli.models.vae.tiling import (
-    NO_TILING,
-    TileAxis,
-    TileGrid,
-    Tiling,
-    run_tiled,
-    tile_axes,
-    tiled_pieces,
-    tiles_fit,
-)
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
+from opensora_cli.models.vae.tiling import TileAxis, TileGrid, check_tiles, tile_axes
 
 NORM_GROUPS = 32
 _NORM_EPS = 1e-6
@@ -67,12 +59,8 @@ class FluxAEConfig:
             raise RequestError(f"vae.flux_ae.ch={self.ch} must be a multiple of {NORM_GROUPS}, the groups of the norms")
         if self.num_res_blocks < 1 or self.z_channels < 1:
             raise RequestError("vae.flux_ae.num_res_blocks and vae.flux_ae.z_channels must be at least 1")
-        ratio, overlap = self.spatial_compression_ratio, self.tile_overlap_factor
-        if not tiles_fit(self.tile_size, ratio=ratio, overlap=overlap):
-            raise RequestError(
-                f"vae.flux_ae.tile_size={self.tile_size} and vae.flux_ae.tile_overlap_factor={overlap} must give a "
-                f"tile and a smaller overlap that are multiples of {ratio}"
-            )
+        ratio, overlap = self.grid.spatial_compression_ratio, self.tile_overlap_factor
+        check_tiles("vae.flux_ae", "tile_size", self.tile_size, ratio=ratio, overlap=overlap)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -80,28 +68,18 @@ class FluxAEConfig:
         return tuple(self.ch * factor for factor in self.ch_mult)
 
     @property
-    def latent_channels(self) -> int:
-        """Channels of the latents."""
-        return self.z_channels
-
-    @property
-    def time_compression_ratio(self) -> int:
-        """Every frame is encoded by itself."""
-        return 1
-
-    @property
-    def spatial_compression_ratio(self) -> int:
-        """Pixels to a latent along height and width."""
-        return int(2 ** (len(self.ch_mult) - 1))
-
-    @property
-    def is_causal(self) -> bool:
-        """No frame knows of another."""
-        return False
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents: every frame by itself."""
+        return LatentGrid(
+            latent_channels=self.z_channels,
+            time_compression_ratio=1,
+            spatial_compression_ratio=2 ** (len(self.ch_mult) - 1),
+            is_causal=False,
+        )
 
     def tile_grids(self) -> tuple[TileGrid, TileGrid]:
         """Return the cuts of pixels that are encoded, and of latents that are decoded."""
-        axes = tile_axes(self.tile_size, ratio=self.spatial_compression_ratio, overlap=self.tile_overlap_factor)
+        axes = tile_axes(self.tile_size, ratio=self.grid.spatial_compression_ratio, overlap=self.tile_overlap_factor)
         encoded, decoded = (TileGrid(axis, _FRAME_BY_FRAME, is_causal=False) for axis in axes)
         return encoded, decoded
 
@@ -291,43 +269,21 @@ class FluxAE(PosteriorAutoencoder):
         """The decoder's last convolution."""
         return self.decoder.conv_out
 
-    def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the posterior, unscaled; see `PosteriorAutoencoder.encode_moments`."""
-        self.check_pixels(pixels_BCTHW)
-        grid = self.config.tile_grids()[0]
-        return split_moments(run_tiled(_by_frame(self.encoder), pixels_BCTHW, grid=grid, tiling=tiling))
+    def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Return the moments of a clip, frame by frame."""
+        return _by_frame(self.encoder, pixels_BCTHW)
 
-    def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
-        """Bring posterior values to about unit variance: scale_factor * (posterior - shift_factor)."""
-        return self.config.scale_factor * (posterior_BCTHW - self.config.shift_factor)
-
-    def decode_pieces(
-        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
-    ) -> Iterator[Tensor]:
-        """Decode as `decode` does, and yield frames as they are finished; see `Autoencoder.decode_pieces`."""
-        self.check_latents(latents_BCTHW)
-        config, place = self.config, canvas or latents_BCTHW.device
-        decode = _by_frame(self.decoder)
-        return tiled_pieces(
-            lambda tile_BCTHW: decode(tile_BCTHW).to(place),
-            latents_BCTHW / config.scale_factor + config.shift_factor,
-            grid=config.tile_grids()[1],
-            tiling=tiling,
-        )
+    def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
+        """Return the pixels of unscaled latents, frame by frame."""
+        return _by_frame(self.decoder, latents_BCTHW)
 
 
-def _by_frame(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return what does to the frames of a clip (B,C,T,H,W) what `run` does to pictures (B,C,H,W)."""
-
-    def run_frames(clip_BCTHW: Tensor) -> Tensor:
-        batch = clip_BCTHW.shape[0]
-        frames_NCHW = clip_BCTHW.transpose(1, 2).flatten(0, 1)
-        if clip_BCTHW.device.type == "cpu":
-            frames_NCHW = frames_NCHW.contiguous(memory_format=torch.channels_last)
-        out_NCHW = run(frames_NCHW)
-        return out_NCHW.view(batch, -1, *out_NCHW.shape[1:]).transpose(1, 2)
-
-    return run_frames
+def _by_frame(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor) -> Tensor:
+    """Do to the frames of a clip (B,C,T,H,W) what `run` does to pictures (B,C,H,W)."""
+    frames_NCHW = rearrange(clip_BCTHW, "b c t h w -> (b t) c h w")
+    if clip_BCTHW.device.type == "cpu":
+        frames_NCHW = frames_NCHW.contiguous(memory_format=torch.channels_last)
+    return rearrange(run(frames_NCHW), "(b t) c h w -> b c t h w", b=len(clip_BCTHW))
 
 
 def _resnets(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.ModuleList:

@@ -9,19 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, VideoAutoencoder, split_moments
+from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, VideoAutoencoder
 from opensora_cli.models.vae.chunked import decode_in_chunks
 from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
-from opensora_cli.models.vae.tiling import (
-    NO_TILING,
-    TileGrid,
-    Tiling,
-    joined_in_time,
-    run_tiled,
-    tile_axes,
-    tiled_pieces,
-    tiles_fit,
-)
+from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, check_tiles, tile_axes, tiled_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +53,18 @@ class HunyuanVAEConfig:
         # A list is what JSON and YAML give; the configuration must be hashable.
         object.__setattr__(self, "block_out_channels", tuple(self.block_out_channels))
         self._check_levels()
-        self._check_tiles("sample_size", "spatial_compression_ratio")
-        self._check_tiles("sample_tsize", "time_compression_ratio")
+        for size, ratio in (
+            ("sample_size", "spatial_compression_ratio"),
+            ("sample_tsize", "time_compression_ratio"),
+        ):
+            check_tiles(
+                "vae",
+                size,
+                getattr(self, size),
+                ratio=getattr(self, ratio),
+                ratio_name=f"vae.{ratio}=",
+                overlap=self.tile_overlap_factor,
+            )
 
     def _check_levels(self) -> None:
         widths = self.block_out_channels
@@ -87,18 +89,15 @@ class HunyuanVAEConfig:
                     f"vae.{name}={ratio} does not fit the {len(widths)} levels of vae.block_out_channels: use {allowed}"
                 )
 
-    def _check_tiles(self, size_name: str, ratio_name: str) -> None:
-        size, ratio, overlap = getattr(self, size_name), getattr(self, ratio_name), self.tile_overlap_factor
-        if not tiles_fit(size, ratio=ratio, overlap=overlap):
-            raise RequestError(
-                f"vae.{size_name}={size} and vae.tile_overlap_factor={overlap} must give a tile and a smaller overlap "
-                f"that are multiples of vae.{ratio_name}={ratio}"
-            )
-
     @property
-    def is_causal(self) -> bool:
-        """The first latent frame is the first frame alone."""
-        return True
+    def grid(self) -> LatentGrid:
+        """How frames and pixels are mapped to latents; the first latent frame is the first frame alone."""
+        return LatentGrid(
+            latent_channels=self.latent_channels,
+            time_compression_ratio=self.time_compression_ratio,
+            spatial_compression_ratio=self.spatial_compression_ratio,
+            is_causal=True,
+        )
 
     def tile_grids(self) -> tuple[TileGrid, TileGrid]:
         """Return the cuts of pixels that are encoded, and of latents that are decoded."""
@@ -223,67 +222,40 @@ class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
         """The decoder's last convolution."""
         return self.decoder.conv_out.conv
 
-    def encode_moments(self, pixels_BCTHW: Tensor, *, tiling: Tiling = NO_TILING) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the posterior, unscaled; see `PosteriorAutoencoder.encode_moments`."""
-        self.check_pixels(pixels_BCTHW)
-        moments_BCTHW = run_tiled(
-            lambda tile_BCTHW: self.quant_conv(self.encoder(tile_BCTHW)),
-            pixels_BCTHW,
-            grid=self.config.tile_grids()[0],
-            tiling=tiling,
-        )
-        return split_moments(moments_BCTHW)
+    def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Return the moments of a clip that is not cut any more."""
+        moments_BCTHW: Tensor = self.quant_conv(self.encoder(pixels_BCTHW))
+        return moments_BCTHW
 
-    def scale_latents(self, posterior_BCTHW: Tensor) -> Tensor:
-        """Bring posterior values to about unit variance: scale_factor * (posterior - shift_factor)."""
-        return self.config.scale_factor * (posterior_BCTHW - self.config.shift_factor)
-
-    def decode(
+    def decode_tile(
         self,
         latents_BCTHW: Tensor,
         *,
-        tiling: Tiling = NO_TILING,
+        canvas: torch.device | None = None,
         chunk_frames: int | None = None,
         store: torch.device | None = None,
-        canvas: torch.device | None = None,
     ) -> Tensor:
-        """Decode scaled latents to pixels (B, out_channels, (T-1)*r + 1, H*s, W*s), r and s the compression ratios.
-
-        The pixels lie in about [-1, 1] and are not clamped.
-
-        Args:
-            tiling: the axes along which to decode tile by tile, which changes the result.
-            chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
-                result is the same but for rounding, and no gradient is recorded.
-            store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
-            canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
-                of one tile, or with `chunk_frames` those of one chunk.
-
-        Raises:
-            RequestError: the latents have a shape that cannot be decoded, or `chunk_frames` is below 1.
-        """
-        return joined_in_time(
-            self.decode_pieces(latents_BCTHW, tiling=tiling, chunk_frames=chunk_frames, store=store, canvas=canvas)
-        )
+        """Return the pixels of unscaled latents that are not cut any more; see `VideoAutoencoder.decode`."""
+        projected_BCTHW = self.post_quant_conv(latents_BCTHW)
+        pixels_BCTHW: Tensor = self.decoder(projected_BCTHW, chunk_frames=chunk_frames, store=store, canvas=canvas)
+        return pixels_BCTHW
 
     def decode_pieces(
         self,
         latents_BCTHW: Tensor,
         *,
         tiling: Tiling = NO_TILING,
+        canvas: torch.device | None = None,
         chunk_frames: int | None = None,
         store: torch.device | None = None,
-        canvas: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""
-        config = self.config
+        """Yield the frames of `decode` as they are finished; see `VideoAutoencoder.decode`."""
         self.check_latents(latents_BCTHW)
         if chunk_frames is not None and chunk_frames < 1:
             raise RequestError(f"chunk_frames={chunk_frames} must be at least 1")
-        decoder = partial(self.decoder, chunk_frames=chunk_frames, store=store, canvas=canvas)
         return tiled_pieces(
-            lambda tile_BCTHW: decoder(self.post_quant_conv(tile_BCTHW)),
-            latents_BCTHW / config.scale_factor + config.shift_factor,
-            grid=config.tile_grids()[1],
+            partial(self.decode_tile, canvas=canvas, chunk_frames=chunk_frames, store=store),
+            self.unscale_latents(latents_BCTHW),
+            grid=self.config.tile_grids()[1],
             tiling=tiling,
         )

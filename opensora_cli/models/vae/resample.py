@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
         # Half the time of the default layout, in fp32 and bf16, forward and backward.
         return hidden_BCTHW.contiguous(memory_format=torch.channels_last_3d)
     return hidden_BCTHW
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Compute in the dtypes of the tensors inside the block."""
+    # The meta device knows no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class CarriedFrames:
@@ -50,9 +56,8 @@ def replicate_pad(
     """
     if not any(padding):
         return hidden_BCTHW
-    # Autocast on a CPU would run this plain copy in fp32 and cast forth and back. The meta device knows none.
-    device_type = hidden_BCTHW.device.type
-    with nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False):
+    # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
+    with without_autocast(hidden_BCTHW.device):
         padded_BCTHW = functional.pad(hidden_BCTHW, padding, mode="replicate")
     if carried is not None:
         carried.exchange(padded_BCTHW, padding[4])

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opensora_cli.core.exceptions import RequestError
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -66,14 +68,22 @@ def tile_axes(size: int, *, ratio: int, overlap: float, shortest: int = 1) -> tu
     )
 
 
-def tiles_fit(size: int, *, ratio: int, overlap: float, shortest_overlap: int = 0) -> bool:
-    """Return whether tiles of pixels or frames and those of their latents are cut and joined at the same places.
+def check_tiles(
+    section: str, name: str, size: int, *, ratio: int, overlap: float, ratio_name: str = "", shortest_overlap: int = 0
+) -> None:
+    """Raise a RequestError unless tiles of pixels or frames and of their latents are cut and joined at the same places.
 
-    Arguments as in `tile_axes`; two tiles must share at least `shortest_overlap` latents.
+    Arguments as in `tile_axes`; two tiles must share at least `shortest_overlap` latents. `section` and the names are
+    those of the settings.
     """
     encoded, decoded = tile_axes(size, ratio=ratio, overlap=overlap)
     places = {encoded.stride, decoded.stride * ratio, encoded.kept * ratio, decoded.kept}
-    return 0 <= overlap < 1 and decoded.stride >= 1 and len(places) == 1 and encoded.blend >= shortest_overlap
+    if not (0 <= overlap < 1 and decoded.stride >= 1 and len(places) == 1 and encoded.blend >= shortest_overlap):
+        least = f", the overlap at least {shortest_overlap * ratio}" if shortest_overlap else ""
+        raise RequestError(
+            f"{section}.{name}={size} and {section}.tile_overlap_factor={overlap} must give a tile and a smaller "
+            f"overlap that are multiples of {ratio_name}{ratio}{least}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,13 +170,13 @@ class TestCaptions:
         assert set(prompt.replace(",", "").split()) <= set(known_words())
 
     def test_promised_prompts_are_mentioned(self):
-        rng = np.random.default_rng(3)
         empty = Scene(Place.SEA, Weather.RAIN, Time.DAY, None, seed=0)
-        assert "raining, sea" in {caption_scene(empty, rng) for _ in range(1000)}
         boat = Thing(Shape.BOAT, Colour.RED, Direction.LEFT, Speed.SLOW)
         full = Scene(Place.SEA, Weather.RAIN, Time.NIGHT, boat, seed=0)
-        mentioned = {caption_scene(full, rng) for _ in range(20_000)}
-        assert "a sea in the rain at night with a red boat moving left" in mentioned
+        prompts = {"raining, sea": empty, "a sea in the rain at night with a red boat moving left": full}
+        for prompt, scene in prompts.items():
+            rng = np.random.default_rng(10)
+            assert any(caption_scene(scene, rng) == prompt for _ in range(1000))
 
     def test_many_phrasings_and_word_orders(self):
         rng = np.random.default_rng(4)

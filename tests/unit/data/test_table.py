@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_clips import write_rows
 
-from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
 from opensora_cli.data.table import COLUMNS, TextColumn, read_table
 from opensora_cli.data.table_files import read_columns, split_table, write_table
 
@@ -98,15 +98,9 @@ def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
 
 @KINDS
 def test_a_table_that_is_missing(tmp_path: Path, kind: str) -> None:
-    with pytest.raises((FileProblem, HardwareError), match=r"cannot be read|pyarrow"):
-        read_table(tmp_path / f"none{kind}")
-
-
-@KINDS
-def test_the_way_to_a_missing_table(tmp_path: Path, kind: str) -> None:
     if kind == ".parquet":
         pytest.importorskip("pyarrow")
-    with pytest.raises(FileProblem) as raised:
+    with pytest.raises(FileProblem, match="cannot be read") as raised:
         read_table(tmp_path / f"none{kind}")
     assert raised.value.hint == "osora data scan FOLDER makes one"
 
@@ -189,10 +183,10 @@ def test_a_large_table_is_kept_in_arrays(tmp_path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows((f"clips/{i}.mp4", f"caption {i}", 40, 256, 256, 1.0, 65536, 24.0) for i in range(50_000))
+        writer.writerows((f"clips/{i}.mp4", f"caption {i}", 40, 256, 256, 1.0, 65536, 24.0) for i in range(5_000))
     table = read_table(path)
-    assert len(table) == 50_000
-    assert (table.paths[49_999], table.texts[12_345]) == ("clips/49999.mp4", "caption 12345")
+    assert len(table) == 5_000
+    assert (table.paths[4_999], table.texts[1_234]) == ("clips/4999.mp4", "caption 1234")
     data, ends = table.paths.arrays()
     assert isinstance(data, np.ndarray)
-    assert len(data) == sum(len(f"clips/{i}.mp4") for i in range(50_000)) == ends[-1]
+    assert len(data) == sum(len(f"clips/{i}.mp4") for i in range(5_000)) == ends[-1]

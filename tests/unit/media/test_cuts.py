@@ -51,6 +51,7 @@ def encode(
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         ("a.mp4", "libx264"),
         ("a.mkv", "libx264"),
@@ -60,9 +61,9 @@ def encode(
     ],
     ids=lambda param: param[0],
 )
-def video(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def video(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, codec = request.param
-    return encode(tmp_path / name, codec=codec)
+    return encode(tmp_path_factory.mktemp("video") / name, codec=codec)
 
 
 def cut(path: Path, start: int, num_frames: int, interval: int = 1) -> torch.Tensor:
@@ -74,10 +75,6 @@ def test_a_cut_has_the_frames_that_reading_from_the_start_gives(video: Path) -> 
     assert len(every) == NUM_FRAMES
     for start in (0, 1, 5, 6, 7, 11, 13, 25):
         assert torch.equal(cut(video, start, 5), every[start : start + 5]), start
-
-
-def test_an_interval_leaves_frames_out(video: Path) -> None:
-    every = read_video(video).frames_THWC
     for start, interval in ((0, 2), (7, 3), (13, 4)):
         assert torch.equal(cut(video, start, 5, interval), every[start : start + 4 * interval + 1 : interval])
 
@@ -192,18 +189,19 @@ def test_a_picture_that_a_camera_turned_is_upright(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_files_are_read_or_messages_and_nothing_else_happens(video: Path) -> None:
+def test_damaged_files_are_read_or_messages_and_nothing_else_happens(video: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     content = video.read_bytes()
+    path = tmp_path / video.name
     messages = []
     for _ in range(150):
         damaged = bytearray(content[: rng.integers(1, len(content) + 1)] if rng.random() < 0.4 else content)
         for place in rng.integers(0, len(damaged), rng.integers(1, 40)):
             damaged[place] = rng.integers(256)
-        video.write_bytes(bytes(damaged))
+        path.write_bytes(bytes(damaged))
         try:
-            facts = probe(video)
-            assert cut(video, max(facts.num_frames - 4, 0), min(facts.num_frames, 3)).dtype == torch.uint8
+            facts = probe(path)
+            assert cut(path, max(facts.num_frames - 4, 0), min(facts.num_frames, 3)).dtype == torch.uint8
         except MediaError as error:
             messages.append(error.message)
     assert len(messages) > 20

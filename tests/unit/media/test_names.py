@@ -62,7 +62,11 @@ def test_a_long_prompt_is_cut_at_a_word() -> None:
     assert set(words) <= {"a", "red", "boat", "on", "stormy", "sea"}
 
 
-def check_safe(prompt: str) -> None:
+DIFFICULT = st.text(alphabet="🐱é海\u0301\ufe0f\u200d\udce9 -./", max_size=200)
+
+
+@given(st.text(alphabet=st.characters(), max_size=200) | DIFFICULT)
+def test_any_text_gives_a_safe_name(prompt: str) -> None:
     stem = file_stem(prompt, seed=1)
     text = stem.removesuffix("_seed1")
     assert 0 < len(text.encode("utf-8")) <= MAX_PROMPT_BYTES
@@ -71,16 +75,6 @@ def check_safe(prompt: str) -> None:
     assert text[0] != "-"
     assert text[-1] != "-"
     assert stem == file_stem(prompt, seed=1)
-
-
-@given(st.text(alphabet=st.characters(), max_size=300))
-def test_any_text_gives_a_safe_name(prompt: str) -> None:
-    check_safe(prompt)
-
-
-@given(st.text(alphabet="🐱é海\u0301\ufe0f\u200d\udce9 -./", max_size=200))
-def test_mixtures_of_the_difficult_give_a_safe_name(prompt: str) -> None:
-    check_safe(prompt)
 
 
 def test_the_longest_name_fits_the_file_system(tmp_path: Path) -> None:

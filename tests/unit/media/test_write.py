@@ -18,7 +18,7 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media import pictures, write
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.resize import Fit
-from opensora_cli.media.write import KNOWN_ENDINGS, MediaFormat, media_path, write_media
+from opensora_cli.media.write import MediaFormat, media_path, write_media
 from opensora_cli.settings import enums
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
@@ -75,22 +75,20 @@ def test_mp4_is_what_ordinary_players_open(tmp_path: Path, moving_frames: torch.
 
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
-def test_metadata_comes_back(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
-    path = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=TAGS)
-    metadata = read_metadata(path)
-    assert {key: metadata[key] for key in TAGS} == TAGS
+def test_metadata_comes_back_and_without_any_there_is_none(
+    tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
+) -> None:
+    for tags in (TAGS, {}):
+        path = write_media([moving_frames[:2]], tmp_path / f"a.{format_}", fps=12, format=format_, metadata=tags)
+        metadata = read_metadata(path)
+        assert {key: metadata[key] for key in tags} == tags
+    assert metadata == {}
 
 
 def test_mp4_has_the_tags_that_every_player_shows(tmp_path: Path, moving_frames: torch.Tensor) -> None:
     path = write_media([moving_frames], tmp_path / "a.mp4", fps=12, format="mp4", metadata=TAGS)
     assert read_metadata(path)["title"] == TAGS["prompt"]
     assert read_metadata(path)["comment"] == "seed: 42; software: osora 0.1.0"
-
-
-@pytest.mark.parametrize("format_", [*MediaFormat])
-def test_without_metadata_there_is_none(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
-    path = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_)
-    assert read_metadata(path) == {}
 
 
 @pytest.mark.parametrize("format_", [*MediaFormat])
@@ -104,18 +102,9 @@ def test_a_very_long_prompt_and_undecodable_bytes_can_be_stored(
     assert read_metadata(path)["seed"] == "caf?"
 
 
-@pytest.mark.parametrize("format_", ANIMATED)
-def test_the_same_frames_give_the_same_bytes(tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat) -> None:
-    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)  # enough rows for several threads
-    first, second = (
-        write_media([frames], tmp_path / name, fps=12, format=format_, metadata=TAGS).read_bytes() for name in "ab"
-    )
-    assert first == second
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the number of processors cannot be limited here")
 def test_mp4_bytes_do_not_depend_on_the_number_of_processors(tmp_path: Path, moving_frames: torch.Tensor) -> None:
-    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)
+    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)  # enough rows for several threads
     with_all = write_media([frames], tmp_path / "all.mp4", fps=12, format="mp4")
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
@@ -188,7 +177,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, moving_frames: torch.Tensor, format_: MediaFormat
 ) -> None:
     resource = pytest.importorskip("resource")
-    noise = torch.randint(0, 256, (9, 256, 256, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    noise = torch.randint(0, 256, (6, 160, 160, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     target = write_media([moving_frames], tmp_path / f"a.{format_}", fps=12, format=format_)
     before = read_metadata(target), sorted(path.stat().st_size for path in target.parent.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -206,15 +195,14 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("format_", "sizes"),
-    [("mp4", [4, 5]), ("mp4", [1] * 9), ("gif", [1, 6, 2]), ("webp", [1, 6, 2]), ("png", [1, 6, 2])],
+    [("mp4", [1] * 9), ("gif", [1, 6, 2]), ("webp", [1, 6, 2]), ("png", [1, 6, 2])],
     ids=str,
 )
 def test_pieces_make_the_same_file_as_the_whole(
     tmp_path: Path, moving_frames: torch.Tensor, format_: str, sizes: list[int]
 ) -> None:
-    frames = moving_frames.repeat_interleave(4, dim=1).repeat_interleave(4, dim=2)
-    whole = write_media([frames], tmp_path / "whole", fps=12, format=format_, metadata=TAGS)
-    cut = write_media(iter(frames.split(sizes)), tmp_path / "cut", fps=12, format=format_, metadata=TAGS)
+    whole = write_media([moving_frames], tmp_path / "whole", fps=12, format=format_, metadata=TAGS)
+    cut = write_media(iter(moving_frames.split(sizes)), tmp_path / "cut", fps=12, format=format_, metadata=TAGS)
     names = [path.relative_to(whole) for path in whole.rglob("*")] or [Path()]
     assert len(names) == (9 if format_ == "png" else 1)
     assert all((cut / name).read_bytes() == (whole / name).read_bytes() for name in names)
@@ -297,15 +285,6 @@ def test_frames_of_the_wrong_kind_are_a_mistake_of_the_caller(tmp_path: Path) ->
         write_media([torch.zeros(1, 16, size, 3).byte() for size in (16, 32)], tmp_path / "a.mp4", fps=12, format="mp4")
     with pytest.raises(ValueError, match="fps"):
         write_media([torch.zeros(2, 16, 16, 3).byte()], tmp_path / "a.mp4", fps=0, format="mp4")
-
-
-def test_every_format_has_its_ending() -> None:
-    assert {ending: str(format_) for ending, format_ in KNOWN_ENDINGS.items()} == {
-        ".mp4": "mp4",
-        ".gif": "gif",
-        ".webp": "webp",
-        ".png": "png",
-    }
 
 
 def test_settings_offer_what_can_be_done() -> None:

@@ -1,5 +1,6 @@
 """Decoding some frames at a time: the same pixels, in memory that does not grow with the clip."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.chunked import StoredClip, decode_in_chunks
+from opensora_cli.models.vae.chunked import StoredClip
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 
@@ -44,46 +45,23 @@ def latents_of(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def config_of(widths, time, space):
-    return HunyuanVAEConfig(
-        latent_channels=2,
-        block_out_channels=widths,
-        layers_per_block=1,
-        norm_num_groups=2,
-        time_compression_ratio=time,
-        spatial_compression_ratio=space,
-    )
-
-
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "num_latent_frames", "tiling"),
     [
         (torch.float64, 1e-12, 1, NO_TILING),
         (torch.float64, 1e-12, 2, Tiling(spatial=True)),
         (torch.float64, 1e-12, 5, NO_TILING),
-        (torch.float32, 1e-5, 5, NO_TILING),
+        pytest.param(torch.float32, 1e-5, 5, NO_TILING, marks=pytest.mark.slow),
     ],
 )
 def test_every_chunk_length_gives_the_same_pixels(dtype, tolerance, num_latent_frames, tiling):
     vae, latents = small_vae(dtype=dtype), latents_of(2, 4, num_latent_frames, 3, 6, dtype=dtype)
     whole = vae.decode(latents, tiling=tiling)
     # The highest resolution has 1 + 4 (T-1) frames.
-    for chunk_frames in (*range(1, num_latent_frames + 1), 7, 99):
+    for chunk_frames in {1, 2, num_latent_frames, 7, 99}:
         chunked = vae.decode(latents, tiling=tiling, chunk_frames=chunk_frames)
         assert chunked.shape == whole.shape
         assert (chunked - whole).abs().max() <= tolerance * whole.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("widths", "time", "space"),
-    [((8, 8, 8, 8), 4, 8), ((8, 8, 8), 4, 4), ((8, 8, 8), 2, 8), ((8, 8, 8), 4, 2), ((4, 8), 1, 4), ((8,), 1, 1)],
-)
-def test_every_choice_of_ratios(widths, time, space):
-    vae = small_vae(config_of(widths, time, space), dtype=torch.float64)
-    latents = latents_of(1, 2, 4, 2, 3, dtype=torch.float64)
-    whole = vae.decode(latents)
-    for chunk_frames in (1, 2, 3):
-        assert_close(vae.decode(latents, chunk_frames=chunk_frames), whole, tolerance=1e-12)
 
 
 def test_bf16_loses_no_more_in_chunks():
@@ -110,14 +88,6 @@ def test_a_norm_of_chunks_is_that_of_the_clip():
     assert not list(stored.drain())
 
 
-def test_the_decoder_is_called_once_for_each_tile():
-    vae, latents = small_vae(), latents_of(1, 4, 6, 6, 4)
-    calls = []
-    vae.decoder.register_forward_hook(lambda *_: calls.append(1))
-    vae.decode(latents, tiling=Tiling(spatial=True, temporal=True), chunk_frames=2)
-    assert len(calls) == 2 * 2 * 2
-
-
 def test_no_gradient_is_recorded_in_chunks():
     vae = small_vae().requires_grad_(True)
     assert vae.decode(latents_of(1, 4, 2, 2, 2)).requires_grad
@@ -127,21 +97,6 @@ def test_no_gradient_is_recorded_in_chunks():
 def test_a_chunk_has_a_frame():
     with pytest.raises(RequestError, match="chunk_frames=0 must be at least 1"):
         small_vae().decode_pieces(latents_of(1, 4, 2, 2, 2), chunk_frames=0)
-
-
-def test_a_layer_that_has_no_chunked_form_is_refused():
-    decoder = small_vae().decoder
-    with pytest.raises(TypeError, match="Conv3d is no layer of the decoder"):
-        decode_in_chunks(
-            latents_of(1, 4, 2, 2, 2),
-            conv_in=decoder.conv_in,
-            layers=[nn.Conv3d(16, 16, 1)],
-            norm_out=decoder.conv_norm_out,
-            conv_out=decoder.conv_out,
-            chunk_frames=1,
-            store=CPU,
-            canvas=CPU,
-        )
 
 
 # --- pieces and canvas -----------------------------------------------------------------------------------------------
@@ -167,13 +122,17 @@ def test_a_piece_comes_before_the_next_is_computed():
     assert len(calls) == 1
 
 
+FEW_LAYERS = replace(TILES, block_out_channels=(8, 8), time_compression_ratio=2, spatial_compression_ratio=4)
+"""Tiles of 4 x 4 latents."""
+
+
 @cache
 def peak_bytes(shape, **arguments):
     """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
     # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.
     with FakeTensorMode(), torch.no_grad():
-        vae = HunyuanVAE(TILES)
-        latents = torch.empty(1, TILES.latent_channels, *shape)
+        vae = HunyuanVAE(FEW_LAYERS)
+        latents = torch.empty(1, FEW_LAYERS.latent_channels, *shape)
         with TensorBytes(device_type="cpu") as counter:
             pixels = vae.decode(latents, **arguments)
     assert pixels.device == arguments.get("canvas", CPU)
@@ -185,17 +144,12 @@ def test_with_a_store_only_some_frames_are_on_the_device():
     short, long = (peak_bytes((frames, 8, 8), **arguments) for frames in (3, 6))
     # Latents, keys and values, at the lowest resolution, are all that a longer clip adds.
     assert long < 1.2 * short
-    assert long < peak_bytes((6, 8, 8)) / 5
-
-
-def test_chunks_that_wait_on_the_device_save_most_of_the_way():
-    # What is left are two clips between layers.
-    assert peak_bytes((6, 8, 8), chunk_frames=2) < 0.5 * peak_bytes((6, 8, 8))
+    assert long < 0.4 * peak_bytes((6, 8, 8))
 
 
 def test_with_a_canvas_one_tile_is_on_the_device():
     one_tile = peak_bytes((2, 4, 4), canvas=ELSEWHERE)
-    # Of nine tiles, the scaled latents alone come on top.
-    nine_tiles = peak_bytes((2, 9, 9), tiling=Tiling(spatial=True), canvas=ELSEWHERE)
-    assert nine_tiles <= one_tile + 4 * 2 * 9 * 9 * 4
-    assert peak_bytes((2, 9, 9), tiling=Tiling(spatial=True)) > 1.2 * nine_tiles
+    # Of three tiles, the scaled latents alone come on top.
+    three_tiles = peak_bytes((2, 4, 9), tiling=Tiling(spatial=True), canvas=ELSEWHERE)
+    assert three_tiles <= one_tile + 4 * 2 * 4 * 9 * 4
+    assert peak_bytes((2, 4, 9), tiling=Tiling(spatial=True)) > three_tiles

