@@ -338,6 +338,7 @@ def test_download_goes_by_the_environment(hub: FakeHub) -> None:
     assert out.endswith("in ckpts, all there\n")
 
 
+@pytest.mark.slow
 def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
     """With the demo's own sizes: what a training leaves becomes what generating reads, and no option tells it how."""
     demo = ROOT / "opensora_cli" / "assets" / "demo"
