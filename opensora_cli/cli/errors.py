@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 
@@ -169,7 +169,7 @@ def run(command: Callable[[], object]) -> int:
     `command` returns an exit code, or anything else for success.
     """
     context = _context()
-    with rank_link.linked(context):
+    with nullcontext() if context is None else rank_link.linked(context):
         try:
             code = command()
         except Exception as error:

@@ -79,10 +79,8 @@ class Pulse:
 
 
 @contextmanager
-def linked(
-    context: RankContext | None, *, silence_s: float = SILENCE_S, silent_steps: int = SILENT_STEPS
-) -> Iterator[None]:
-    """Keep the link open inside the block; a process that is no rank has none.
+def linked(context: RankContext, *, silence_s: float = SILENCE_S, silent_steps: int = SILENT_STEPS) -> Iterator[None]:
+    """Keep the link open inside the block.
 
     A rank that our launcher started ends at once when the launcher is gone, and reports when it makes no progress: the
     launcher judges. Nothing watches all ranks of torchrun and of Slurm. They end with a message when they have reported
@@ -93,9 +91,6 @@ def linked(
         silent_steps: how many steps' time that is.
     """
     global _link
-    if context is None:
-        yield
-        return
     number = os.environ.pop(CHANNEL_VARIABLE, None)  # not for what this process starts
     channel = socket.socket(fileno=int(number)) if number else None
     link = _Link(context, channel, silence_s=silence_s, silent_steps=silent_steps)

@@ -30,41 +30,25 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generat", "x"], "Did you mean 'generate'?"),
         (["--versoin"], "no such option: --versoin. Did you mean --version?"),
         (["generate", "x", "--num-frmes", "5"], "no such option: --num-frmes. Did you mean --num-frames?"),
-        (["generate", "x", "--num_frames", "5"], "no such option: --num_frames. Did you mean --num-frames?"),
         (["generate", "x", "--cfg-scale", "5"], "--cfg-scale"),
         (["generate", "raining,", "sea"], "quote a text that has blanks in it"),
         (["generate", "-sea, raining"], "put a text that begins with - last, after --"),
-        (["generate", "x", "--cond", "i2v"], "condition.mode=i2v must be one of t2v, i2v_head, i2v_tail, i2v_loop"),
         (["generate", "x", "--fit", "zoom"], "'zoom' is not one of 'crop', 'pad', 'stretch'"),
-        (["generate", "x", "--format", "avi"], "'avi' is not one of 'mp4', 'gif', 'webp', 'png'"),
-        (["generate", "x", "--model", "wan"], "'wan' is not one of 'auto', 'demo', 'open-sora-v2'"),
         (["generate", "x", "--aspect-ratio", "16x9"], "'16x9' is not one of"),
         (["generate", "x", "--steps", "many"], "--steps"),
         (["generate", "x", "--steps"], "--steps"),
         (["generate", "x", "--steps", "0"], "sampling.num_inference_steps=0 must be at least 1 (from --steps)"),
         (["generate", "x", "--set", "model.deph=1"], "did you mean model.depth?"),
-        (["generate", "x", "--set", "model.depth"], "must be section.key=value"),
         (["generate", "x", "--seed", "1", "--set", "sampling.seed=2"], "contradicts --seed"),
         (["generate"], "prompt is empty: say what the video shows"),
-        (["generate", ""], "prompt is empty"),
-        (["generate", " \n "], "prompt is empty"),
         (["generate", "x", "--ref", ""], "--ref is empty"),
         (["generate", "x", "--ref", "a.png", "--ref", ";"], "--ref is empty"),
         (["generate", "x", "--lora", "a", "--lora", ""], "--lora is empty: name an adapter, or drop --lora"),
         (["generate", "--from-latents", "x", "--lora", "a"], "--lora has no effect with --from-latents"),
         (["generate", "x", "--lora", "a:1000"], "must be at most 100 (from --lora)"),
-        (["generate", "x", "--cond", "i2v_head"], "condition.mode=i2v_head needs a reference"),
         (["generate", "x", "--cond", "v2v_tail"], "give the video with --ref FILE (from --cond)"),
-        (["generate", "x", "--cond", "t2v", "--ref", "a.png"], "condition.mode=t2v takes no reference"),
-        (["generate", "x", "--device", "gpu"], "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
-        (["generate", "x", "--out", "a.mp4", "--format", "gif"], "must agree with the ending of output.path=a.mp4"),
         (["generate", "x", "--model", "open-sora-v2", "--num-frames", "130"], "use 129 (from --num-frames)"),
-        (["generate", "x", "--model", "open-sora-v2", "--res", "512px"], "use 256px or 768px"),
-        (
-            ["generate", "x", "--model", "demo", "--res", "768px"],
-            "use 64px, or get the released model: osora ckpt download",
-        ),
-        (["generate", "x", "--res", "768px"], "osora ckpt download open-sora-v2"),
+        (["generate", "x", "--res", "768px"], "use 64px, or get the released model: osora ckpt download"),
     ],
 )
 def test_bad_request(args: list[str], message: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,10 +86,7 @@ def test_unknown_environment_variable(
     [
         ("--config", "gone.yaml", None),
         ("--config", "a.yaml", "a: [\n"),
-        ("--config", "a.yaml", "extends: a.yaml\n"),
-        ("--config", "a.yaml", "prompt: a\nprompt: b\n"),
         ("--from", "gone.json", None),
-        ("--from", "a.json", "{}"),
         ("--from", "a.json", "not json"),
     ],
 )
@@ -174,7 +155,6 @@ def test_interrupt(
     ("first", "number"),
     [
         ("", signal.SIGINT),
-        ("", signal.SIGTERM),
         # As a shell starts what a script puts into the background.
         ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n", signal.SIGTERM),
     ],
@@ -235,7 +215,7 @@ def test_interrupt_in_a_finaliser_is_not_lost(engine: FakeEngine, capsys: pytest
     assert sys.unraisablehook is hook
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bug"), KeyError("bug"), OSError("bug"), ValueError("bug")])
+@pytest.mark.parametrize("error", [RuntimeError("bug"), OSError("bug"), ValueError("bug")])
 def test_a_bug_keeps_its_traceback(error: Exception, engine: FakeEngine) -> None:
     engine.while_running = raising(error)
     with pytest.raises(type(error), match="bug"):

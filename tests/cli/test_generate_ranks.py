@@ -36,7 +36,8 @@ def frames(folder: str) -> np.ndarray:
 
 
 def test_two_processes_make_what_one_makes() -> None:
-    short = [*SHORT, *TILES, "--num-frames", "17", "--steps", "2", "--format", "png"]
+    small = ["--set", "video.height=48", "--set", "video.width=32", "--num-frames", "17", "--steps", "1"]
+    short = [*SHORT, *TILES, *small, "--format", "png"]
     command = [sys.executable, "-m", "opensora_cli", *short]
     done = subprocess.run([*command, "--gpus", "2", "--out", "two.png", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -46,8 +47,19 @@ def test_two_processes_make_what_one_makes() -> None:
     assert json.loads(Path("two.json").read_text())["settings"]["parallel"]["gpus"] is None
     assert main([*short, "--out", "one.png"]) == 0
     one, two = frames("one"), frames("two")
-    assert one.shape == two.shape == (17, 64, 64, 3)
+    assert one.shape == two.shape == (17, 48, 32, 3)
     assert np.abs(one - two).max() <= 1
+
+
+@pytest.mark.slow
+def test_from_one_to_eight_processes_make_the_same() -> None:
+    short = ["generate", "raining, sea", "--seed", "7", "--device", "cpu", "--num-frames", "9", "--steps", "2"]
+    for ranks in range(1, 9):
+        assert main([*short, "--gpus", str(ranks), "--format", "png", "--out", f"{ranks}.png", "--quiet"]) == 0
+    alone = frames("1")
+    assert alone.shape == (9, 64, 64, 3)
+    for ranks in range(2, 9):
+        assert np.abs(frames(str(ranks)) - alone).max() <= 1, ranks
 
 
 @pytest.mark.slow
@@ -79,12 +91,12 @@ def test_what_can_be_known_before_is_told_before_ranks_start(capsys: pytest.Capt
 SLOW = pytest.mark.slow
 # Rank 0 alone encodes references, and saves.
 STAGES = [
-    (1, "load"),
-    *(pytest.param(rank, stage, marks=SLOW) for rank, stage in ((1, "text"), (0, "encode"), (1, "denoise"))),
-    *(pytest.param(rank, stage, marks=SLOW) for rank, stage in ((1, "decode"), (0, "save"))),
+    *((1, stage) for stage in ("load", "text", "denoise", "decode")),
+    *((0, stage) for stage in ("encode", "save")),
 ]
 
 
+@SLOW
 @pytest.mark.parametrize(("rank", "stage"), STAGES)
 def test_a_killed_rank_ends_all(rank: int, stage: str) -> None:
     err = ended_early(rank, stage, "os.kill(os.getpid(), signal.SIGKILL)", within_s=20.0)
@@ -97,7 +109,7 @@ def test_a_stopped_rank_ends_all() -> None:
     assert f"error: rank 1 on {socket.gethostname()}, in the stage denoise: stopped (SIGSTOP)" in err
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("stage", ["text", "denoise"])
 def test_a_rank_that_hangs_before_the_first_step_ends_all(stage: str) -> None:
     """As soon as the limit, here 3 s, is over, and not when the collective of the others gives up after 600 s."""

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_adapters import factors, write_adapter
-from tiny_world import World, make_world, moving_frames, released_overrides
+from tiny_world import World, make_world, released_overrides
 
 from opensora_cli.cli import app
 from opensora_cli.media.read import read_video
-from opensora_cli.media.write import write_media
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -65,7 +64,7 @@ def osora(world, out, capsys):
     return run
 
 
-def test_a_video(osora, out):
+def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3")
     assert code == 0
     assert stdout == f"{out}/raining-sea_seed3.mp4\n"
@@ -74,7 +73,7 @@ def test_a_video(osora, out):
         assert f"{stage}: " in stderr
 
 
-def test_quiet(osora, out):
+def test_quiet_prints_the_path_alone(osora, out):
     code, stdout, stderr = osora("raining, sea", "--quiet")
     assert (code, stdout, stderr) == (0, f"{out}/raining-sea_seed42.mp4\n", "")
 
@@ -95,7 +94,7 @@ def test_json_goes_back_in(osora, out, tmp_path, capsys):
     assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
 
 
-def test_dry_run(osora, out):
+def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
     assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/1", 80)
@@ -138,17 +137,8 @@ class TestAdapters:
 def test_dry_run_of_released_presets_without_weights(tmp_path, capsys, resolution, monkeypatch):
     free = torch.iinfo(torch.int64).max
     monkeypatch.setattr("opensora_cli.engine.generate.plan.pick_hardware", _hardware_with(free))
-    command = [
-        "generate",
-        "sea",
-        "--model",
-        "open-sora-v2",
-        "--weights",
-        str(tmp_path),
-        "--res",
-        resolution,
-        "--dry-run",
-    ]
+    command = ["generate", "sea", "--model", "open-sora-v2", "--weights", str(tmp_path)]
+    command += ["--res", resolution, "--dry-run"]
     assert app.main(command) == 0
     assert "missing   hunyuan_vae.safetensors" in capsys.readouterr().out
     monkeypatch.setattr("opensora_cli.engine.generate.plan.pick_hardware", _hardware_with(2**30))
@@ -180,35 +170,11 @@ class TestBadInput:
         assert "Traceback" not in stderr
         assert not out.exists() or not list(out.iterdir())
 
-    def test_empty_prompt(self, osora, out):
-        self.refused(osora, out, "", code=2, says="prompt")
-
-    def test_130_frames(self, osora, out):
-        self.refused(osora, out, "sea", "--set", "video.num_frames=130", code=2, says="129")
-
-    def test_reference_with_t2v(self, osora, out, world):
-        self.refused(osora, out, "sea", "--cond", "t2v", "--ref", str(world.picture), code=2, says="t2v")
-
-    def test_i2v_without_reference(self, osora, out):
-        self.refused(osora, out, "sea", "--cond", "i2v_head", code=2, says="--ref")
-
-    def test_missing_reference(self, osora, out, tmp_path):
-        self.refused(osora, out, "sea", "--ref", str(tmp_path / "none.png"), code=3, says="none.png")
-
-    def test_broken_picture(self, osora, out, tmp_path, world):
-        path = tmp_path / "broken.png"
-        path.write_bytes(world.picture.read_bytes()[:200])
-        self.refused(osora, out, "sea", "--ref", str(path), code=3, says="broken.png")
-
-    def test_text_named_mp4(self, osora, out, tmp_path):
+    def test_text_named_mp4_and_a_missing_picture(self, osora, out, tmp_path):
         (tmp_path / "text.mp4").write_text("no video at all\n" * 50)
-        for mode in ([], ["--cond", "i2v_head"], ["--cond", "v2v_head", "--set", "condition.video_latent_frames=1"]):
-            self.refused(osora, out, "sea", "--ref", str(tmp_path / "text.mp4"), *mode, code=3, says="text.mp4")
-
-    def test_too_short_video(self, osora, out, tmp_path):
-        write_media([moving_frames(3)], tmp_path / "short.mp4", fps=24, format="mp4")
-        more = ["--ref", str(tmp_path / "short.mp4"), "--set", "condition.video_latent_frames=1"]
-        self.refused(osora, out, "sea", "--cond", "v2v_head", *more, code=3, says="has 3 frames, but 5 are needed")
+        for reference in ("text.mp4", "gone.png"):
+            for mode in ([], ["--cond", "i2v_head"]):
+                self.refused(osora, out, "sea", "--ref", str(tmp_path / reference), *mode, code=3, says=reference)
 
     def test_no_such_device(self, osora, out, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -243,11 +209,6 @@ class TestBadInput:
         assert "--overwrite" in stderr
         assert osora("sea", "--overwrite")[0] == 0
 
-    def test_unwritable_folder(self, world, tmp_path, capsys):
-        (tmp_path / "file").write_text("")
-        assert app.main(arguments(world, tmp_path / "file" / "sub", "sea")) == 3
-        assert "cannot write" in capsys.readouterr().err
-
 
 def test_ctrl_c_while_decoding(osora, out, monkeypatch):
     def interrupt(*_args, **_options):
@@ -266,7 +227,7 @@ def test_ctrl_c_while_decoding(osora, out, monkeypatch):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_from_the_keyboard(world, out):
     """A real signal, in the middle of denoising the second sample or a later one."""
-    command = arguments(world, out, "sea", "--num-samples", "500", "--steps", "50")
+    command = arguments(world, out, "sea", "--num-samples", "500")
     program = "import sys; from opensora_cli.cli.app import main; sys.exit(main())"
     running = subprocess.Popen(
         [sys.executable, "-c", program, *command],

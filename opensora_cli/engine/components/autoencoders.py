@@ -6,6 +6,7 @@ Generation and its estimate know only `VideoAutoencoder`, the interface: another
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def vae_tiling(settings: VAESettings) -> Tiling:
     return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
 
 
+@lru_cache(maxsize=16)
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
     (_, grid), tiling = video_autoencoder_on_meta(settings).config.tile_grids(), vae_tiling(settings)

@@ -1,5 +1,6 @@
 """From settings to the transformer's configuration, and the parameters of every component."""
 
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.settings.components import ModelSettings
+from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
 # The released text encoders, for plans that are made before they are downloaded.
@@ -49,11 +50,22 @@ def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[C
     broken text encoder's configuration a CheckpointError.
     """
     return {
-        Component.TRANSFORMER: _count(transformer_on_meta(settings.model)),
-        Component.VAE: _count(video_autoencoder_on_meta(settings.vae)),
+        Component.TRANSFORMER: _count_transformer(settings.model),
+        Component.VAE: _count_vae(settings.vae),
         Component.T5: _count_text(Component.T5, weights.paths.get(Component.T5)),
         Component.CLIP: _count_text(Component.CLIP, weights.paths.get(Component.CLIP)),
     }
+
+
+# Plans are made several times for one run.
+@lru_cache(maxsize=16)
+def _count_transformer(settings: ModelSettings) -> int:
+    return _count(transformer_on_meta(settings))
+
+
+@lru_cache(maxsize=16)
+def _count_vae(settings: VAESettings) -> int:
+    return _count(video_autoencoder_on_meta(settings))
 
 
 def _count(module: nn.Module) -> int:

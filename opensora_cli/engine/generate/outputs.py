@@ -189,30 +189,10 @@ def write_sidecar(
     `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
     `hardware.peak_memory_gib` of the run so far.
     """
-    if sample.sidecar is not None:
-        write_json_atomic(
-            sample.sidecar,
-            sidecar_document(
-                plan,
-                sample,
-                timings_s=timings_s,
-                peak_memory_gib=peak_memory_gib,
-                given_frames_psnr_db=given_frames_psnr_db,
-            ),
-        )
-
-
-def sidecar_document(
-    plan: ExecutionPlan,
-    sample: SampleFiles,
-    *,
-    timings_s: Mapping[str, float],
-    peak_memory_gib: Mapping[str, float],
-    given_frames_psnr_db: float | None,
-) -> dict[str, Any]:
-    """Return what `write_sidecar` writes."""
+    if sample.sidecar is None:
+        return
     settings = plan.settings
-    return {
+    document = {
         "schema": SIDECAR_SCHEMA,
         "file": sample.media.name,
         "prompt": settings.prompt,
@@ -237,6 +217,7 @@ def sidecar_document(
         "versions": versions(),
         "settings": sample_settings(plan, sample).model_dump(mode="json"),
     }
+    write_json_atomic(sample.sidecar, document)
 
 
 def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:

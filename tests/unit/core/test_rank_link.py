@@ -29,9 +29,8 @@ with linked(context, silence_s=0.5, silent_steps=3):
 """
 
 
-@pytest.mark.parametrize("context", [None, CONTEXT])
-def test_without_a_launcher_the_caller_reports_errors(context):
-    with linked(context):
+def test_without_a_launcher_the_caller_reports_errors():
+    with linked(CONTEXT):
         beat("denoise", 1.0)
         assert not report_failure("no luck", exit_code=4)
         assert not report_bug(ValueError("no luck"))

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.settings.enums import AspectRatio, ModelName, OutputFormat
+from opensora_cli.settings.enums import OutputFormat
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -28,12 +28,6 @@ def test_settings_are_frozen() -> None:
         RELEASED.prompt = "other"  # type: ignore[misc]
 
 
-def test_replace_changes_only_what_it_is_told() -> None:
-    changed = RELEASED.replace({"sampling.seed": 7, "prompt": "snow"})
-    assert (changed.sampling.seed, changed.prompt) == (7, "snow")
-    assert changed.replace({"sampling.seed": 42, "prompt": "raining, sea"}) == RELEASED
-
-
 def test_settings_survive_json() -> None:
     changed = DEMO.replace({"condition.mode": "i2v_loop", "condition.references": ("a.png", "b.png")})
     assert GenerateSettings.model_validate_json(changed.model_dump_json()) == changed
@@ -43,13 +37,11 @@ def test_settings_survive_json() -> None:
     ("changes", "message"),
     [
         ({"prompt": ""}, "prompt is empty: say what the video shows"),
-        ({"prompt": " \t\n"}, "prompt is empty"),
         (
             {"video.num_frames": 130},
             "video.num_frames=130 must be a multiple of 4, plus 1, and at most 129 with the open-sora-v2 model: "
             "use 129",
         ),
-        ({"video.num_frames": 133}, "use 129"),
         ({"video.num_frames": 100}, "use 101"),
         ({"video.num_frames": 2}, "use 1"),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
@@ -62,10 +54,7 @@ def test_settings_survive_json() -> None:
         ({"video.width": 256}, "video.width=256 must come with video.height"),
         ({"video.height": 100, "video.width": 256}, "video.height=100 must be a multiple of 16: use 96 or 112"),
         ({"video.height": 256, "video.width": 8}, "video.width=8 must be a multiple of 16: use 16"),
-        ({"video.fps": 0}, "video.fps=0 must be at least 1"),
-        ({"sampling.num_inference_steps": 0}, "sampling.num_inference_steps=0 must be at least 1"),
         ({"sampling.num_inference_steps": "many"}, "sampling.num_inference_steps=many must be a whole number"),
-        ({"sampling.num_inference_steps": 2.5}, "sampling.num_inference_steps=2.5 must be a whole number"),
         ({"sampling.guidance_scale": "nan"}, "sampling.guidance_scale=nan must be a finite number"),
         ({"sampling.guidance_scale": -1}, "sampling.guidance_scale=-1 must be at least 0"),
         ({"sampling.flow_shift": 0}, "sampling.flow_shift=0 must be over 0"),
@@ -76,7 +65,6 @@ def test_settings_survive_json() -> None:
             f"must leave room for the seeds of sampling.num_samples=3: use at most {2**62 - 2}",
         ),
         ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
-        ({"prompt_suffix.motion_score": -1}, "prompt_suffix.motion_score=-1 must be at least 0"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
         ({"runtime.dtype": "float8"}, "runtime.dtype=float8 must be one of auto, float32, bfloat16, float16"),
         ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be runtime.model_choice=demo"),
@@ -116,7 +104,6 @@ def test_settings_survive_json() -> None:
         ({"output.path": "a.avi"}, "output.path=a.avi must end in .mp4, .gif, .webp or .png to be a file"),
         ({"output.path": ""}, "output.path='' must not be empty"),
         ({"output.format": "avi"}, "output.format=avi must be one of mp4, gif, webp, png"),
-        ({"model.depth": -1}, "model.depth=-1 must be at least 0"),
         ({"model.in_channels": 32}, "model.in_channels=32 must be vae.latent_channels=16 x model.patch_size=2 squared"),
         ({"model.in_channels": 32}, ": use 64"),
         ({"model.num_heads": 7}, "model.num_heads=7 must divide model.hidden_size=3072"),
@@ -222,8 +209,3 @@ def test_output_format(path: str, format_: str | None, expected: str) -> None:
 def test_latent_frames_and_size_multiple() -> None:
     assert (RELEASED.num_latent_frames, RELEASED.size_multiple) == (33, 16)
     assert RELEASED.replace({"video.num_frames": 1}).num_latent_frames == 1
-
-
-def test_demo_is_not_the_default_model() -> None:
-    assert DEMO.model.name is ModelName.DEMO
-    assert DEMO.video.aspect_ratio is AspectRatio.SQUARE

@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +13,7 @@ from tiny_world import demo_settings, released_settings
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
-from opensora_cli.engine.generate import decode, denoise, load, outputs, references, text
+from opensora_cli.engine.generate import decode, denoise, load, outputs, plan, references, text
 from opensora_cli.engine.generate.outputs import load_latents
 from opensora_cli.engine.generate.run import generate, generate_from_request, plan_generation
 from opensora_cli.settings.explain import Given
@@ -38,16 +38,23 @@ def go_on(path, reporter, **changes):
     return generate_from_request(GenerateRequest(overrides=overrides), reporter=reporter)
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def expected(world, tmp_path_factory):
+    """The video of a run that nothing interrupts."""
+    return generate(released_settings(world, tmp_path_factory.mktemp("expected"))).videos[0].path.read_bytes()
+
+
 class TestCtrlC:
     @pytest.mark.parametrize(
         ("module", "function"),
         [
-            (load, "load_t5"),
-            (load, "load_clip"),
+            *(pytest.param(load, f"load_{model}", marks=SLOW) for model in ("t5", "clip", "transformer")),
             (text, "encode_prompts"),
             (references, "encode_references"),
-            (load, "load_transformer"),
-            (denoise, "denoise"),
+            pytest.param(denoise, "denoise", marks=SLOW),
             (denoise, "save_latents"),
         ],
     )
@@ -60,10 +67,14 @@ class TestCtrlC:
 
     @pytest.mark.parametrize(
         ("module", "function"),
-        [(load, "load_vae"), (decode, "decode_latents"), (decode, "write_media"), (decode, "write_sidecar")],
+        [
+            pytest.param(load, "load_vae", marks=SLOW),
+            (decode, "decode_latents"),
+            pytest.param(decode, "write_media", marks=SLOW),
+            (decode, "write_sidecar"),
+        ],
     )
-    def test_after_the_latents(self, world, tmp_path, monkeypatch, reporter, module, function):
-        expected = generate(released_settings(world, tmp_path / "expected")).videos[0].path.read_bytes()
+    def test_after_the_latents(self, world, tmp_path, monkeypatch, reporter, expected, module, function):
         with monkeypatch.context() as patched:
             patched.setattr(module, function, raising(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt) as caught:
@@ -203,19 +214,19 @@ class TestFailures:
         with pytest.raises(RuntimeError, match="a bug"):
             generate(released_settings(world, tmp_path, output__overwrite="true"), reporter=reporter)
 
-    def test_too_little_memory_is_said_before_loading(self, world, tmp_path, monkeypatch):
+    def test_too_little_memory_is_reported_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
-        memory = psutil.virtual_memory()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
-        with pytest.raises(HardwareError, match="KiB free"):
-            generate(released_settings(world, tmp_path))
-
-    def test_missing_weights_that_would_not_fit(self, world, tmp_path, reporter):
-        settings = released_settings(world, tmp_path, runtime__weights=str(tmp_path), memory__limit="10kB")
-        with pytest.raises(CheckpointError, match="are missing"):
+        # What would fit instead takes long to find.
+        monkeypatch.setattr(plan, "_smaller_requests", lambda plan: ())
+        settings = released_settings(world, tmp_path / "out", memory__limit="10kB", memory__offload="none")
+        with pytest.raises(HardwareError, match=r"memory\.limit allows 9\.77 KiB"):
             generate(settings, reporter=reporter)
+        assert reporter.warnings == []
+        with pytest.raises(CheckpointError, match="are missing"):
+            generate(settings.replace({"files.transformer": "none.safetensors"}), reporter=reporter)
         assert len(reporter.warnings) == 1
         assert "would not run here either: the stage" in reporter.warnings[0]
+        assert names(tmp_path) == []
 
     def test_latents_of_an_unfinished_run_are_not_overwritten(self, world, tmp_path, monkeypatch):
         monkeypatch.setattr(decode, "decode_latents", raising(RuntimeError("a bug")))
@@ -241,24 +252,27 @@ class TestFailures:
 
 
 class TestFromLatents:
-    @pytest.fixture
-    def saved(self, world, tmp_path, monkeypatch):
-        with monkeypatch.context() as patched:
+    @pytest.fixture(scope="class")
+    def first(self, world, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("first")
+        with pytest.MonkeyPatch.context() as patched:
             patched.setattr(load, "load_vae", raising(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
-                generate(demo_settings(world, tmp_path, sampling__seed="5"))
-        return tmp_path / "raining-sea_seed5.latents.safetensors"
+                generate(demo_settings(world, folder, sampling__seed="5"))
+        return folder / "raining-sea_seed5.latents.safetensors"
 
-    def test_settings_come_from_the_file(self, world, tmp_path, saved, reporter):
+    @pytest.fixture
+    def saved(self, first, tmp_path):
+        return Path(shutil.copy(first, tmp_path))
+
+    def test_settings_come_from_the_file_and_the_sidecar_is_that_of_an_uninterrupted_run(self, first, saved, reporter):
         result = go_on(saved, reporter)
-        assert result.videos[0].path == tmp_path / "raining-sea_seed5.mp4"
-        assert result.settings.model.name == "demo"
+        [video] = result.videos
+        assert video.path == first.with_name("raining-sea_seed5.mp4")
+        assert result.model == "demo"
         assert (result.settings.prompt, result.settings.sampling.seed) == ("raining, sea", 5)
-
-    def test_sidecar_is_that_of_an_uninterrupted_run(self, world, tmp_path, saved, reporter):
-        document = json.loads(go_on(saved, reporter).videos[0].sidecar.read_text())
-        assert document["settings"]["from_latents"] is None
-        assert document["seed"] == 5
+        document = json.loads(video.sidecar.read_text())
+        assert (document["settings"]["from_latents"], document["seed"]) == (None, 5)
 
     def test_output_can_be_another(self, tmp_path, saved, reporter):
         result = go_on(saved, reporter, **{"output.path": Given(str(tmp_path / "x.gif"), "--out")})
@@ -267,7 +281,7 @@ class TestFromLatents:
     def test_failing_again_names_the_same_file(self, saved, monkeypatch, reporter):
         monkeypatch.setattr(decode, "write_media", raising(OutputError("disk on fire")))
         with pytest.raises(OutputError):
-            go_on(saved, reporter)
+            go_on(saved, reporter, **{"output.path": Given(str(saved.parent), "--out")})
         assert reporter.warnings == [f"go on with: osora generate --from-latents {saved}"]
         assert saved.exists()
 

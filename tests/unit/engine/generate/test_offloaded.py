@@ -1,16 +1,19 @@
 """Generating in less memory: the same videos, and a second attempt when the memory is not enough."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from closeness import assert_close
 from tiny_world import released_settings
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, load, text
 from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.stages import RunRecord
@@ -27,15 +30,20 @@ BLOCK_BY_BLOCK = {
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
 
-@pytest.fixture
-def plan(world, tmp_path):
-    return make_plan(released_settings(world, tmp_path, condition__references=str(world.picture), **PICTURE))
+@pytest.fixture(scope="module")
+def plan(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offloaded")
+    return make_plan(released_settings(world, folder, condition__references=str(world.picture), **PICTURE))
+
+
+@pytest.fixture(scope="module")
+def resident(plan):
+    """Latents and frames of a run with all weights on the device."""
+    return latents_and_frames(plan, SilentReporter())
 
 
 def with_offload(plan, **offload):
-    return ExecutionPlan(
-        **{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"offload": OffloadPlan(**offload)}
-    )
+    return replace(plan, offload=OffloadPlan(**offload))
 
 
 def latents_and_frames(plan, reporter):
@@ -60,25 +68,25 @@ def latents_and_frames(plan, reporter):
     ],
     ids=str,
 )
-def test_moving_weights_changes_nothing(plan, offload, reporter):
-    latents, frames = latents_and_frames(plan, reporter)
+def test_moving_weights_changes_nothing(plan, resident, offload, reporter):
+    latents, frames = resident
     moved_latents, moved_frames = latents_and_frames(with_offload(plan, **offload), reporter)
     assert torch.equal(moved_latents, latents)
     assert torch.equal(moved_frames, frames)
 
 
 @pytest.mark.parametrize(
-    "offload", [{"chunk_tokens": 5}, {"chunk_frames": 2}, {"chunk_frames": 1, "store_on_host": True}], ids=str
+    "offload", [{"chunk_tokens": 5, "chunk_frames": 2}, {"chunk_frames": 1, "store_on_host": True}], ids=str
 )
-def test_chunks_change_no_more_than_rounding(plan, offload, reporter):
-    latents, frames = latents_and_frames(plan, reporter)
+def test_chunks_change_no_more_than_rounding(plan, resident, offload, reporter):
+    latents, frames = resident
     chunked_latents, chunked_frames = latents_and_frames(with_offload(plan, **offload), reporter)
     assert_close(chunked_latents, latents)
     assert (chunked_frames.int() - frames.int()).abs().max() <= 1
 
 
-def test_weights_in_8_bits_change_little(plan, reporter):
-    latents, _ = latents_and_frames(plan, reporter)
+def test_weights_in_8_bits_change_little(plan, resident, reporter):
+    latents, _ = resident
     coarse, _ = latents_and_frames(with_offload(plan, fp8_storage=True), reporter)
     streamed, _ = latents_and_frames(
         with_offload(plan, fp8_storage=True, mode=OffloadMode.BLOCKS, resident_blocks=1), reporter
@@ -106,13 +114,17 @@ def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     assert all(torch.equal(state[name], fresh[name]) for name in fresh)
 
 
-def test_what_was_chosen_is_said(world, tmp_path, reporter):
+def test_the_chosen_offload_is_reported(world, tmp_path, reporter):
     settings = released_settings(world, tmp_path, memory__offload="blocks", memory__resident_blocks="1")
     generate(settings, reporter=reporter)
     assert "memory: blocks of the transformer on the device: 1, the others mapped" in reporter.notes
 
 
 class TestSecondAttempt:
+    @pytest.fixture(scope="class")
+    def expected(self, world, tmp_path_factory):
+        return generate(released_settings(world, tmp_path_factory.mktemp("expected"))).videos[0].path
+
     @pytest.mark.parametrize(
         ("module", "name", "stage", "stronger"),
         [
@@ -122,9 +134,7 @@ class TestSecondAttempt:
             (decode, "decode_latents", "decode", {"chunk_frames": 4, "store_on_host": True}),
         ],
     )
-    def test_each_stage(self, world, tmp_path, monkeypatch, reporter, module, name, stage, stronger):
-        settings = released_settings(world, tmp_path)
-        expected = generate(settings.replace({"output.path": str(tmp_path / "plain.mp4")}))
+    def test_each_stage(self, world, tmp_path, monkeypatch, reporter, expected, module, name, stage, stronger):
         calls, function = [], getattr(module, name)
 
         def failing(*args, **options):
@@ -134,12 +144,12 @@ class TestSecondAttempt:
             return function(*args, **options)
 
         monkeypatch.setattr(module, name, failing)
-        result = generate(settings.replace({"output.path": str(tmp_path / "again.mp4")}), reporter=reporter)
+        [retried] = generate(released_settings(world, tmp_path), reporter=reporter).videos
         assert len(calls) == 2
         [warning] = [text for text in reporter.warnings if "out of memory" in text]
         assert warning.startswith(f"out of memory in the stage {stage}: CUDA out of memory")
         assert warning.endswith(f"retrying with: {'; '.join(OffloadPlan(**stronger).lines())}")
-        shown, again = (read_video(each.videos[0].path).frames_THWC.int() for each in (expected, result))
+        shown, again = (read_video(path).frames_THWC.int() for path in (expected, retried.path))
         # What rounding changes, compression spreads.
         assert (shown - again).abs().float().mean() < 2
 

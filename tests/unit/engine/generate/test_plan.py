@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from tiny_world import RELEASED_SIZES, demo_settings, released_settings
+from tiny_world import demo_settings, released_settings
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.engine.components import autoencoders, configs, hardware
@@ -21,11 +21,11 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
-H200 = Hardware(torch.device("cuda", 0), "a large card", torch.bfloat16, 139 * GIB, 141 * GIB)
+H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GIB, 141 * GIB)
 
 
 @pytest.fixture
-def large_card(monkeypatch):
+def large_gpu(monkeypatch):
     monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: H200)
 
 
@@ -35,12 +35,12 @@ def released_preset(tmp_path, **changes):
     return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.OPEN_SORA_V2)
 
 
-@pytest.mark.usefixtures("large_card")
+@pytest.mark.usefixtures("large_gpu")
 @pytest.mark.parametrize(
     ("resolution", "size", "latent_shape", "tokens"),
     [
         ("256px", (192, 336), (16, 33, 24, 42), 33 * 12 * 21),
-        ("768px", (576, 1024), (16, 33, 72, 128), 33 * 36 * 64),
+        pytest.param("768px", (576, 1024), (16, 33, 72, 128), 33 * 36 * 64, marks=pytest.mark.slow),
     ],
 )
 def test_released_presets_without_weights(tmp_path, resolution, size, latent_shape, tokens):
@@ -57,11 +57,17 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert weight_bytes["text"] == 2 * (4_762_310_656 + 123_060_480)
     assert made.peak_bytes == max(stage.total_bytes for stage in made.stages)
     assert made.offload.lines() == []
-    assert all(stage.activation_bytes > 0 for stage in made.stages)
+    activation_bytes = {stage.name: stage.activation_bytes for stage in made.stages}
+    assert min(activation_bytes.values()) > 0
+    # Tokens, queries, keys, values and what attention gives are there together, each 3072 wide and of 2 bytes.
+    assert activation_bytes["denoise"] > 5 * (tokens + 512) * 3072 * 2
     assert made.latent_bytes == 2 * torch.Size(latent_shape).numel()
+    document = PlanDocument.of(made)
+    assert "Open_Sora_v2.safetensors" in document.missing_weights
+    assert "missing   Open_Sora_v2.safetensors" in document.lines()
 
 
-@pytest.mark.usefixtures("large_card")
+@pytest.mark.usefixtures("large_gpu")
 def test_image_to_video_evaluations(tmp_path):
     changes = {"condition.mode": "i2v_head", "condition.references": "a.png"}
     made = make_plan(released_preset(tmp_path, **changes))
@@ -72,17 +78,17 @@ def test_image_to_video_evaluations(tmp_path):
 @pytest.mark.slow
 # In chunks, as at 768px, what is left is mostly q, k and v, and of these the exchange holds two shares more.
 @pytest.mark.parametrize(("resolution", "share"), [("256px", 0.65), ("768px", 1.0)])
-def test_two_cards_of_24_gib(tmp_path, resolution, share):
-    card = Hardware(torch.device("cuda", 0), "a card of 24 GiB", torch.bfloat16, 23 * GIB, 24 * GIB)
-    alone, together = (
-        make_plan(released_preset(tmp_path, **{"video.resolution": resolution, "parallel.gpus": gpus}), hardware=card)
+def test_two_gpus_of_24_gib(tmp_path, resolution, share):
+    gpu = Hardware(torch.device("cuda", 0), "24 GiB", torch.bfloat16, 23 * GIB, 24 * GIB)
+    alone, shared = (
+        make_plan(released_preset(tmp_path, **{"video.resolution": resolution, "parallel.gpus": gpus}), hardware=gpu)
         for gpus in (1, 2)
     )
-    assert together.fits
-    assert together.offload.mode == "blocks"
-    assert together.offload.host_weights == "mapped"  # so that both read one copy
-    assert together.mesh == MeshShape(ulysses=2)
-    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, together)]
+    assert shared.fits
+    assert shared.offload.mode == "blocks"
+    assert shared.offload.host_weights == "mapped"  # so that both read one copy
+    assert shared.mesh == MeshShape(ulysses=2)
+    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, shared)]
     assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
 
 
@@ -126,7 +132,7 @@ def on_machine_with(free_bytes, monkeypatch, dtype=torch.float32):
 HEAVY = {"model__depth_single_blocks": "12"}
 
 
-def test_too_little_memory(world, tmp_path, monkeypatch):
+def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(300_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path))
     assert not made.fits
@@ -202,12 +208,6 @@ def test_documents(world, tmp_path):
     assert "fits" in text
 
 
-def test_missing_weights_are_in_the_plan(tmp_path):
-    made = make_plan(released_preset(tmp_path, **RELEASED_SIZES))
-    assert "Open_Sora_v2.safetensors" in PlanDocument.of(made).to_json()["missing_weights"]
-    assert "missing   Open_Sora_v2.safetensors" in PlanDocument.of(made).lines()
-
-
 def test_sizes_that_contradict_each_other(world, tmp_path):
     with pytest.raises(RequestError, match=r"vae\.sample_size"):
         make_plan(released_settings(world, tmp_path, vae__sample_size="30"))
@@ -239,8 +239,10 @@ class TestHardware:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 7))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
-        assert hardware.pick_hardware("auto", "auto") == Hardware(torch.device("cuda", 0), "card", torch.bfloat16, 3, 7)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        assert hardware.pick_hardware("auto", "auto") == Hardware(
+            torch.device("cuda", 0), "a GPU", torch.bfloat16, 3, 7
+        )
         assert hardware.pick_hardware("cuda:1", "float32").device == torch.device("cuda", 1)
         with pytest.raises(HardwareError, match="this machine has cuda:0, cuda:1"):
             hardware.pick_hardware("cuda:2", "auto")

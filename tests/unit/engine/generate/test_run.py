@@ -9,7 +9,7 @@ import torch
 from closeness import assert_close
 from media_tags import read_metadata
 from pydantic import ValidationError
-from tiny_world import demo_settings, moving_frames, released_settings
+from tiny_world import RELEASED_SIZES, demo_settings, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
@@ -46,9 +46,14 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_of_the_released_model(world, tmp_path, reporter, mode):
+@pytest.mark.parametrize(
+    "mode",
+    [mode if mode in ("i2v_loop", "v2v_tail_easy") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES],
+)
+def test_every_mode_of_the_released_model(world, tmp_path, monkeypatch, reporter, mode):
     """With its own lengths: 8 and 16 latent frames given, and one more."""
+    if not CONDITION_MODES[mode].gives_pictures:
+        monkeypatch.setattr(denoise, "restore_references", lambda *_: pytest.fail("only pictures are put back"))
     settings = released_settings(
         world,
         tmp_path,
@@ -88,9 +93,8 @@ def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):
         settings.replace({"condition.references": ()})
 
 
-@pytest.mark.parametrize(
-    ("resolution", "size"), [("256px", (192, 336)), pytest.param("768px", (576, 1024), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("resolution", "size"), [("256px", (192, 336)), ("768px", (576, 1024))])
 def test_every_released_preset_at_its_size(world, tmp_path, resolution, size):
     settings = released_settings(
         world,
@@ -122,15 +126,6 @@ def test_stages_and_their_progress(world, tmp_path, reporter):
     assert result.peak_resident_gib > 0
 
 
-def test_same_seed_same_bytes(world, tmp_path):
-    first, second, other = (
-        generate(released_settings(world, tmp_path / name, sampling__seed=seed)).videos[0].path.read_bytes()
-        for name, seed in (("a", "7"), ("b", "7"), ("c", "8"))
-    )
-    assert first == second
-    assert first != other
-
-
 def test_no_request_is_made(world, tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a request was made"))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("a request was made"))
@@ -143,9 +138,13 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     alone = generate(released_settings(world, tmp_path / "alone", sampling__seed="7"))
     assert several.videos[2].path.read_bytes() == alone.videos[0].path.read_bytes()
     assert several.videos[0].path.read_bytes() != several.videos[1].path.read_bytes()
+    document = json.loads(json.dumps(several.to_json(), allow_nan=False))
+    assert [output["seed"] for output in document["outputs"]] == [5, 6, 7]
+    assert (document["schema"], document["model_evaluations"]) == ("osora.generate/1", 12)
+    assert document["settings"]["prompt"] == "raining, sea"
 
 
-@pytest.mark.parametrize("mode", ["i2v_head", "i2v_tail", "i2v_loop"])
+@pytest.mark.parametrize("mode", ["i2v_tail", "i2v_loop"])
 def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch, mode):
     given, decoded = [], []
     encode, decode_latents = references.encode_references, decode.decode_latents
@@ -168,17 +167,8 @@ def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch
     for latents in decoded:
         if mode != "i2v_tail":
             torch.testing.assert_close(latents[:, 0], given[0][:, 0], rtol=0, atol=0)
-        if mode != "i2v_head":
-            torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
+        torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
     assert not torch.equal(decoded[0][:, 1], decoded[1][:, 1])
-
-
-def test_video_references_are_not_put_back(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(denoise, "restore_references", lambda *_: pytest.fail("only pictures are put back"))
-    settings = released_settings(
-        world, tmp_path, condition__references=str(world.video), condition__mode="v2v_head", video__num_frames="37"
-    )
-    generate(settings)
 
 
 class CountingTransformer:
@@ -192,7 +182,7 @@ class CountingTransformer:
         return torch.zeros_like(packed_latents)
 
 
-@pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_head", 110), ("i2v_loop", 110)])
+@pytest.mark.parametrize(("mode", "evaluations"), [("t2v", 80), ("i2v_loop", 110)])
 def test_evaluations_of_the_presets(world, tmp_path, monkeypatch, reporter, mode, evaluations):
     transformer = CountingTransformer()
     monkeypatch.setattr(load, "load_transformer", lambda plan, group, machine_group, advance: transformer)
@@ -279,14 +269,6 @@ def test_sidecar_knows_where_its_references_are(world, tmp_path, monkeypatch):
     assert document["given_frames_psnr_db"] == pytest.approx(result.videos[0].given_frames_psnr_db, abs=0.01)
 
 
-def test_tags(world, tmp_path):
-    prompt = 'a "boat"\nat night, 海 🚢'
-    path = generate(released_settings(world, tmp_path, prompt=prompt)).videos[0].path
-    tags = read_metadata(path)
-    assert tags["prompt"] == prompt
-    assert tags["seed"] == "42"
-
-
 def test_no_metadata(world, tmp_path):
     video = generate(released_settings(world, tmp_path, output__metadata="false")).videos[0]
     assert video.sidecar is None
@@ -348,14 +330,6 @@ def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatc
     assert (tmp_path / "raining-sea_seed42.latents.safetensors").exists()
 
 
-def test_result_document(world, tmp_path):
-    result = generate(released_settings(world, tmp_path, sampling__num_samples="2"))
-    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    assert [output["seed"] for output in document["outputs"]] == [42, 43]
-    assert document["model_evaluations"] == 8
-    assert document["settings"]["prompt"] == "raining, sea"
-
-
 class TestPrompts:
     def test_five_thousand_characters(self, world, tmp_path, reporter):
         prompt = "a boat on the sea at night, " * 180
@@ -365,13 +339,12 @@ class TestPrompts:
         assert len(result.videos[0].path.name) < 255
         assert json.loads(result.videos[0].sidecar.read_text())["prompt"] == prompt
 
-    @pytest.mark.parametrize(
-        "prompt", ["🌊🚢", "夜の海に赤い船", 'say "sea", it\'s\n\tnight', "../../etc/passwd", "-sea"]
-    )
+    @pytest.mark.parametrize("prompt", ["夜の海に赤い船 🚢", 'say "sea", it\'s\n\tnight', "../../etc/passwd"])
     def test_any_text(self, world, tmp_path, prompt):
         result = generate(released_settings(world, tmp_path / "out", prompt=prompt, sampling__num_inference_steps="1"))
         assert result.videos[0].path.parent == tmp_path / "out"
-        assert read_metadata(result.videos[0].path)["prompt"] == prompt
+        tags = read_metadata(result.videos[0].path)
+        assert (tags["prompt"], tags["seed"]) == (prompt, "42")
 
     def test_unknown_words_of_the_demo(self, world, tmp_path, reporter):
         generate(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
@@ -379,6 +352,7 @@ class TestPrompts:
             'the demo model does not know "dragon", "Zebra"; it knows places: sea, desert; weathers: raining'
         ]
 
+    @pytest.mark.slow
     def test_many_unknown_words_are_one_warning(self, world, tmp_path, reporter):
         prompt = " ".join(f"word{i}" for i in range(14))
         generate(demo_settings(world, tmp_path, prompt=prompt), reporter=reporter)
@@ -479,7 +453,12 @@ class TestRequests:
 
     def test_weights_from_the_environment(self, world, tmp_path, reporter):
         request = GenerateRequest(
-            overrides={"prompt": Given("sea", "PROMPT"), "runtime.model_choice": Given("open-sora-v2", "--model")},
+            overrides={
+                "prompt": Given("sea", "PROMPT"),
+                "runtime.model_choice": Given("open-sora-v2", "--model"),
+                **{key: Given(value, "--set") for key, value in RELEASED_SIZES.items()},
+                "video.num_frames": Given("9", "--num-frames"),
+            },
             environment={"OSORA_WEIGHTS": str(world.released), "OSORA_OUTPUT__PATH": str(tmp_path)},
         )
         assert plan_from_request(request, reporter=reporter).missing_weights == ()
