@@ -123,9 +123,10 @@ def _steps(
         for module in frozen:
             counter.add(module, FROZEN)
         first_clips = settings.train_vae.picture_steps if settings.target is TrainTarget.VAE else 0
+        # The first step makes the optimizers' moments; a phase of single frames is measured with them, too.
+        steps = (0, 0, first_clips) if first_clips else (0, 1)
         with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"):
-            # The first makes the optimizers' moments. A phase of single frames, if there is one, is done twice.
-            for step in (0, 0, max(1, first_clips)):
+            for step in steps:
                 trainer.step = step
                 trainer.do_step()
                 counter.add(_gradients(trainer), GRADIENTS)

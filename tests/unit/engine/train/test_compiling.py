@@ -24,13 +24,16 @@ def _fails(graph: fx.GraphModule, examples: list[torch.Tensor]) -> None:
     raise RuntimeError("no compiler\nat all")
 
 
-@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiled_blocks_have_the_same_gradients_and_names(checkpoints):
+@pytest.mark.parametrize(
+    ("backend", "checkpoints"),
+    [("eager", True), *(pytest.param("aot_eager", each, marks=pytest.mark.slow) for each in (False, True))],
+)
+def test_compiled_blocks_have_the_same_gradients_and_names(backend, checkpoints):
     plain = transformer()
     expected = gradients(plain, inputs(plain))
     model = transformer()
     names = list(model.state_dict())
-    compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    compile_blocks(model, warn=pytest.fail, backend=backend)
     if checkpoints:
         set_grad_checkpoint(model)
     found = gradients(model, inputs(model))
@@ -76,7 +79,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_for_each_kind():
 
 def test_errors_of_the_block_itself_are_raised():
     model = transformer()
-    compile_blocks(model, warn=lambda text: None, backend="aot_eager")
+    compile_blocks(model, warn=lambda text: None, backend="eager")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.double_blocks[0](torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 3), (torch.zeros(1),) * 2)
 

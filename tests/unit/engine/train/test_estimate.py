@@ -9,44 +9,43 @@ import tiny_training
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.settings.train import TrainSettings
 
-VARIANTS: dict[str, dict[str, object]] = {
-    "as it is": {},
-    "a larger batch": {"data.scenes.batch_size": 6},
-    "checkpointed": {"data.scenes.batch_size": 6, "memory.checkpointing": True},
-    "one stack checkpointed": {"model.depth": 3, "memory.checkpointing": True, "memory.checkpoint_single_blocks": 0},
-    "offloaded": {"data.scenes.batch_size": 4, "memory.checkpointing": True, "memory.activation_offload": "all"},
-    "in float32 with adamw": {"precision.compute": "fp32", "optimizer.name": "adamw", "model.depth_single_blocks": 3},
-    "longer, wider": {
-        "data.scenes.size": 64,
-        "data.scenes.num_frames": 17,
-        "model.hidden_size": 64,
-        "model.num_heads": 4,
-    },
-}
-
-
-FAST = {"checkpointed", "offloaded"}
+ADAMW = {"optimizer.name": "adamw"}
+CHECKPOINTED = {"memory.checkpointing": True}
+OFFLOADED = {**CHECKPOINTED, "data.scenes.batch_size": 1, "memory.activation_offload": "all"}
+RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
 
 
 def settings_of(target: str, folder: Path, changes: dict[str, object]) -> TrainSettings:
-    make = {
-        "vae": tiny_training.vae_settings,
-        "text": tiny_training.text_settings,
-        "mmdit": tiny_training.mmdit_settings,
-    }[target]
-    return make(folder).replace(changes)
+    return getattr(tiny_training, f"{target}_settings")(folder).replace(changes)
+
+
+def slow(target: str, changes: dict[str, object], name: str) -> object:
+    return pytest.param(target, changes, id=f"{target} {name}", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("target", "changes"),
     [
-        *(
-            pytest.param("mmdit", changes, id=f"mmdit {name}", marks=() if name in FAST else pytest.mark.slow)
-            for name, changes in VARIANTS.items()
+        pytest.param("mmdit", OFFLOADED, id="mmdit offloaded"),
+        pytest.param("vae", ADAMW, id="vae with pictures"),
+        pytest.param("text", {**ADAMW, "text.batch_size": 5}, id="text"),
+        slow("mmdit", {}, "as it is"),
+        slow("mmdit", {"data.scenes.batch_size": 6}, "a larger batch"),
+        slow("mmdit", {"data.scenes.batch_size": 6, **CHECKPOINTED}, "checkpointed"),
+        slow("mmdit", {"model.depth": 3, **CHECKPOINTED, "memory.checkpoint_single_blocks": 0}, "one stack"),
+        slow("mmdit", {"precision.compute": "fp32", **ADAMW, "model.depth_single_blocks": 3}, "in float32"),
+        slow(
+            "mmdit",
+            {
+                "data.scenes.size": 64,
+                "data.scenes.num_frames": 17,
+                "model.hidden_size": 64,
+                "model.num_heads": 4,
+            },
+            "longer and wider",
         ),
-        pytest.param("vae", {}, id="vae", marks=pytest.mark.slow),
-        pytest.param("vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32"}, id="vae float32"),
-        pytest.param("text", {"text.batch_size": 5}, id="text"),
+        slow("vae", {}, "with muon"),
+        slow("vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32"}, "in float32"),
     ],
 )
 def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -63,25 +62,16 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     assert not tmp_path.joinpath("log.jsonl").exists()
 
 
-def test_weights_gradients_and_moments_add_up_by_weight(tmp_path: Path) -> None:
-    settings = settings_of("mmdit", tmp_path, {"optimizer.name": "adamw"})
-    memory = estimate_training(settings)
+def test_bytes_add_up_by_weight_and_text_encoders_have_the_sizes_in_their_folders(tmp_path: Path) -> None:
+    folder = str(tiny_frozen.save_frozen_parts(tmp_path))
+    alone = {**ADAMW, **RELEASED_WIDTHS, "weights": [folder], "data.scenes.batch_size": 1}
+    memory = estimate_training(settings_of("mmdit", tmp_path, alone))
+    assert 0 < memory.at_peak["frozen parts"] < 10**6
     weights = sum(size for _, size, _, _ in memory.by_weight.values())
     assert memory.at_peak["weights"] == memory.at_peak["average"] == weights
     assert sum(size for _, _, size, _ in memory.by_weight.values()) == weights
     # Two moments and the number of steps.
     assert sum(size for _, _, _, size in memory.by_weight.values()) == 2 * weights + 4 * len(memory.by_weight)
-    checkpointed = estimate_training(settings.replace({"memory.checkpointing": True}))
-    assert checkpointed.held_for_backward < memory.held_for_backward
-
-
-RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
-
-
-def test_text_encoders_have_the_sizes_in_their_folders(tmp_path: Path) -> None:
-    folder = str(tiny_frozen.save_frozen_parts(tmp_path))
-    settings = settings_of("mmdit", tmp_path, {**RELEASED_WIDTHS, "weights": [folder]})
-    assert estimate_training(settings).at_peak["frozen parts"] < 10**6
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_stages_differ_as_in_the_reference() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random frozen parts of both kinds, and scenes as files: eight videos, four pictures, and their table."""
+    """Random frozen parts of both kinds, and scenes as files: four videos, four pictures, and their table."""
     folder = tmp_path_factory.mktemp("stages")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -124,8 +124,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_world.save_t5(folder / "t5")
         tiny_world.save_clip(folder / "clip")
     rows = []
-    for number in range(12):
-        clip, is_picture = SceneClip(seed=0, number=number), number >= 8
+    for number in range(8):
+        clip, is_picture = SceneClip(seed=0, number=number), number >= 4
         frames = torch.from_numpy(clip.render(size=SIZE, num_frames=1 if is_picture else FRAMES + 3, fps=FPS))
         path = folder / f"{number}.{'png' if is_picture else 'mp4'}"
         write_media([frames], path, fps=FPS, format=path.suffix[1:])

@@ -1,8 +1,9 @@
-"""Resumed runs equal uninterrupted ones bit for bit, whatever ended the first part."""
+"""Resumed runs equal uninterrupted ones bit for bit, whatever ended the first part; two never share a folder."""
 
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -88,7 +89,7 @@ def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole):
         train(clips(run, **{"data.workers": 2}), reporter=tiny_training.StopAfter(4))
     # Mid-epoch: of seven micro-batches an epoch, eight are done.
     assert hashes(run, 4) == hashes(whole, 4)
-    result = train(clips(run, **{"data.workers": 2}), resume=Resume())
+    result = train(clips(run), resume=Resume())
     assert (result.resumed_from, result.steps) == (4, STEPS)
     # Losses, rates and gradient norms; then weights, averages, moments, and the place in the data.
     assert log(run) == log(whole)
@@ -103,23 +104,49 @@ def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole):
 def test_a_run_that_sigterm_ended_is_resumed_bit_for_bit(tmp_path, whole):
     run = tmp_path / "run"
     process = _start(clips(run), tmp_path)
-    _wait_for(run, steps=2)
+    _wait_for(run, steps=2, process=process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
     assert "continue with --resume" in process.stderr.read().decode()
-    saved = max(int(path.name.rpartition("step")[2]) for path in run.glob("epoch*"))
-    assert saved >= 2
+    assert max(_step_of(path) for path in run.glob("epoch*")) >= 2
     train(clips(run), resume=Resume())
     assert log(run) == log(whole)
     assert hashes(run, STEPS) == hashes(whole, STEPS)
 
 
-def kills(run: Path, folder: Path, *, count: int, seed: int) -> None:
-    """Kill a run so many times, each time after a random while, and let it end."""
-    rng, settings = random.Random(seed), clips(run, **{"checkpoints.every": 1})
-    survived = 0
-    for _ in range(count):
-        process = _start(settings, folder, flags=_flags_to_continue(run))
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_a_run_in_another_process_keeps_its_folder_and_is_resumed_after_a_kill(tmp_path, whole):
+    run, last = tmp_path / "run", 10**6
+    endless = {"loop.steps": last, "checkpoints.every": 1, "checkpoints.keep": last, "data.workers": 2}
+    process = _start(clips(run, **endless), tmp_path)
+    try:
+        _wait_for(run, steps=2, process=process)
+        refusal = re.escape(f"{run} is in use by another run: process {process.pid} on ")
+        for choice in ({"resume": Resume()}, {"overwrite": True}):
+            with pytest.raises(OutputError, match=refusal):
+                train(clips(run), **choice)
+        assert json.loads((run / "settings.json").read_text())["loop"]["steps"] == last
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert all(wrong_files(checkpoint) == [] for checkpoint in run.glob("epoch*"))
+    # At once: there is nothing to clean up. Up to step 4, a shorter run has the same rates.
+    saved = min(4, max(_step_of(path) for path in run.glob("epoch*")))
+    result = train(clips(run), resume=Resume(folder=next(run.glob(f"epoch*-global_step{saved}"))))
+    assert (result.resumed_from, result.steps) == (saved, STEPS)
+    assert not list(run.glob(".saving-*"))
+    assert log(run) == log(whole)
+    assert hashes(run, STEPS) == hashes(whole, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_are_killed_four_times_are_resumed_bit_for_bit(tmp_path, whole, seed):
+    run, rng = tmp_path / "run", random.Random(seed)
+    settings, survived = clips(run, **{"checkpoints.every": 1}), 0
+    for _ in range(4):
+        process = _start(settings, tmp_path, flags=_flags_to_continue(run))
         before = _steps_logged(run)
         deadline = time.monotonic() + 120
         # At least to where it does steps, and then some.
@@ -133,24 +160,10 @@ def kills(run: Path, folder: Path, *, count: int, seed: int) -> None:
         process.wait()
         for checkpoint in run.glob("epoch*"):
             assert wrong_files(checkpoint) == [], checkpoint
-    assert survived < count, "no run was killed before its end"
-    process = _start(settings, folder, flags=_flags_to_continue(run))
+    assert survived < 4, "no run was killed before its end"
+    process = _start(settings, tmp_path, flags=_flags_to_continue(run))
     assert process.wait(120) == 0, process.stderr.read().decode()
     assert not list(run.glob(".saving-*"))
-
-
-def test_a_killed_run_is_resumed_bit_for_bit(tmp_path, whole):
-    run = tmp_path / "run"
-    kills(run, tmp_path, count=1, seed=0)
-    assert log(run) == log(whole)
-    assert hashes(run, STEPS) == hashes(whole, STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_runs_that_are_killed_four_times(tmp_path, whole, seed):
-    run = tmp_path / "run"
-    kills(run, tmp_path, count=4, seed=seed + 1)
     assert log(run) == log(whole)
     assert hashes(run, STEPS) == hashes(whole, STEPS)
 
@@ -177,13 +190,13 @@ def test_a_run_that_is_over_exports_again(run):
 )
 def test_micro_batches_stay_as_the_run_began_unless_others_are_set(run, asked, taken, warning):
     listener = Listener()
-    train(clips(run, **{"loop.steps": 4, "loop.micro_batches": asked}), resume=Resume(), reporter=listener)
+    train(clips(run, **{"loop.steps": 3, "loop.micro_batches": asked}), resume=Resume(), reporter=listener)
     assert listener.warnings == [warning]
-    (folder,) = run.glob("epoch*-global_step4")
+    (folder,) = run.glob("epoch*-global_step3")
     assert json.loads((folder / "running_states.json").read_text())["micro_batches"] == taken
     assert json.loads((run / "settings.json").read_text())["loop"]["micro_batches"] == taken
     # No micro-batch is skipped at the change, and none is repeated.
-    assert torch.load(folder / "sampler.pt")["number"] == 2 * 2 + 2 * taken
+    assert torch.load(folder / "sampler.pt")["number"] == 2 * 2 + taken
 
 
 def test_a_log_that_cannot_be_read_is_refused(run):
@@ -194,9 +207,10 @@ def test_a_log_that_cannot_be_read_is_refused(run):
 
 def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
-    train(clips(run), resume=Resume(folder=next(run.glob("epoch*-global_step2"))))
+    train(clips(run), resume=Resume(folder=next(run.glob("epoch*-global_step4"))))
     assert log(run) == log(whole)
-    assert sorted(path.name.partition("-")[0] for path in run.glob("aside*")) == ["aside", "aside"]
+    assert hashes(run, STEPS) == hashes(whole, STEPS)
+    assert [path.name for path in run.glob("aside*")] == ["aside-epoch0-global_step6"]
 
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(run):
@@ -232,8 +246,13 @@ def _steps_logged(run: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def _wait_for(run: Path, *, steps: int) -> None:
-    deadline = time.monotonic() + 120
-    while _steps_logged(run) < steps:
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("step")[2])
+
+
+def _wait_for(run: Path, *, steps: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 240
+    while _steps_logged(run) < steps or not any(run.glob("epoch*")):
+        assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -112,7 +112,8 @@ class TestMMDiT:
 
         def trained(name, **memory):
             settings = tiny_training.mmdit_settings(tmp_path / name, vae_folder, text_folder)
-            settings = settings.replace({f"memory.{key}": value for key, value in memory.items()})
+            changes = {f"memory.{key}": value for key, value in memory.items()}
+            settings = settings.replace({"loop.steps": 2, **changes})
             train(settings)
             lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
             return (
@@ -122,9 +123,8 @@ class TestMMDiT:
             )
 
         losses, weights, _ = trained("plain")
-        assert len(set(losses)) == 4
+        assert len(set(losses)) == 2
         for name, memory in {
-            "some": {"checkpoint_double_blocks": 0},
             "all": {"activation_offload": "all"},
             "dynamic": {"activation_offload": "dynamic", "offload_above": 0.0},
         }.items():
@@ -132,12 +132,10 @@ class TestMMDiT:
             assert same == losses
             assert bits == weights
             manager = managers.pop()
-            assert (manager is not None) is ("activation_offload" in memory)
-            if manager is not None:
-                # Planned with shapes alone, and met exactly.
-                assert manager.peak_bytes == manager.buffer_bytes == plan.activations.needed_bytes > 0
-                assert manager.copied_to_device == manager.copied_to_host == 4 * plan.activations.needed_bytes
-                assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
+            # Planned with shapes alone, and met exactly.
+            assert manager.peak_bytes == manager.buffer_bytes == plan.activations.needed_bytes > 0
+            assert manager.copied_to_device == manager.copied_to_host == 2 * plan.activations.needed_bytes
+            assert (manager.used_bytes, manager.outside_bytes) == (0, 0)
 
     def test_a_transformers_run_is_resumed(self, tmp_path, vae_folder, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)

@@ -85,7 +85,7 @@ def test_stages_of_the_reference():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "dc_ae" in name else ()) for name in SHRUNK]
+    "name", [pytest.param(name, marks=() if name == "demo_vae" else pytest.mark.slow) for name in SHRUNK]
 )
 def test_shrunk_it_trains_and_its_loss_falls(name, tmp_path):
     train(settings_of(name, output=str(tmp_path), **SHRUNK[name]))

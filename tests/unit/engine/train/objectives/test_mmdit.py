@@ -331,15 +331,16 @@ class TestText:
     def test_captions_are_dropped_independently(self, vae):
         spy = Spy()
         running = task(encoders(vae), module=spy, weights={"t2v": 1.0}, t5_dropout=0.5, clip_dropout=0.25)
-        for number in range(40):
-            running.loss(batch(pixels(5, num_frames=1)), rng(number))
+        pictures = batch(pixels(5, num_frames=1))
+        for number in range(20):
+            running.loss(pictures, rng(number))
         no_t5 = torch.cat([call["prompt_embeds_BLC"][:, 0, 0] == 0 for call in spy.calls])
         no_clip = torch.cat([call["pooled_prompt_embeds_BV"][:, 0] == 0 for call in spy.calls])
-        assert len(no_t5) == 200
-        # Seeded; expected 100, 50 and 25 of 200.
-        assert no_t5.sum().item() == pytest.approx(100, abs=20)
-        assert no_clip.sum().item() == pytest.approx(50, abs=18)
-        assert (no_t5 & no_clip).sum().item() == pytest.approx(25, abs=13)
+        assert len(no_t5) == 100
+        # Seeded; expected 50, 25 and 12.5 of 100.
+        assert no_t5.sum().item() == pytest.approx(50, abs=15)
+        assert no_clip.sum().item() == pytest.approx(25, abs=13)
+        assert (no_t5 & no_clip).sum().item() == pytest.approx(12.5, abs=9)
 
     @pytest.mark.parametrize(("dropout", "kept"), [(0.0, 3), (1.0, 0)])
     def test_always_and_never(self, vae, dropout, kept):
