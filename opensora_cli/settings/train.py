@@ -146,7 +146,8 @@ def load_train_settings(
         FileProblem: the file is missing or broken.
     """
     if config is None and saved is None:
-        raise RequestError("--config is missing: it names what to train", hint=f"use {_recipes()}, or your own file")
+        recipes = " or ".join(f"--config {name}" for name in list_presets("train"))
+        raise RequestError("--config is missing: it names what to train", hint=f"use {recipes}, or your own file")
     if config is not None and saved is not None:
         raise RequestError(
             f"--config {config} cannot go with --from {saved}, whose settings are complete",
@@ -186,10 +187,6 @@ def _read_saved(path: Path) -> Layer:
     if not isinstance(document, dict) or "target" not in document:
         raise FileProblem(f"{path} holds no settings of a run", hint=hint)
     return read_sections(TrainSettings, without_retired_keys(document), source=str(path))
-
-
-def _recipes() -> str:
-    return " or ".join(f"--config {name}" for name in list_presets("train"))
 
 
 def _refuse_without_effect(overrides: Mapping[str, Given], settings: TrainSettings) -> None:

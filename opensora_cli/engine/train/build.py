@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from opensora_cli.checkpoint.load import fill_module
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
@@ -24,7 +26,6 @@ from opensora_cli.engine.train.transformer import (
     compile_blocks,
     empty_transformer,
     fill_parts,
-    load_first_weights,
     new_transformer,
 )
 from opensora_cli.models.mmdit.blocks import linears_of_blocks
@@ -124,7 +125,7 @@ def _build(
         case TrainTarget.VAE:
             vae_task = build_vae_task(settings, device=device, reporter=reporter)
             if (path := first_weights_of(settings)) is not None:
-                load_first_weights(vae_task.module, path)
+                fill_module(vae_task.module, open_checkpoint(path))
             return vae_task
         case TrainTarget.TEXT:
             from opensora_cli.engine.train.objectives.text import TextTask

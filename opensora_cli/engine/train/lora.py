@@ -23,9 +23,15 @@ _ADAPTER = "default"
 _PREFIX = "base_model.model."
 
 
-def require_peft() -> None:
-    """Check that PEFT is installed. Raises HardwareError if it is not."""
-    _peft()
+def require_peft() -> Any:
+    """Return the module `peft`. Raises HardwareError if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise HardwareError(
+            "lora.rank needs PEFT, which is not installed", hint="pip install 'osora[train]'"
+        ) from error
+    return peft
 
 
 def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
@@ -36,7 +42,7 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
     on the meta device if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own
     weights are now those of `x.base_layer`. Raises HardwareError if PEFT is not installed.
     """
-    peft = _peft()
+    peft = require_peft()
     # PEFT initializes from torch's global generator; `first_adapter` replaces these weights.
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(_config(transformer.config, settings), transformer, adapter_name=_ADAPTER)
@@ -86,8 +92,10 @@ def save_lora(
         _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in weights.items() if _is_of_adapter(name)
     }
     write_weights(folder / WEIGHTS_FILE, tensors, dtype=torch.float32)
-    fields = peft_config.to_dict()
-    write_json_atomic(folder / CONFIG_FILE, {key: _plain(value) for key, value in sorted(fields.items())})
+    fields = sorted(peft_config.to_dict().items())
+    write_json_atomic(
+        folder / CONFIG_FILE, {key: sorted(value) if isinstance(value, set) else value for key, value in fields}
+    )
 
 
 class _Dropout(nn.Module):
@@ -113,7 +121,7 @@ def _target_of(path: str) -> LoraTarget:
 
 def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
     assert settings.rank is not None
-    return _peft().LoraConfig(
+    return require_peft().LoraConfig(
         r=settings.rank,
         lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
         lora_dropout=settings.dropout,
@@ -134,18 +142,3 @@ def _pattern(config: MMDiTConfig, settings: LoraSettings) -> str:
 
 def _is_of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
-
-
-def _plain(value: object) -> object:
-    """Return a value of a configuration as JSON has it."""
-    return sorted(value) if isinstance(value, set) else value
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise HardwareError(
-            "lora.rank needs PEFT, which is not installed", hint="pip install 'osora[train]'"
-        ) from error
-    return peft

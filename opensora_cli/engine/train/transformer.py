@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.load import fill_module, read_weights
+from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.files import first_weights_of
@@ -111,13 +111,6 @@ def weights_dtype(settings: TrainSettings) -> torch.dtype:
     # In float16 the sums over the blocks may overflow.
     halves = settings.lora.is_on and settings.precision.compute is Compute.BF16
     return torch.bfloat16 if halves else torch.float32
-
-
-def load_first_weights(module: nn.Module, path: Path) -> None:
-    """Give an autoencoder the weights of a file, as fp32.
-    Raises CheckpointError if the file is missing or broken, or does not fit.
-    """
-    fill_module(module, open_checkpoint(path))
 
 
 def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: str = "inductor") -> None:

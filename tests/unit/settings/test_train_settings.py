@@ -17,14 +17,13 @@ from opensora_cli.settings.train_objectives import ModeWeights
 RECIPES = list_presets("train")
 
 
-def load(recipe: str, environment: dict[str, str] | None = None, **overrides: str) -> TrainSettings:
-    """Load a recipe; keys of `overrides` have `__` for the dot."""
+def load(
+    recipe: str | None, environment: dict[str, str] | None = None, *, saved: Path | None = None, **overrides: str
+) -> TrainSettings:
+    """Load a recipe, or the settings of a run; keys of `overrides` have `__` for the dot."""
+    config = None if recipe is None else Path(recipe)
     given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
-    return load_train_settings(config=Path(recipe), overrides=given, environment=environment or {})
-
-
-def test_the_recipes_are_there() -> None:
-    assert {"demo", "demo_text", "demo_vae"} <= set(RECIPES)
+    return load_train_settings(config=config, overrides=given, environment=environment or {}, saved=saved)
 
 
 @pytest.mark.parametrize(("recipe", "target"), [("demo", "mmdit"), ("demo_text", "text"), ("demo_vae", "vae")])
@@ -81,21 +80,18 @@ class TestFrom:
         for recipe in RECIPES:
             settings = load(recipe)
             (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
-            assert self.load(tmp_path / "settings.json") == settings
-
-    def load(self, path: Path, environment: dict[str, str] | None = None, **overrides: str) -> TrainSettings:
-        given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
-        return load_train_settings(config=None, overrides=given, environment=environment or {}, saved=path)
+            assert load(None, saved=tmp_path / "settings.json") == settings
 
     def test_above_the_environment_and_below_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "settings.json"
         path.write_text(json.dumps(load("demo_text", loop__seed="1", loop__steps="900").model_dump(mode="json")))
-        loop = self.load(path, {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__STEPS": "2"}, loop__steps="901").loop
+        environment = {"OSORA_LOOP__SEED": "2", "OSORA_LOOP__STEPS": "2"}
+        loop = load(None, environment, saved=path, loop__steps="901").loop
         assert (loop.seed, loop.steps) == (1, 901)
 
     def test_not_with_a_recipe(self) -> None:
         with pytest.raises(RequestError, match=r"--config demo cannot go with --from a\.json"):
-            load_train_settings(config=Path("demo"), overrides={}, environment={}, saved=Path("a.json"))
+            load("demo", saved=Path("a.json"))
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -106,21 +102,14 @@ class TestFrom:
         if content is not None:
             path.write_text(content)
         with pytest.raises(FileProblem, match=message):
-            self.load(path)
+            load(None, saved=path)
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        "loop.seed",
-        "loop.steps",
-        "loop.micro_batches",
-        "lora.rank",
-        "optimizer.learning_rate",
-        "optimizer.muon_learning_rate",
-        "optimizer.warmup_steps",
-        "checkpoints.every",
-        "validation.every",
+        *("loop.seed", "loop.steps", "loop.micro_batches", "lora.rank", "checkpoints.every", "validation.every"),
+        *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup_steps"),
     ],
 )
 def test_numbers_have_an_end(key: str) -> None:
@@ -153,16 +142,13 @@ def test_every_mode_has_a_weight() -> None:
 
 
 class TestFindRecipe:
-    def test_a_file_goes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_goes_first_and_a_folder_is_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
+        Path("demo_vae").mkdir()
         assert find_recipe(Path("demo_vae")) == preset_path("train", "demo_vae")
+        Path("demo_vae").rmdir()
         Path("demo_vae").write_text("target: vae")
         assert find_recipe(Path("demo_vae")) == Path("demo_vae")
-
-    def test_a_folder_is_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        Path("demo").mkdir()
-        assert find_recipe(Path("demo")) == preset_path("train", "demo")
 
     def test_unknown(self) -> None:
         with pytest.raises(RequestError, match="'dmeo' is not one of demo, demo_lora, demo_text, demo_vae"):
@@ -172,7 +158,7 @@ class TestFindRecipe:
 
     def test_none(self) -> None:
         with pytest.raises(RequestError, match="--config is missing") as caught:
-            load_train_settings(config=None, overrides={}, environment={})
+            load(None)
         assert "--config demo_vae" in (caught.value.hint or "")
 
 

@@ -123,7 +123,6 @@ class MMDiTTask:
         return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
 
     def tokens(self, batch: ClipBatch) -> int:
-        """Return how many packed latents the micro-batch has."""
         if batch.pixels_BTHWC is not None:
             count, num_frames, *size = batch.pixels_BTHWC.shape[:4]
             frames, (height, width) = self._grid.latent_frames(num_frames), self._grid.latent_size(*size)
@@ -133,7 +132,6 @@ class MMDiTTask:
         return int(count * frames * height * width // self._config.patch_size**2)
 
     def samples(self, batch: ClipBatch) -> int:
-        """Return how many clips the micro-batch has."""
         return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:

@@ -155,21 +155,17 @@ class SampledBatches(Generic[BatchT]):
 
     @property
     def epoch(self) -> int:
-        """Always the first."""
         return 0
 
     def next(self) -> BatchT:
-        """Return this rank's next micro-batch."""
         number = self._handed_out + self._rank
         self._handed_out += self._ranks
         return self._make(SampleRng.of_data(self._seed, number), number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many micro-batches all ranks have had in total."""
         return {"handed_out": self._handed_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after so many. Raises CheckpointError if the state is of other data."""
         handed_out = state_dict.get("handed_out")
         if not isinstance(handed_out, int) or state_dict.keys() != {"handed_out"}:
             raise CheckpointError(

@@ -172,7 +172,6 @@ class TextTask:
         return len(batch.captions) * sum(lengths)
 
     def samples(self, batch: CaptionBatch) -> int:
-        """Return how many captions the batch has."""
         return len(batch.captions)
 
     @torch.no_grad()

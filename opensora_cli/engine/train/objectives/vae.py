@@ -143,7 +143,6 @@ class VAETask:
         return count * grid.latent_frames(frames) * rows * columns
 
     def samples(self, batch: ClipBatch) -> int:
-        """Return how many clips or pictures the batch has."""
         return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:

@@ -35,6 +35,9 @@ class StepReport:
 class Observer(Protocol):
     """Gets the reports of a run."""
 
+    def start(self, step: int) -> None:
+        """Continue after `step`: existing records of later steps are void."""
+
     def on_step(self, report: StepReport) -> None:
         """Handle the report of a step."""
 

@@ -53,42 +53,22 @@ def training_flops(
     `latent_tokens` are those of all samples, `text_tokens` those of each. `is_frozen`: only an adapter is trained: the
     weights beside it have no gradient, and its own, some hundredths of them, do not count.
     """
+    hidden, guided = config.hidden_size, 2 if config.guidance_embed else 1
     joint = samples * text_tokens + latent_tokens
-    linears = (
-        latent_tokens * _weights_of_latents(config)
-        + samples * text_tokens * _weights_of_text(config)
-        + joint * config.depth_single_blocks * _weights_of_single_block(config)
-        + samples * _weights_of_modulation(config)
-    )
-    blocks = config.depth + config.depth_single_blocks
-    attention = 4.0 * joint**2 / max(samples, 1) * config.hidden_size * blocks
-    return (4.0 if is_frozen else 6.0) * linears + 3.0 * attention
-
-
-def _weights_of_latents(config: MMDiTConfig) -> int:
-    ends = config.in_channels + config.in_channels + (config.conditioning_channels if config.cond_embed else 0)
-    return ends * config.hidden_size + config.depth * _weights_of_stream(config)
-
-
-def _weights_of_text(config: MMDiTConfig) -> int:
-    return config.context_in_dim * config.hidden_size + config.depth * _weights_of_stream(config)
-
-
-def _weights_of_stream(config: MMDiTConfig) -> int:
-    return 4 * config.hidden_size**2 + 2 * config.hidden_size * config.mlp_hidden_size
-
-
-def _weights_of_single_block(config: MMDiTConfig) -> int:
-    return 2 * config.hidden_size * (2 * config.hidden_size + config.mlp_hidden_size)
-
-
-def _weights_of_modulation(config: MMDiTConfig) -> int:
-    """Return the weights that are used once for each clip: of embeddings and modulation."""
-    hidden = config.hidden_size
-    embedders = TIME_EMBEDDING_WIDTH * (2 if config.guidance_embed else 1) + config.vec_in_dim
-    embedders += hidden * (3 if config.guidance_embed else 2)
+    of_stream = config.depth * (4 * hidden**2 + 2 * hidden * config.mlp_hidden_size)
+    ends = 2 * config.in_channels + (config.conditioning_channels if config.cond_embed else 0)
+    of_single_blocks = config.depth_single_blocks * 2 * hidden * (2 * hidden + config.mlp_hidden_size)
+    # Embeddings and modulation are computed once for each clip.
+    embedders = TIME_EMBEDDING_WIDTH * guided + config.vec_in_dim + hidden * (1 + guided)
     modulations = 12 * config.depth + 3 * config.depth_single_blocks + 2
-    return (embedders + modulations * hidden) * hidden
+    linears = (
+        latent_tokens * (ends * hidden + of_stream)
+        + samples * text_tokens * (config.context_in_dim * hidden + of_stream)
+        + joint * of_single_blocks
+        + samples * (embedders + modulations * hidden) * hidden
+    )
+    attention = 4.0 * joint**2 / max(samples, 1) * hidden * (config.depth + config.depth_single_blocks)
+    return (4.0 if is_frozen else 6.0) * linears + 3.0 * attention
 
 
 class ModelFlopsUtilisation:

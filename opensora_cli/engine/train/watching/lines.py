@@ -54,6 +54,11 @@ class StepLines:
         self._reporter = reporter
         self._begin_window()
 
+    def start(self, step: int) -> None:
+        """Start the sinks."""
+        for sink in self._sinks:
+            sink.start(step)
+
     def on_step(self, report: StepReport) -> None:
         """Count a step, and write a line where one is due."""
         self._steps += 1
@@ -130,20 +135,11 @@ def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
         sums[name] = sums.get(name, 0.0) + value
 
 
-def _figure(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
+_figure, _count, _gib = "{:.4g}".format, "{:,.0f}".format, "{:.1f} GiB".format
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def _gib(value: float) -> str:
-    return f"{value:.1f} GiB"
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -92,9 +92,15 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def require_tensorboard() -> None:
-    """Check that TensorBoard is installed. Raises HardwareError if it is not."""
-    _writer_class()
+def require_tensorboard() -> "type[SummaryWriter]":
+    """Return TensorBoard's writer of events. Raises HardwareError if TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise HardwareError(
+            "watching.tensorboard=true needs TensorBoard, which is not installed", hint="pip install 'osora[train]'"
+        ) from error
+    return SummaryWriter
 
 
 class TensorBoardLog:
@@ -112,7 +118,7 @@ class TensorBoardLog:
         Raises OutputError if it cannot be written.
         """
         try:
-            self._writer = _writer_class()(str(self._folder), purge_step=step + 1)
+            self._writer = require_tensorboard()(str(self._folder), purge_step=step + 1)
         except OSError as error:
             raise OutputError(f"cannot write {self._folder}: {error.strerror or error}") from error
 
@@ -134,13 +140,3 @@ class TensorBoardLog:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
-
-
-def _writer_class() -> "type[SummaryWriter]":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise HardwareError(
-            "watching.tensorboard=true needs TensorBoard, which is not installed", hint="pip install 'osora[train]'"
-        ) from error
-    return SummaryWriter

@@ -1,45 +1,41 @@
 """Everything that watches a run, made from its settings, and the files that it leaves."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.files import atomic_path
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.train.files import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.strategy.distribution import Distribution
-from opensora_cli.engine.train.watching.clocks import Clock, Mark, Observer
+from opensora_cli.engine.train.watching.clocks import Clock, Mark, Observer, StepReport
 from opensora_cli.engine.train.watching.flops import ModelFlopsUtilisation, peak_tflops
 from opensora_cli.engine.train.watching.lines import LineSink, StepLines
 from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
-from opensora_cli.engine.train.watching.profiling import StepProfiler
 from opensora_cli.engine.train.watching.samples import remove_later
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 from opensora_cli.settings.train_loop import Compute
 
 
 class Watching:
-    """The clock and the observers of one rank; each of `starts` is called with the steps that are done, before the
-    first.
-    """
+    """The clock and the observers of one rank."""
 
-    def __init__(
-        self, clock: Clock, observers: Sequence[Observer] = (), *, starts: Sequence[Callable[[int], None]] = ()
-    ) -> None:
+    def __init__(self, clock: Clock, observers: Sequence[Observer] = ()) -> None:
         self.clock = clock
         self.observers = observers
-        self._starts = starts
 
     def start(self, step: int) -> None:
         """Continue after `step`, and count time from now on. Raises OutputError if a file cannot be written."""
         self.clock.take()
-        for start in self._starts:
-            start(step)
+        for observer in self.observers:
+            observer.start(step)
 
     def close(self) -> None:
         """Finish what is written; also after an error."""
@@ -67,14 +63,57 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
             reporter=reporter,
         )
     ]
-    starts = [sink.start for sink in sinks]
     if settings.watching.profile_steps is not None:
-        profiler = StepProfiler(
-            settings.watching.profile_steps, output / PROFILE_FOLDER, device=distribution.device, reporter=reporter
+        observers.append(
+            StepProfiler(
+                settings.watching.profile_steps, output / PROFILE_FOLDER, device=distribution.device, reporter=reporter
+            )
         )
-        observers.append(profiler)
-        starts.append(profiler.start)
-    return Watching(clock, observers, starts=starts)
+    return Watching(clock, observers)
+
+
+class StepProfiler:
+    """Writes what happens from the first to the last of `steps` of this process as a Chrome trace, `steps10-12.json`.
+
+    A run that ends between them writes what there is; one that is resumed between them writes nothing.
+    """
+
+    def __init__(self, steps: tuple[int, int], folder: Path, *, device: torch.device, reporter: Reporter) -> None:
+        self._first, self._last = steps
+        self._path = folder / f"steps{self._first}-{self._last}.json"
+        self._activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._reporter = reporter
+        self._running: profile | None = None
+
+    def start(self, step: int) -> None:
+        """Continue after `step`."""
+        if step == self._first - 1:
+            self._running = profile(activities=self._activities, record_shapes=True)
+            self._running.start()
+
+    def on_step(self, report: StepReport) -> None:
+        """Start before the first of the steps, and write the trace after the last.
+        Raises OutputError if it cannot be written.
+        """
+        if self._running is not None and report.step == self._last:
+            self.close()
+        elif self._running is None:
+            self.start(report.step)
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Write what was recorded, if that has not been done yet. Raises OutputError if it cannot be written."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.stop()
+        with atomic_path(self._path) as temporary:
+            running.export_chrome_trace(str(temporary))
+        self._reporter.note(f"profile: {self._path}")
 
 
 def truncate_records(output: Path, *, step: int) -> None:

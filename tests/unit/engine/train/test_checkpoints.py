@@ -137,22 +137,13 @@ class TestSave:
         assert listener.warnings[0].startswith(f"cannot write {run / 'epoch0-global_step1'}: ")
         assert listener.warnings[0].endswith(": the next save tries again")
 
-    def test_a_failure_is_warned_of_at_the_next_save_at_the_latest(self, tmp_path):
+    def test_the_first_failure_is_warned_of_at_the_next_save_and_the_second_in_a_row_is_an_error(self, tmp_path):
         trainer, listener = trained(), Listener()
         (tmp_path / "run").touch()
         writer = CheckpointWriter(tmp_path / "run", CheckpointSettings(), reporter=listener)
         writer.save(trainer)
         assert writer.save(trainer) == tmp_path / "run" / "epoch0-global_step1"
         assert len(listener.warnings) == 1
-        with pytest.raises(OutputError, match="cannot write"):
-            writer.wait()
-
-    def test_two_failures_in_a_row_are_an_error(self, tmp_path):
-        trainer, listener = trained(), Listener()
-        (tmp_path / "run").touch()
-        writer = CheckpointWriter(tmp_path / "run", CheckpointSettings(), reporter=listener)
-        writer.save(trainer)
-        writer.save(trainer)
         with pytest.raises(OutputError, match="cannot write"):
             writer.save(trainer)
         writer.wait()
@@ -199,28 +190,17 @@ class TestKept:
         assert running["score"] == 1.0
         assert running["score_of"] == ("validation loss" if validated else "mean training loss")
 
-    def test_only_the_newest_are_kept_without_keep_best(self, tmp_path):
-        settings = CheckpointSettings(keep=1, keep_best=False)
-        assert self.run(tmp_path, settings, [1.0, 2.0, 3.0], validated=False) == [3]
-
-    def test_losses_of_two_kinds_are_not_compared(self, tmp_path):
-        settings = CheckpointSettings(keep=1)
-        trainer = trained(steps=0)
-        with CheckpointWriter(tmp_path, settings) as writer:
-            for step, training, validation in ((1, 0.1, None), (2, 0.5, 0.7), (3, 0.5, 0.9)):
-                trainer.step = step
-                trainer.losses[:] = [training]
-                writer.save(trainer, validation_loss=validation)
-        assert names(tmp_path) == ["epoch0-global_step2", "epoch0-global_step3"]
-
-    def test_a_save_between_two_validations_does_not_cost_the_best_one(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("validations", "best"), [((None, 0.7, 0.9), 2), ((0.5, 0.9, None), 1)], ids=["late", "not at the last save"]
+    )
+    def test_training_losses_are_not_compared_with_validation_losses(self, tmp_path, validations, best):
         trainer = trained(steps=0)
         with CheckpointWriter(tmp_path, CheckpointSettings(keep=1)) as writer:
-            for step, validation in ((1, 0.5), (2, 0.9), (3, None)):
+            for step, validation in enumerate(validations, start=1):
                 trainer.step = step
                 trainer.losses[:] = [0.1]
                 writer.save(trainer, validation_loss=validation)
-        assert names(tmp_path) == ["epoch0-global_step1", "epoch0-global_step3"]
+        assert names(tmp_path) == [f"epoch0-global_step{best}", "epoch0-global_step3"]
 
     def test_a_removed_checkpoint_is_renamed_before_its_first_file_goes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(shared_folder.shutil, "rmtree", lambda path, ignore_errors: None)
@@ -233,7 +213,7 @@ class TestKept:
         shared_folder.remove_unfinished(tmp_path)
         assert names(tmp_path) == ["epoch0-global_step2"]
 
-    def test_other_folders_are_kept(self, tmp_path):
+    def test_without_keep_best_only_the_newest_and_what_is_no_checkpoint_are_kept(self, tmp_path):
         (tmp_path / "notes").mkdir()
         (tmp_path / "epoch0-global_step0").mkdir()
         self.run(tmp_path, CheckpointSettings(keep=1, keep_best=False), [1.0, 2.0], validated=False)
@@ -307,11 +287,9 @@ class TestChoose:
     def choose(self, run: Path, **resume: object) -> Path:
         return choose_checkpoint(run, Resume(**resume), distribution=ALONE, reporter=Listener())
 
-    def test_the_newest_is_chosen(self, tmp_path):
-        assert self.choose(self.run_folder(tmp_path)).name == "epoch0-global_step3"
-
-    def test_one_is_chosen_by_its_path(self, tmp_path):
+    def test_the_newest_is_chosen_or_one_by_its_path(self, tmp_path):
         folder = self.run_folder(tmp_path) / "epoch0-global_step1"
+        assert self.choose(tmp_path).name == "epoch0-global_step3"
         assert self.choose(tmp_path, folder=folder) == folder
         with pytest.raises(CheckpointError, match="gone is no folder of a checkpoint"):
             self.choose(tmp_path, folder=tmp_path / "gone")

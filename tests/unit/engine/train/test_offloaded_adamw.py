@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
-from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
-from opensora_cli.settings.train_loop import OptimizerSettings
 
 CHOICES = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-15, "weight_decay": 0.1}
 
@@ -64,21 +62,3 @@ class TestOffloadedAdamW:
         for expected, found in zip(*results, strict=True):
             assert torch.equal(expected, found)
             assert found.stride() == expected.stride() == (81, 1, 27, 9, 3)
-
-    def test_built_by_settings_and_follows_the_rate(self):
-        results = []
-        for offload in (False, True):
-            module = nn.Linear(5, 3)
-            with torch.no_grad():
-                for weight in module.parameters():
-                    weight.fill_(0.5)
-            optimizers = build_optimizers(module, OptimizerSettings(learning_rate=0.1, offload_states=offload))
-            for factor in (0.5, 0.25):
-                fill_gradients(list(module.parameters()), seed=3)
-                set_rates(optimizers, factor)
-                optimizers[0].step()
-            results.append((type(optimizers[0]), module.weight.detach().clone()))
-        (plain, expected), (offloaded, found) = results
-        assert (plain, offloaded) == (torch.optim.AdamW, OffloadedAdamW)
-        assert torch.equal(expected, found)
-        assert not torch.equal(found, torch.full_like(found, 0.5))

@@ -32,28 +32,29 @@ def sgd(rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
 
 
-class TestSchedule:
-    def test_up_level_and_down_to_zero(self):
-        assert factors(10, warmup_steps=3, decay_steps=3) == pytest.approx([0.25, 0.5, 0.75, *[1] * 5, 2 / 3, 1 / 3, 0])
+AFTER = [(1 + math.cos(math.pi * done / 8)) / 2 for done in range(9)]
 
-    def test_level_without_warmup_and_decay(self):
-        assert factors(3, warmup_steps=0, decay_steps=0) == [1.0] * 4
 
-    def test_warmup_and_decay_that_overlap(self):
-        assert factors(4, warmup_steps=4, decay_steps=4) == pytest.approx([0.2, 0.4, 0.5, 0.25, 0])
-
-    def test_cosine_from_the_end_of_the_warmup(self):
-        after = [(1 + math.cos(math.pi * done / 8)) / 2 for done in range(9)]
-        assert factors(10, schedule="cosine", warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, *after])
-
-    def test_first_and_last_rates(self):
-        linear = factors(4, warmup_steps=1, decay_steps=2, initial_learning_rate=0.5, final_learning_rate=0.2)
-        assert linear == pytest.approx([0.75, 1, 1, 0.6, 0.2])
-        cosine = factors(2, schedule="cosine", warmup_steps=0, final_learning_rate=0.1)
-        assert cosine == pytest.approx([1, 0.55, 0.1])
-
-    def test_a_warmup_longer_than_the_run(self):
-        assert factors(2, schedule="cosine", warmup_steps=3) == pytest.approx([0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    ("steps", "settings", "expected"),
+    [
+        (10, {"warmup_steps": 3, "decay_steps": 3}, [0.25, 0.5, 0.75, *[1] * 5, 2 / 3, 1 / 3, 0]),
+        (3, {"warmup_steps": 0, "decay_steps": 0}, [1.0] * 4),
+        # Both overlap.
+        (4, {"warmup_steps": 4, "decay_steps": 4}, [0.2, 0.4, 0.5, 0.25, 0]),
+        (10, {"schedule": "cosine", "warmup_steps": 2}, [1 / 3, 2 / 3, *AFTER]),
+        # A warm-up longer than the run.
+        (2, {"schedule": "cosine", "warmup_steps": 3}, [0.25, 0.5, 0.75]),
+        (
+            4,
+            {"warmup_steps": 1, "decay_steps": 2, "initial_learning_rate": 0.5, "final_learning_rate": 0.2},
+            [0.75, 1, 1, 0.6, 0.2],
+        ),
+        (2, {"schedule": "cosine", "warmup_steps": 0, "final_learning_rate": 0.1}, [1, 0.55, 0.1]),
+    ],
+)
+def test_the_rate_rises_stays_and_falls(steps, settings, expected):
+    assert factors(steps, **settings) == pytest.approx(expected)
 
 
 class TestSchedulers:
@@ -62,14 +63,6 @@ class TestSchedulers:
         expected = factors(6, warmup_steps=3, initial_learning_rate=0.2)
         seen = rates(LinearWarmupLR(optimizer, 0.1, 3), 6)
         assert seen == pytest.approx([0.5 * factor for factor in expected[:6]])
-
-    def test_linear_warmup_goes_on_where_it_was(self):
-        whole = rates(LinearWarmupLR(sgd(0.5), initial_lr=0.1, warmup_steps=5), 6)
-        optimizer = sgd(0.5)
-        first = LinearWarmupLR(optimizer, initial_lr=0.1, warmup_steps=5)
-        assert rates(first, 2) == whole[:2]
-        again = LinearWarmupLR(optimizer, initial_lr=0.1, warmup_steps=5, last_epoch=1)
-        assert rates(again, 4) == whole[2:]
 
     def test_created_by_its_options(self):
         assert create_lr_scheduler(sgd(0.5), 10) is None

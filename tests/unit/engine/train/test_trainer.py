@@ -26,24 +26,17 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 class TestUpdateEma:
-    def test_formula(self):
-        ema, module = ToyModule(), ToyModule()
+    @pytest.mark.parametrize("copy", [ToyModule, lambda: averaged_copy(ToyModule())], ids=["module", "tensors"])
+    def test_the_average_of_a_module_or_of_its_tensors_moves_towards_the_weights(self, copy):
+        ema, module = copy(), ToyModule()
+        averaged = ema if isinstance(ema, dict) else dict(ema.named_parameters())
         with torch.no_grad():
             module.block.weight.mul_(3.0)
-        expected = 0.75 * ema.block.weight + 0.25 * module.block.weight
+        expected = 0.75 * averaged["block.weight"] + 0.25 * module.block.weight
         update_ema(ema, module, decay=0.75)
-        assert_close(ema.block.weight, expected)
-        assert torch.equal(ema.out.weight, module.out.weight)
-
-    def test_of_tensors_by_name(self):
-        module = ToyModule()
-        ema = averaged_copy(module)
-        assert "calls" not in ema
-        with torch.no_grad():
-            module.out.weight.add_(1.0)
-        before = ema["out.weight"].clone()
-        update_ema(ema, module, decay=0.5)
-        assert_close(ema["out.weight"], before + 0.5)
+        assert_close(averaged["block.weight"], expected)
+        assert torch.equal(averaged["out.weight"], module.out.weight)
+        assert "calls" not in averaged
 
     def test_a_weight_in_two_places_counts_once(self):
         def tied(value: float) -> nn.ModuleList:
@@ -113,8 +106,7 @@ class TestStep:
         assert one.sampled == other.sampled
         assert one.sampled != third.sampled
         assert len(set(one.sampled)) == 4
-
-    def test_what_is_drawn_for_data_and_for_loss_differs(self):
+        # Data and loss have independent streams.
         assert SampleRng.of(0, 1).numpy.uniform() != SampleRng.of_data(0, 1).numpy.uniform()
 
     def test_layers_draw_by_the_micro_batch_alone(self):
@@ -135,29 +127,21 @@ class TestStep:
         trainer = toy_trainer(task, ema_decay=0.999)
         first = task.module.out.weight.detach().clone()
         trainer.do_step()
-        assert trainer.ema is not None
         assert_close(trainer.ema["out.weight"], 0.1 * first + 0.9 * task.module.out.weight)
         assert not torch.equal(first, task.module.out.weight)
 
-    def test_without_average(self):
+    @pytest.mark.parametrize("decay", [0.9, None])
+    def test_the_average_takes_the_weights_place_for_a_while(self, decay):
         task = ToyTask()
-        trainer = toy_trainer(task, ema_decay=None)
+        trainer = toy_trainer(task, ema_decay=decay)
         trainer.do_step()
-        assert trainer.ema is None
+        assert (trainer.ema is None) is (decay is None)
         before = weights(task.module)
-        with trainer.averaged():
-            assert_same(weights(task.module), before)
-
-    def test_the_average_takes_the_weights_place_for_a_while(self):
-        task = ToyTask()
-        trainer = toy_trainer(task)
-        trainer.do_step()
-        assert trainer.ema is not None
-        before, average = weights(task.module), {name: value.clone() for name, value in trainer.ema.items()}
+        average = {name: value.clone() for name, value in (trainer.ema or before).items()}
         with trainer.averaged():
             assert_same(weights(task.module), {name: average[name] for name in before})
         assert_same(weights(task.module), before)
-        assert_same(trainer.ema, average)
+        assert_same(trainer.ema or before, average)
 
     def test_rates_follow_the_schedule(self):
         trainer = toy_trainer(ToyTask(), steps=6, optimizer=ADAMW)
@@ -199,19 +183,13 @@ class TestNotFinite:
         assert trainer.step == 3
         assert len(trainer.losses) == 2
 
-    def test_several_in_a_row_end_the_run(self):
-        trainer = toy_trainer(ToyTask(not_finite=tuple(range(1, 9))), steps=9)
-        trainer.do_step()
-        for _ in range(4):
-            assert trainer.do_step().skipped
-        with pytest.raises(TrainingError, match="not finite 5 steps in a row, up to step 6") as caught:
+    def test_five_in_a_row_end_the_run(self):
+        trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2, 3, *range(5, 12))), steps=12)
+        assert [trainer.do_step().skipped for _ in range(9)] == [True] * 4 + [False] + [True] * 4
+        with pytest.raises(TrainingError, match="not finite 5 steps in a row, up to step 10") as caught:
             trainer.do_step()
         assert "learning_rate" in str(caught.value.hint)
         assert trainer.are_weights_finite()
-
-    def test_four_and_a_good_one_do_not(self):
-        trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2, 3, 5, 6, 7, 8)), steps=10)
-        assert [trainer.do_step().skipped for _ in range(10)] == [True] * 4 + [False] + [True] * 4 + [False]
 
     def test_a_scale_of_the_loss_that_was_too_large_is_no_failure(self):
         trainer = toy_trainer(ToyTask(steep=tuple(range(30))), precision="fp16", steps=30)
@@ -224,19 +202,14 @@ class TestNotFinite:
             trainer.do_step()
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-    def test_weights_are_looked_at(self, value):
-        task = ToyTask()
-        trainer = toy_trainer(task)
-        assert trainer.are_weights_finite()
-        with torch.no_grad():
-            task.module.out.weight[0, 1] = value
-        assert not trainer.are_weights_finite()
-
-    def test_averages_are_looked_at(self):
-        trainer = toy_trainer(ToyTask())
-        assert trainer.ema is not None
-        trainer.ema["block.bias"][2] = math.nan
-        assert not trainer.are_weights_finite()
+    def test_weights_and_averages_are_checked(self, value):
+        for where in ("weights", "average"):
+            trainer = toy_trainer(ToyTask())
+            assert trainer.are_weights_finite()
+            held = trainer.ema if where == "average" else dict(trainer.task.module.named_parameters())
+            with torch.no_grad():
+                held["out.weight"][0, 1] = value
+            assert not trainer.are_weights_finite()
 
 
 class TestAdversary:
@@ -266,8 +239,8 @@ class TestAdversary:
         assert not torch.equal(weights(task.adversary.module)["weight"], before["weight"])
 
 
-class TestDrawnBatches:
-    def test_ranks_share_the_numbers(self):
+class TestSampledBatches:
+    def test_ranks_share_the_numbers_and_one_rank_continues_after_two(self):
         alone = SampledBatches(draw, seed=0)
         shared = [SampledBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
         expected = [alone.next() for _ in range(6)]
@@ -275,17 +248,12 @@ class TestDrawnBatches:
         assert [batch.number for batch in found] == list(range(6))
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one.x_BC, other.x_BC)
+        first, second = (source.state_dict() for source in shared)
+        assert first == second
+        again = SampledBatches(draw, seed=0)
+        again.load_state_dict(first)
+        assert again.next().number == 6
 
-    def test_goes_on_with_another_number_of_ranks(self):
-        shared = [SampledBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
-        for source in shared:
-            source.next()
-        states = [source.state_dict() for source in shared]
-        assert states[0] == states[1]
-        alone = SampledBatches(draw, seed=0)
-        alone.load_state_dict(states[0])
-        assert alone.next().number == 2
-
-    def test_a_state_of_other_data(self):
+    def test_a_state_of_other_data_is_refused(self):
         with pytest.raises(CheckpointError, match="another dataset"):
             SampledBatches(draw, seed=0).load_state_dict({"epoch": 0, "position": 3})

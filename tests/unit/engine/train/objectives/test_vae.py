@@ -8,8 +8,8 @@ import torch
 from closeness import assert_close
 from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
+from toy_training import Listener
 
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
@@ -157,12 +157,6 @@ class TestDiscriminator:
         assert found.final_learning_rate == pytest.approx(3e-5)
         assert (found.warmup_steps, found.decay_steps, found.beta2) == (5, 7, 0.95)
 
-    def test_it_does_not_change_the_autoencoders_first_weights(self):
-        alone, opposed = vae_task("hunyuan"), vae_task("hunyuan", discriminator=DISCRIMINATOR)
-        assert alone.adversary is None
-        for ours, theirs in zip(alone.module.parameters(), opposed.module.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-
     def test_losses_of_a_validation_leave_it_out(self):
         task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
         batch, losses = clip_batch(0, num_frames=5), []
@@ -196,6 +190,8 @@ class TestPictures:
                 assert len(places) == 1
                 chosen |= set(places)
         assert chosen == {0, 1, 2, 3}
+        picture = clip_batch(0, num_frames=1)
+        assert torch.equal(task._pixels(picture, SampleRng.of(0, 0)), to_pixels(picture.pixels_BTHWC))
 
     def test_a_validation_measures_whole_clips(self):
         batch, losses = clip_batch(0, num_frames=4), set()
@@ -204,11 +200,6 @@ class TestPictures:
             with torch.no_grad():
                 losses |= {float(task.loss(batch, SampleRng.of(0, number))[0]) for number in range(3)}
         assert len(losses) == 1
-
-    def test_pictures_stay_whole(self):
-        task = vae_task("dc_ae", single_frame_share=1.0)
-        batch = clip_batch(0, num_frames=1)
-        assert torch.equal(task._pixels(batch, SampleRng.of(0, 0)), to_pixels(batch.pixels_BTHWC))
 
     def test_kernels_are_folded_into_their_last_taps_before_the_first_clips(self):
         task = vae_task("hunyuan", picture_steps=2)
@@ -287,14 +278,6 @@ class TestExport:
         assert all(torch.equal(weight, weights[name]) for name, weight in task.module.state_dict().items())
 
 
-class Listener(SilentReporter):
-    def __init__(self):
-        self.warnings = []
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
 class TestBuild:
     @pytest.fixture
     def settings(self):
@@ -306,19 +289,16 @@ class TestBuild:
             }
         )
 
-    def test_a_perceptual_term_without_weights_is_off_and_says_so(self, settings):
+    def test_a_perceptual_term_without_weights_is_off_with_a_warning(self, settings):
         listener = Listener()
+        assert build_vae_task(settings, device=CPU, reporter=listener).adversary is None
+        assert listener.warnings == []
         task = build_vae_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
         assert len(listener.warnings) == 1
         assert "the perceptual term is off" in listener.warnings[0]
         task.begin_step(0, None)
         _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
         assert "lpips" not in figures
-
-    def test_without_a_weight_nothing_is_said(self, settings):
-        listener = Listener()
-        assert build_vae_task(settings, device=CPU, reporter=listener).adversary is None
-        assert listener.warnings == []
 
     def test_with_weights_and_discriminator(self, settings, tmp_path, perceptual):
         weights = {
@@ -377,7 +357,7 @@ class TestMoveToLastTap:
             assert_close(before, after)
         assert_close(decoded, vae.decode(vae.encode(pictures)))
 
-    def test_the_past_is_not_seen_any_more(self, vae):
+    def test_the_past_is_not_seen_any_more_and_a_second_time_changes_nothing(self, vae):
         taps = [
             layer.weight[:, :, :-1]
             for layer in vae.modules()
@@ -387,9 +367,6 @@ class TestMoveToLastTap:
         assert all(tap.any() for tap in taps)
         move_to_last_tap(dict(vae.named_parameters()))
         assert not any(tap.any() for tap in taps)
-
-    def test_a_second_time_changes_nothing(self, vae):
-        move_to_last_tap(dict(vae.named_parameters()))
         once = {name: weight.clone() for name, weight in vae.state_dict().items()}
         move_to_last_tap(dict(vae.named_parameters()))
         assert all(torch.equal(weight, once[name]) for name, weight in vae.state_dict().items())
