@@ -1,7 +1,5 @@
 """The precision of a training step, and the loss scale that float16 needs."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -39,10 +37,14 @@ class Precision:
         """Return the loss to call `backward` on."""
         return loss * self._scale if self._scales else loss
 
+    @torch.no_grad()
     def unscale(self, module: nn.Module) -> None:
         """Divide the gradients of a module by the scale, after the last backward pass of an update."""
         if self._scales:
-            _multiply((weight.grad for weight in module.parameters() if weight.grad is not None), 1 / self._scale)
+            # Each by itself: sharded and whole ones do not mix in one call.
+            for weight in module.parameters():
+                if weight.grad is not None:
+                    weight.grad.mul_(1 / self._scale)
 
     def update(self, *, skipped: bool) -> None:
         """Adapt the scale after an update, `skipped` on all ranks if a gradient was not finite on any."""
@@ -66,10 +68,3 @@ class Precision:
         if self._scales and state_dict:
             self._scale = state_dict["loss_scale"]
             self._good_updates = int(state_dict["good_updates"])
-
-
-@torch.no_grad()
-def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
-    # Each by itself: sharded and whole ones do not mix in one call.
-    for gradient in gradients:
-        gradient.mul_(factor)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import Reporter
@@ -87,7 +86,8 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
         ):
             yield
     finally:
-        _restore(modes)
+        for module, training in modes.items():
+            module.training = training
 
 
 def open_validation(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> HeldOutLoss | None:
@@ -145,8 +145,3 @@ def _clips(
         return batch
 
     return read, count
-
-
-def _restore(modes: Mapping[nn.Module, bool]) -> None:
-    for module, training in modes.items():
-        module.training = training
