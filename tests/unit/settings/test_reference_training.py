@@ -198,10 +198,9 @@ def test_an_autoencoder_that_would_be_trained_otherwise(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_executed(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(f"outputs = 'out'\n{line}\n")
+    (tmp_path / "a.py").write_text(f"outputs = 'out'\n{line}\n")
     with pytest.raises(FileProblem, match=r"line 2: .* is no data"):
-        read_python_config(path)
+        read_python_config(tmp_path / "a.py")
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole
     train(clips(run), resume=Resume(folder=next(run.glob("epoch*-global_step4"))))
     assert log(run) == log(whole)
     assert hashes(run, STEPS) == hashes(whole, STEPS)
-    assert [path.name for path in run.glob("aside*")] == ["aside-epoch0-global_step6"]
+    assert [path.name for path in run.glob("aside*")] == ["aside-epoch1-global_step6"]
 
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(run):
