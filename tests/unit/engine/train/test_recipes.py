@@ -21,7 +21,6 @@ from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STAGES = ("image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression")
-FAST = {"stage1_i2v"}
 STEPS = 20
 SIZE, FRAMES, FPS = 64, 9, 24.0
 I2V = {"t2v": 1, "i2v_head": 5, "i2v_loop": 1, "i2v_tail": 1}
@@ -153,10 +152,8 @@ def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
     return sum(losses) / len(losses), lengths
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STAGES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
 def test_shrunk_it_trains_and_its_loss_falls(name: str, folder: Path, tmp_path: Path) -> None:
     settings = shrunk(name, folder, output=str(tmp_path / "run"))
     train(settings)

@@ -121,6 +121,7 @@ def test_a_run_in_another_process_keeps_its_folder_and_is_resumed_after_a_kill(t
     process = _start(clips(run, **endless), tmp_path)
     try:
         _wait_for(run, steps=2, process=process)
+        process.send_signal(signal.SIGSTOP)
         refusal = re.escape(f"{run} is in use by another run: process {process.pid} on ")
         for choice in ({"resume": Resume()}, {"overwrite": True}):
             with pytest.raises(OutputError, match=refusal):

@@ -42,6 +42,9 @@ def settings_of(output: Path, **changes: str) -> TrainSettings:
         "data.scenes.batch_size": "1",
         "data.workers": "0",
         "train_mmdit.cache": "none",
+        # In bfloat16 they are slow on a CPU.
+        "train_mmdit.frozen_dtype": "float32",
+        "train_mmdit.attention": "sdpa",
         "optimizer.name": "adamw",
         "optimizer.learning_rate": "0.01",
         "optimizer.warmup_steps": "0",

@@ -84,9 +84,8 @@ def test_stages_of_the_reference():
     assert second.init == f"{first.output}/vae.safetensors"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "demo_vae" else pytest.mark.slow) for name in SHRUNK]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHRUNK)
 def test_shrunk_it_trains_and_its_loss_falls(name, tmp_path):
     train(settings_of(name, output=str(tmp_path), **SHRUNK[name]))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

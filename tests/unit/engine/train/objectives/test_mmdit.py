@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,7 @@ def task(frozen, *, module=None, grid=None, **changes):
     )
 
 
+@cache
 def pixels(count=3, *, num_frames=13):
     rng = np.random.default_rng(0)
     clips = [render_scene(sample_scene(rng), size=32, num_frames=num_frames) for _ in range(count)]
