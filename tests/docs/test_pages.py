@@ -134,7 +134,9 @@ def test_the_reference_describes_every_command_and_document() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = "\n".join(module.pages().values())
-    documents = [document.SCHEMA for document in Document.__subclasses__() if document.SCHEMA is not None]
+    # Other tests make documents of their own.
+    ours = [document for document in Document.__subclasses__() if document.__module__.startswith("opensora_cli.")]
+    documents = [document.SCHEMA for document in ours if document.SCHEMA is not None]
     assert len(documents) >= 10
     assert [name for name in (*documents, "osora ckpt convert", "osora train") if name not in text] == []
 
