@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -185,20 +183,6 @@ def test_a_run_on_a_cache_resumes_bit_for_bit(filled, tmp_path):
     assert (len(whole), rest) == (4, whole[2:])
     exported = [(tmp_path / name / "transformer.safetensors").read_bytes() for name in ("whole", "rest")]
     assert exported[0] == exported[1]
-
-
-def test_ranks_share_the_work(weights, tmp_path):
-    settings, barrier = settings_of(weights, tmp_path / "cache"), threading.Barrier(2)
-    reporters = [tiny_world.RecordingReporter() for _ in range(2)]
-
-    def prepare(rank):
-        return prepared(settings, rank=rank, ranks=2, barrier=barrier.wait, reporter=reporters[rank])
-
-    with ThreadPoolExecutor(2) as threads:
-        caches = list(threads.map(prepare, range(2)))
-    assert [len(cache) for cache in caches] == [6, 6]
-    assert [reporter.totals["encode"] for reporter in reporters] == [3, 3]
-    assert [reporter.stages for reporter in reporters] == [["hash", "encode"], ["encode"]]
 
 
 def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
