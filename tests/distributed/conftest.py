@@ -189,7 +189,10 @@ def _serve(pipe: Connection) -> None:
             answer = False, traceback.format_exc()
         dist.destroy_process_group()
         gc.collect()  # models that were divided are part of cycles, and hold their groups
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except Exception:  # an answer that cannot be pickled fails its own test, not all that follow
+            pipe.send((False, traceback.format_exc()))
 
 
 def _load(file: str) -> ModuleType:

@@ -110,7 +110,7 @@ class TestDone:
 
     @pytest.mark.slow
     def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path, processes):
-        assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\r\n")
+        assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\n")
 
     def test_busy_ranks_are_not_frozen(self, tmp_path):
         """A rank that sends nothing for longer than the limit, but computes."""
