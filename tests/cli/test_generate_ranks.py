@@ -18,6 +18,7 @@ from PIL import Image
 
 import opensora_cli
 from opensora_cli.cli.app import main
+from opensora_cli.engine.launch.launcher import LaunchRequest
 
 # Of one size with the clip there would be a single tile, which rank 0 decodes.
 TILES = [
@@ -35,6 +36,7 @@ def frames(folder: str) -> np.ndarray:
     return np.stack([np.asarray(Image.open(path)).astype(int) for path in sorted(Path(folder).glob("*.png"))])
 
 
+@pytest.mark.slow
 def test_two_processes_make_what_one_makes() -> None:
     small = ["--set", "video.height=48", "--set", "video.width=32", "--num-frames", "17", "--steps", "1"]
     short = [*SHORT, *TILES, *small, "--format", "png"]
@@ -49,6 +51,22 @@ def test_two_processes_make_what_one_makes() -> None:
     one, two = frames("one"), frames("two")
     assert one.shape == two.shape == (17, 48, 32, 3)
     assert np.abs(one - two).max() <= 1
+
+
+def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def launch(request: LaunchRequest, command: list[str]) -> None:
+        saved = json.loads(Path(command[2]).read_text())
+        started.append((request.gpus, request.device_type, command, saved["settings"]))
+
+    monkeypatch.setattr("opensora_cli.engine.generate.ranks.launch", launch)
+    assert main([*SHORT, "--gpus", "2", "--steps", "3", "--offload", "blocks", "--json"]) == 0
+    [(gpus, kind, command, settings)] = started
+    assert (gpus, kind) == (2, "cpu")
+    assert [*command[:2], command[-1]] == ["generate", "--from", "--json"]
+    assert "--set=memory.offload=blocks" in command
+    assert (settings["prompt"], settings["sampling"]["num_inference_steps"]) == ("raining, sea", 3)
 
 
 @pytest.mark.slow

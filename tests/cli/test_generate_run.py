@@ -180,8 +180,9 @@ class TestBadInput:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         self.refused(osora, out, "sea", "--device", "cuda", code=4, says="device=cuda is not there")
 
-    def test_missing_weights(self, tmp_path, out, capsys):
-        command = ["generate", "sea", "--model", "open-sora-v2", "--weights", str(tmp_path / "w"), "--out", str(out)]
+    def test_missing_weights(self, world, tmp_path, out, capsys):
+        command = arguments(world, out, "sea")
+        command[command.index("--weights") + 1] = str(tmp_path / "w")
         assert app.main(command) == 3
         stderr = capsys.readouterr().err
         for name in ("Open_Sora_v2.safetensors", "hunyuan_vae.safetensors", "google/t5-v1_1-xxl", "openai/clip-vit"):

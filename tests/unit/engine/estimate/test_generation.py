@@ -181,10 +181,9 @@ def test_denoising_takes_what_was_estimated(name: str, tokens: int | None):
 @pytest.mark.parametrize(
     ("name", "frames"),
     [
-        ("a picture", None),
         ("the demo", 4),
         # Convolutions in bf16 take minutes on most CPUs.
-        *(pytest.param(name, None, marks=SLOW) for name in VARIANTS if name != "a picture"),
+        *(pytest.param(name, None, marks=SLOW) for name in VARIANTS),
         pytest.param("distilled, bfloat16", 8, marks=SLOW),
     ],
 )
@@ -264,6 +263,7 @@ def test_reading_the_prompts_takes_what_was_estimated():
     assert stage.weight_bytes == sum(storage_bytes(encoder.model.parameters()) for encoder in (t5, clip))
 
 
+@SLOW
 def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
     layers = load.load_t5(plan_of({})).blocks
     whole = sum(storage_bytes(layer.parameters()) for layer in layers)
@@ -317,6 +317,7 @@ def test_of_the_text_encoder_only_some_layers_stay_when_it_is_streamed():
     assert whole.weight_bytes - streamed.weight_bytes == saved - held
 
 
+@SLOW
 def test_on_cuda_the_host_holds_pixels_and_waiting_frames():
     sizes = {"video.num_frames": 9, "vae.block_out_channels": (8, 16, 32), "vae.layers_per_block": 1}
     plan = plan_of(sizes)

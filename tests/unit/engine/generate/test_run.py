@@ -48,7 +48,7 @@ def names(folder):
 
 @pytest.mark.parametrize(
     "mode",
-    [mode if mode in ("i2v_loop", "v2v_tail_easy") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES],
+    [mode if mode == "v2v_tail_easy" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES],
 )
 def test_every_mode_of_the_released_model(world, tmp_path, monkeypatch, reporter, mode):
     """With its own lengths: 8 and 16 latent frames given, and one more."""
@@ -72,7 +72,10 @@ def test_every_mode_of_the_released_model(world, tmp_path, monkeypatch, reporter
     assert names(tmp_path) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=pytest.mark.slow) if mode.endswith(("v2v_tail", "easy")) else mode for mode in MODES],
+)
 def test_every_mode_of_the_demo(world, tmp_path, mode):
     settings = demo_settings(world, tmp_path, condition__mode=mode, condition__references=references_for(world, mode))
     result = generate(settings)
@@ -144,7 +147,7 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     assert document["settings"]["prompt"] == "raining, sea"
 
 
-@pytest.mark.parametrize("mode", ["i2v_tail", "i2v_loop"])
+@pytest.mark.parametrize("mode", [pytest.param("i2v_tail", marks=pytest.mark.slow), "i2v_loop"])
 def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch, mode):
     given, decoded = [], []
     encode, decode_latents = references.encode_references, decode.decode_latents
@@ -457,6 +460,8 @@ class TestRequests:
                 "prompt": Given("sea", "PROMPT"),
                 "runtime.model_choice": Given("open-sora-v2", "--model"),
                 **{key: Given(value, "--set") for key, value in RELEASED_SIZES.items()},
+                "video.height": Given("16", "--set"),
+                "video.width": Given("32", "--set"),
                 "video.num_frames": Given("9", "--num-frames"),
             },
             environment={"OSORA_WEIGHTS": str(world.released), "OSORA_OUTPUT__PATH": str(tmp_path)},
