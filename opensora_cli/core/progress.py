@@ -34,17 +34,13 @@ class Reporter(Protocol):
 class SilentReporter:
     """Shows nothing: the default for library use."""
 
-    def note(self, text: str) -> None:
-        """Drop the line."""
+    def note(self, text: str) -> None: ...
 
-    def warn(self, text: str) -> None:
-        """Drop the line."""
+    def warn(self, text: str) -> None: ...
 
-    def figures(self, values: Mapping[str, str]) -> None:
-        """Drop the figures."""
+    def figures(self, values: Mapping[str, str]) -> None: ...
 
-    def advance(self, amount: int = 1) -> None:
-        """Drop the progress."""
+    def advance(self, amount: int = 1) -> None: ...
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:

@@ -5,31 +5,32 @@ What torch, NCCL and torchrun do by themselves is not among them.
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.enums import EnvProfile
 
 
-class RecommendedVariable(Document):
-    """A recommendation beside the value that is set."""
+class Recommendation(Document):
+    """An environment variable, and why it should be so."""
 
     name: str
     value: str
     why: str
-    is_set: bool
+    is_set: bool = False
+    """Whether it has this value already."""
 
 
-class ProfileReport(Document):
-    """A profile beside what is set: a document of the schema `osora.env-profile/1`."""
+class Profile(Document):
+    """What is recommended for a kind of machine: a document of the schema `osora.env-profile/1`."""
 
     SCHEMA: ClassVar[str | None] = "osora.env-profile/1"
 
     profile: EnvProfile
     title: str
-    variables: tuple[RecommendedVariable, ...]
+    variables: tuple[Recommendation, ...]
     notes: tuple[str, ...]
+    """What cannot be a variable."""
 
     def lines(self) -> list[str]:
         """Return it for people; what is set already is marked."""
@@ -38,26 +39,6 @@ class ProfileReport(Document):
             lines += [f"  {item.name}={item.value}{' (is set)' if item.is_set else ''}", f"      {item.why}"]
         return [*lines, *(f"  {note}" for note in self.notes)]
 
-
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """An environment variable, and why it should be so."""
-
-    name: str
-    value: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """What is recommended for a kind of machine."""
-
-    name: EnvProfile
-    title: str
-    variables: tuple[Recommendation, ...]
-    notes: tuple[str, ...]
-    """What cannot be a variable."""
-
     def export_lines(self) -> list[str]:
         """Return shell lines for `eval`.
 
@@ -65,52 +46,53 @@ class Profile:
         """
         return [f"export {item.name}={shlex.quote(item.value)};" for item in self.variables]
 
-    def compare(self, environment: Mapping[str, str]) -> ProfileReport:
-        """Return it beside the variables of `environment`."""
-        variables = [
-            RecommendedVariable(
-                name=item.name, value=item.value, why=item.why, is_set=environment.get(item.name) == item.value
-            )
-            for item in self.variables
+    def compare(self, environment: Mapping[str, str]) -> Self:
+        """Return it with a mark at what `environment` has already."""
+        marked = [
+            item.model_copy(update={"is_set": environment.get(item.name) == item.value}) for item in self.variables
         ]
-        return ProfileReport(profile=self.name, title=self.title, variables=tuple(variables), notes=self.notes)
+        return self.model_copy(update={"variables": tuple(marked)})
 
 
 # Text encoders, transformer and autoencoder take turns on the GPU. With segments of fixed size, what one leaves free
 # is in pieces that the next cannot use.
 _EXPANDABLE = Recommendation(
-    "PYTORCH_ALLOC_CONF",
-    "expandable_segments:True",
-    "the next stage can use the memory that one frees, in pieces of any size",
+    name="PYTORCH_ALLOC_CONF",
+    value="expandable_segments:True",
+    why="the next stage can use the memory that one frees, in pieces of any size",
 )
 # huggingface_hub: HF_XET_HIGH_PERFORMANCE. Not for desktops, where a download should leave room for other things.
 _FAST_DOWNLOAD = Recommendation(
-    "HF_XET_HIGH_PERFORMANCE", "1", "a rented machine downloads 34 GB of weights first, and may use all cores for it"
+    name="HF_XET_HIGH_PERFORMANCE",
+    value="1",
+    why="a rented machine downloads 34 GB of weights first, and may use all cores for it",
 )
 # Without it, NCCL fails with no more than "unhandled system error".
 _NCCL_WARNINGS = Recommendation(
-    "NCCL_DEBUG", "WARN", "NCCL reports what failed, and on which GPU; it is silent otherwise"
+    name="NCCL_DEBUG", value="WARN", why="NCCL reports what failed, and on which GPU; it is silent otherwise"
 )
 # CUDA counts the fastest GPU first, nvidia-smi by the bus: with two different GPUs, cuda:0 is another one in each.
-_BUS_ORDER = Recommendation("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "cuda:0 is then the GPU that nvidia-smi calls 0")
+_BUS_ORDER = Recommendation(
+    name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", why="cuda:0 is then the GPU that nvidia-smi calls 0"
+)
 
 PROFILES: Mapping[EnvProfile, Profile] = {
-    profile.name: profile
+    profile.profile: profile
     for profile in (
         Profile(
-            name=EnvProfile.LOCAL,
+            profile=EnvProfile.LOCAL,
             title="local: a desktop with a GPU of 24 GB",
             variables=(_EXPANDABLE, _BUS_ORDER),
             notes=("close other programs that use the GPU: browsers and games hold up to 2 GB",),
         ),
         Profile(
-            name=EnvProfile.CLOUD,
+            profile=EnvProfile.CLOUD,
             title="cloud: a rented machine with GPUs of 80 GB",
             variables=(_EXPANDABLE, _NCCL_WARNINGS, _FAST_DOWNLOAD),
             notes=("start containers with --shm-size=8g: NCCL and data loading workers exchange through /dev/shm",),
         ),
         Profile(
-            name=EnvProfile.CLUSTER,
+            profile=EnvProfile.CLUSTER,
             title="cluster: several nodes",
             variables=(_EXPANDABLE, _NCCL_WARNINGS),
             notes=(

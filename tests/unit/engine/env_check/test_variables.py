@@ -130,7 +130,7 @@ def test_relevant_variables():
     assert not is_relevant("MY_NCCL_DEBUG")
 
 
-@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.profile)
 def test_recommended_variables_pass_the_rules(profile):
     variables = {item.name: item.value for item in profile.variables}
     assert variables
