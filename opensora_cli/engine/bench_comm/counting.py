@@ -13,30 +13,30 @@ from opensora_cli.parallel.shares import shares
 
 
 @dataclass(slots=True)
-class SentBytes:
-    """What one rank put on the wire, by algorithms that send as little as possible.
+class Traffic:
+    """What one rank, or all ranks, put on the wire by algorithms that send as little as possible.
 
     An all-reduce is counted as a ring's: 2(n-1) parts of n. Summed over all ranks of a group, counts are exact.
     """
 
     num_bytes: int = 0
     collectives: int = 0
-    """Calls that sent something, or waited for others that did."""
+    """Calls that sent something, or waited for others that did; of all ranks, those of the one that has most."""
 
 
 @contextmanager
-def counted_bytes() -> Iterator[SentBytes]:
+def counted_bytes() -> Iterator[Traffic]:
     """Count inside the block, forward and backward, in this process.
 
     Barriers count nothing. So do the functional collectives of `torch.compile`, which osora does not use.
     """
-    sent = SentBytes()
+    sent = Traffic()
     with _Counting(sent):
         yield sent
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, sent: SentBytes) -> None:
+    def __init__(self, sent: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sent = sent
 
@@ -47,11 +47,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func.namespace == "c10d":
-            count = _COUNTS.get(func._opname)
-            if count is not None:
-                self._sent.num_bytes += count(args)
-                self._sent.collectives += 1
+        if func.namespace == "c10d" and func._opname in _COUNTS:
+            self._sent.num_bytes += _COUNTS[func._opname](args)
+            self._sent.collectives += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -1,29 +1,18 @@
 """How a step of real work grows faster with the ranks, and what the latency-bandwidth model predicts for more ranks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.counting import Traffic, counted_bytes
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, meet
 from opensora_cli.engine.components.hardware import timed
 from opensora_cli.settings.bench_comm import Collective, Scaling
 
 _PREDICTED_DOUBLINGS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What is sent."""
-
-    num_bytes: int
-    """By all ranks."""
-    collectives: int
-    """The calls of the rank that has most."""
 
 
 class Workload(Protocol):
@@ -104,14 +93,13 @@ def measure_scaling(
     for ranks in ranks_to_time(group.size()):
         members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
         part = dist.new_group(members)
-        seconds, num_bytes, calls = 0.0, 0, 0
+        seconds, own = 0.0, Traffic()
         if dist.get_rank(group) < ranks:
-            seconds, num_bytes, calls = _time_steps(workload.prepare(part, scaling), part, device, steps)
+            seconds, own = _time_steps(workload.prepare(part, scaling), part, device, steps)
         # The others wait here, and do not disturb.
         slowest = _reduced(seconds, dist.ReduceOp.MAX, group, device)
-        sent = int(_reduced(num_bytes, dist.ReduceOp.SUM, group, device))
-        most_calls = int(_reduced(calls, dist.ReduceOp.MAX, group, device))
-        measured[ranks] = slowest, Traffic(sent, most_calls)
+        sent = int(_reduced(own.num_bytes, dist.ReduceOp.SUM, group, device))
+        measured[ranks] = slowest, Traffic(sent, int(_reduced(own.collectives, dist.ReduceOp.MAX, group, device)))
         if dist.get_rank(group) < ranks:
             dist.destroy_process_group(part)
     return scaling_table(workload, scaling, measured, fit=fit, is_gloo=is_gloo)
@@ -162,15 +150,15 @@ def _communication_s(fit: LatencyBandwidth, sent: Traffic, ranks: int) -> float:
 
 def _time_steps(
     step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int
-) -> tuple[float, int, int]:
-    """Return the median seconds of a step, and the bytes and calls that this rank sends in one."""
+) -> tuple[float, Traffic]:
+    """Return the median seconds of a step, and what this rank sends in one."""
     with counted_bytes() as sent:
         step()
     seconds: list[float] = []
     for _ in range(steps):
         meet(device, group)
         seconds.append(timed(step, device))
-    return sorted(seconds)[len(seconds) // 2], sent.num_bytes, sent.collectives
+    return sorted(seconds)[len(seconds) // 2], sent
 
 
 def _reduced(value: float, operation: Any, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.core.attention import AttentionFn
-from opensora_cli.engine.bench_comm.scaling import Traffic
+from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT

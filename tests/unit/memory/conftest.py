@@ -15,3 +15,10 @@ def deterministic() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """As sampling computes."""
+    with torch.no_grad():
+        yield

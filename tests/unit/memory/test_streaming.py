@@ -22,6 +22,8 @@ from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 DOUBLE, SINGLE = 3, 4
 BLOCKS = DOUBLE + SINGLE
 SOURCES = ["pinned", "mapped"]
@@ -60,12 +62,6 @@ def expected():
     model = frozen_model()
     with torch.no_grad():
         return [velocity(model, seed) for seed in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def check_as_before(model):

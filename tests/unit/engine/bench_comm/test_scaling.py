@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from opensora_cli.engine.bench_comm.scaling import Traffic, ranks_to_time, scaling_table
+from opensora_cli.engine.bench_comm.counting import Traffic
+from opensora_cli.engine.bench_comm.scaling import ranks_to_time, scaling_table
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth
 from opensora_cli.settings.bench_comm import Collective, Scaling
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from wire_formulas import Scheme, StepSizes, step_traffic, traffic, wire_bytes
 
-from opensora_cli.engine.bench_comm.scaling import Traffic
+from opensora_cli.engine.bench_comm.counting import Traffic
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit import MMDiTConfig
