@@ -19,6 +19,7 @@ from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.folder_lock import locked_folder
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.train import TrainSettings
@@ -114,6 +115,15 @@ def test_a_run_that_sigterm_ended_is_resumed_bit_for_bit(tmp_path, whole):
     assert hashes(run, STEPS) == hashes(whole, STEPS)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_a_folder_that_another_run_uses_is_refused(run):
+    with locked_folder(run):
+        for choice in ({"resume": Resume()}, {"overwrite": True}):
+            with pytest.raises(OutputError, match=r"run is in use by another run: process \d+ on "):
+                train(clips(run), **choice)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 def test_a_run_in_another_process_keeps_its_folder_and_is_resumed_after_a_kill(tmp_path, whole):
     run, last = tmp_path / "run", 10**6
