@@ -58,8 +58,8 @@ def test_every_choice_of_ratios_compresses_by_them(widths, time, space, factors,
         spatial_compression_ratio=space,
     )
     assert config.level_factors == factors
-    vae = small_vae(config)
-    pixels = random_clip(2, 3, (num_latent_frames - 1) * time + 1, 2 * space, 3 * space)
+    vae = small_vae(config).double()
+    pixels = random_clip(2, 3, (num_latent_frames - 1) * time + 1, 2 * space, 3 * space, dtype=torch.float64)
     with torch.no_grad():
         latents = vae.encode(pixels)
         assert latents.shape == (2, 2, num_latent_frames, 2, 3)
