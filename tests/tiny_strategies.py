@@ -180,11 +180,11 @@ class Figures:
     sent_bytes: int
 
 
-def figures(distribution: Distribution, micro_batches: int) -> Figures:
-    """Train for six steps."""
+def figures(distribution: Distribution, micro_batches: int, steps: int) -> Figures:
+    """Train for some steps."""
     run = Run(distribution, tiny_transformer(), micro_batches)
     evaluated, held = [], set()
-    for step in range(6):
+    for step in range(steps):
         run.step()
         if step < 3:
             given, target = micro_batch(run.model, 999)

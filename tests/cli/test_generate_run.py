@@ -225,6 +225,7 @@ def test_ctrl_c_while_decoding(osora, out, monkeypatch):
     assert (out / "sea_seed42.mp4").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_from_the_keyboard(world, out):
     """A real signal, in the middle of denoising the second sample or a later one."""

@@ -258,9 +258,9 @@ class TestSilent:
         ("rank", "stage", "act"),
         [
             pytest.param(1, "load", "wait", marks=pytest.mark.slow),
-            pytest.param(0, "denoise", "wait", marks=pytest.mark.slow),
+            (0, "denoise", "wait"),
             pytest.param(1, "denoise", "silence", marks=pytest.mark.slow),
-            (1, "denoise", "spin"),
+            pytest.param(1, "denoise", "spin", marks=pytest.mark.slow),
         ],
     )
     def test_one_of_them(self, tmp_path, rank, stage, act):

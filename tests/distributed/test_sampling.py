@@ -198,7 +198,8 @@ def held(plan):
     return counter.peak_bytes
 
 
-@pytest.mark.parametrize("degrees", [{"ulysses": 2}, pytest.param({"ring": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=str)
 def test_memory_of_a_rank_is_predicted(pool, degrees):
     plan = plan_of("t2v", degrees, frames=65, make_plan=make_plan)
     stage = next(stage for stage in plan.stages if stage.name == "denoise")

@@ -299,6 +299,7 @@ def _log(run: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for line in lines]
 
 
+@pytest.mark.slow
 def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path, processes, no_ranks_around):
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(_settings(whole, **{"loop.steps": 1, "optimizer.decay_steps": 0}))

@@ -121,6 +121,7 @@ def test_the_rendezvous_is_retried(processes: Any, late: int) -> None:
     assert _said(processes, _meet, late) == [[[2.0]], [[2.0]]]
 
 
+@pytest.mark.slow
 def test_no_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))

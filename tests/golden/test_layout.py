@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opensora_cli.checkpoint.stream import HeldEntry
-from opensora_cli.engine.ckpt.identify import check, identify
+from opensora_cli.engine.ckpt.identify import check, identify, read_released
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout
 from opensora_cli.models.mmdit.layout import QKV, Rotary
 
@@ -54,6 +54,6 @@ def test_every_way_from_layout_to_layout(golden):
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_tables(golden_json, name):
     shapes = {key: tuple(shape) for key, shape in golden_json("checkpoint_keys")[RELEASED[name]].items()}
-    assert check(shapes, name) == []
+    assert check(shapes, read_released(name)) == []
     found = identify(shapes)
     assert (found.name, found.prefix) == (name, "")

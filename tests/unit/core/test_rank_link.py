@@ -62,6 +62,7 @@ def test_silence_ends_a_rank():
     assert ", in the stage denoise: no progress for " in done.stderr
 
 
+@pytest.mark.slow
 def test_ten_times_a_long_step_is_no_silence():
     done = run_silent(step_s=20.0, sleep_s=1.2)
     assert (done.returncode, done.stdout, done.stderr) == (0, "decoded\n", "")
@@ -117,6 +118,7 @@ def test_a_rank_that_sleeps_stays_idle_and_its_log_shows_where(tmp_path):
     assert (tmp_path / "log").read_text().count("Current thread") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_is_not_idle():
     received = pulses("compute()")
     assert len(received) >= 3

@@ -218,6 +218,7 @@ def test_the_table_rounds_needs_up():
     assert EnvReport.of([], presets=(), environment={}).lines() == ["", "all fine"]
 
 
+@pytest.mark.slow
 def test_the_demo_here(monkeypatch):
     monkeypatch.setattr("opensora_cli.engine.env_check.facts.list_presets", lambda kind: ["demo"])
     (demo,) = read_presets({}, make_plan)

@@ -225,7 +225,7 @@ def decoded_without_memory(
 @pytest.mark.parametrize(
     ("num_frames", "frames", "store", "device_type", "tiling"),
     [
-        (7, 1, "device", "cpu", Tiling()),
+        pytest.param(7, 1, "device", "cpu", Tiling(), marks=SLOW),
         pytest.param(7, 1, "host", "cuda", Tiling(), marks=SLOW),
         pytest.param(9, 2, "host", "cuda", Tiling(spatial=True), marks=SLOW),
         pytest.param(22, 4, "device", "cpu", Tiling(), marks=SLOW),

@@ -13,6 +13,8 @@ from opensora_cli.engine.generate import decode, stages
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media import write
 
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
 FRAMES = 53
 PIECES = 3
 LATENTS = "raining-sea_seed42.latents.safetensors"

@@ -19,6 +19,8 @@ from opensora_cli.engine.generate.run import generate, generate_from_request, pl
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
 
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
 LATENTS = "raining-sea_seed42.latents.safetensors"
 
 
@@ -214,7 +216,7 @@ class TestFailures:
         with pytest.raises(RuntimeError, match="a bug"):
             generate(released_settings(world, tmp_path, output__overwrite="true"), reporter=reporter)
 
-    def test_too_little_memory_is_reported_before_loading(self, world, tmp_path, monkeypatch, reporter):
+    def test_too_little_memory_is_reported_before_loading(self, estimated, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         # What would fit instead takes long to find.
         monkeypatch.setattr(plan, "_smaller_requests", lambda plan: ())

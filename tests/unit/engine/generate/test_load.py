@@ -10,6 +10,8 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.load import load_transformer, load_vae
 from opensora_cli.engine.generate.plan import make_plan
 
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
 TRANSFORMER, VAE = "Open_Sora_v2.safetensors", "hunyuan_vae.safetensors"
 
 
