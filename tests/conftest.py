@@ -40,8 +40,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return ByFile(config, log)
 
 
-def pytest_collection_finish() -> None:
-    # The engine collects garbage after each stage, which is quick if it need not look through all tests and modules.
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """Let the engine, which collects garbage after each stage, look through what this module's tests make alone."""
     gc.collect()
     gc.freeze()
 

@@ -1,22 +1,14 @@
 """What the tests of the engine share."""
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tiny_world import RecordingReporter, World, make_world
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Weights and references; not to be changed."""
-    made = make_world(tmp_path_factory.mktemp("world"))
-    # A run collects garbage between its stages. Of all that the libraries have made so far nothing is garbage, and to
-    # look through it again takes longer than the run.
-    gc.freeze()
-    yield made
-    gc.unfreeze()
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
