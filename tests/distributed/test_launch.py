@@ -112,6 +112,7 @@ class TestDone:
     def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path, processes):
         assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\n")
 
+    @pytest.mark.slow
     def test_busy_ranks_are_not_frozen(self, tmp_path):
         """A rank that sends nothing for longer than the limit, but computes."""
         busy = "import time; start = time.monotonic()\nwhile time.monotonic() < start + 2.5: pass\nprint('done')"

@@ -75,7 +75,8 @@ _FP8 = {"fp8_storage": True}
     ("degrees", "memory", "tolerance"),
     [
         ({"tensor_parallel": 2}, {}, 1e-3),
-        ({"tensor_parallel": 2}, _FP8, 0.05),  # halves of a row have scales of their own
+        # Halves of a row have scales of their own.
+        pytest.param({"tensor_parallel": 2}, _FP8, 0.05, marks=pytest.mark.slow),
         ({"ulysses": 2}, {}, 1e-3),
         pytest.param({"ring": 2}, {}, 1e-3, marks=pytest.mark.slow),
     ],

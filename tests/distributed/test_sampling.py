@@ -154,7 +154,8 @@ def assert_sampled_alike(pool, mode, degrees):
     assert 0 <= sum(sent for _, sent, _ in answers) - steps - noise < 1000 * len(answers)
 
 
-@pytest.mark.parametrize("mode", ["t2v", "i2v_loop", "v2v_tail"])  # all of them: test_every_condition_with_all_degrees
+# All modes: test_every_condition_with_all_degrees.
+@pytest.mark.parametrize("mode", ["i2v_loop", "v2v_tail"])
 def test_conditions_on_two_ranks_sample_what_one_process_samples(pool, mode):
     assert_sampled_alike(pool, mode, {"ulysses": 2})
 
@@ -173,7 +174,7 @@ ON_FOUR = [
 ]
 
 
-@pytest.mark.parametrize("degrees", [ON_FOUR[3], ON_FOUR[7]], ids=str)
+@pytest.mark.parametrize("degrees", [ON_FOUR[3], pytest.param(ON_FOUR[7], marks=pytest.mark.slow)], ids=str)
 def test_combined_degrees_sample_what_one_process_samples(pool, degrees):
     assert_sampled_alike(pool, "i2v_head", degrees)
 

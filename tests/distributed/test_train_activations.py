@@ -15,8 +15,8 @@ from opensora_cli.settings.train import TrainSettings
 
 CASES = [
     Case("hybrid", 2, (("ring_degree", 2),)),
-    pytest.param(Case("zero2", 2), marks=pytest.mark.slow),
-    pytest.param(Case("hybrid", 2, (("tensor_parallel_degree", 2),)), marks=pytest.mark.slow),
+    Case("zero2", 2),
+    Case("hybrid", 2, (("tensor_parallel_degree", 2),)),
 ]
 
 
@@ -28,6 +28,7 @@ def _offloaded(case: Case, settings: TrainSettings) -> int:
     return manager.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_buffer_is_as_large_as_needed(pool: Callable[[int], Any], case: Case, tmp_path: Path) -> None:
     settings = tiny_training.mmdit_settings(tmp_path / "run", tiny_frozen.save_frozen_parts(tmp_path)).replace(

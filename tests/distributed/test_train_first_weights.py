@@ -87,7 +87,7 @@ def _assert_same(weights: dict[str, Tensor], model: MMDiT) -> None:
     assert [name for name, weight in weights.items() if not torch.equal(weight, expected[name])] == []
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("from_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, from_file: bool) -> None:
     depth = 12 // ranks
@@ -141,7 +141,9 @@ def _built(case: Case | None, settings: TrainSettings) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(Case("ddp", 2), marks=pytest.mark.slow), Case("zero3", 2)], ids=str)
-@pytest.mark.parametrize("changes", [{"compile": True}, LORA], ids=["compile", "lora"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({"compile": True}, marks=pytest.mark.slow), LORA], ids=["compile", "lora"]
+)
 def test_runs_start_with_the_weights_of_one_process(
     pool: Pool, tmp_path: Path, case: Case, changes: dict[str, object]
 ) -> None:

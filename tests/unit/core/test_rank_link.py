@@ -133,6 +133,7 @@ def test_polling_a_gpu_is_no_work():
     assert not any(pulse["is_idle"] for pulse in pulses("rank_link.device_is_gpu(); compute()"))
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_late_whatever_the_rank_does():
     last = pulses("rank_link.beat('denoise', 0.1); compute()")[-1]
     assert last["is_late"]

@@ -98,6 +98,7 @@ def merged(base: Path, folder: Path, *adapters: tuple[Path, float]) -> Path:
     return base.parent
 
 
+@pytest.mark.usefixtures("without_estimates")
 class TestAddLoras:
     def test_one_and_two_equal_the_merged_checkpoint(self, style, everything, base, tmp_path):
         folder = merged(base, tmp_path, (style, 0.8), (everything, -0.5))
@@ -167,6 +168,7 @@ class TestAddLoras:
             load.load_transformer(plan)
 
 
+@pytest.mark.usefixtures("without_estimates")
 class TestOpenLoras:
     def test_nothing_is_opened_without_any(self):
         assert plan_of().loras == ()
@@ -248,6 +250,7 @@ class TestOpenLoras:
         assert len(lines) == 2
 
 
+@pytest.mark.usefixtures("without_estimates")
 class TestSidecar:
     def again(self, plan: ExecutionPlan) -> GenerateSettings:
         saved = sample_settings(plan, sample_files(plan)[0]).model_dump(mode="json")

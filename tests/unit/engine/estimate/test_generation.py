@@ -158,15 +158,13 @@ def beside_weights(stage: StageMemory) -> int:
 
 
 SLOW = pytest.mark.slow
-WIDE = "a wide model, two scales"
 
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        (WIDE, None),
         ("the demo", 48),
-        *(pytest.param(name, None, marks=SLOW) for name in VARIANTS if name != WIDE),
+        *(pytest.param(name, None, marks=SLOW) for name in VARIANTS),
         pytest.param("a picture", 50, marks=SLOW),
         pytest.param("no single blocks, one branch", 30, marks=SLOW),
     ],

@@ -68,6 +68,7 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
 
 
 @pytest.mark.usefixtures("large_gpu")
+@pytest.mark.usefixtures("without_estimates")
 def test_image_to_video_evaluations(tmp_path):
     changes = {"condition.mode": "i2v_head", "condition.references": "a.png"}
     made = make_plan(released_preset(tmp_path, **changes))
@@ -92,6 +93,7 @@ def test_two_gpus_of_24_gib(tmp_path, resolution, share):
     assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
 
 
+@pytest.mark.usefixtures("without_estimates")
 def test_distilled_model_evaluates_once_a_step(world, tmp_path):
     made = make_plan(released_settings(world, tmp_path, model__guidance_embed="true"))
     assert made.evaluations_per_sample == 2
@@ -189,6 +191,7 @@ def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
     assert made.evaluations_per_sample == 0
 
 
+@pytest.mark.usefixtures("without_estimates")
 def test_height_and_width_win_over_resolution(world, tmp_path):
     made = make_plan(released_settings(world, tmp_path, video__height="48", video__width="16"))
     assert (made.height, made.width) == (48, 16)

@@ -99,6 +99,7 @@ def test_shrunk_it_trains_and_its_loss_falls(name, tmp_path):
     assert load_file(tmp_path / "vae.safetensors")
 
 
+@pytest.mark.slow
 def test_the_second_stage_starts_from_the_first_ones_weights(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     one_step = {"loop.steps": "1"}

@@ -178,6 +178,7 @@ def test_a_validated_run_logs_and_scores_and_learns_the_same(tmp_path, target):
     assert (best["score_of"], best["score"]) == ("validation loss", events[-1]["loss"])
 
 
+@pytest.mark.slow
 def test_a_table_has_the_same_losses_with_and_without_a_cache(tmp_path):
     frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
     tables = {}
