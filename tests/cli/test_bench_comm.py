@@ -25,6 +25,7 @@ def test_help_and_wrong_requests_need_no_torch() -> None:
     assert modules & {"torch", "transformers", "numpy"} == set()
 
 
+@pytest.mark.slow
 def test_two_processes_give_one_json_document_and_a_chart(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = ["--plot", str(tmp_path / "links.svg")]
     assert main([*QUICK, *ONE, "--collective", "gather_split", *plot, "--json", "--quiet"]) == 0

@@ -52,6 +52,7 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = recipe(tiny_training.text_settings(tmp_path / "run"), tmp_path)
     assert main(["mem-profile", "--config", config, "--quiet"]) == 0
@@ -108,6 +109,7 @@ def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, capsys: pytest
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_runs_out_of_memory_is_only_predicted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,7 @@ class Pool:
         return [answer for _, answer in answers]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def processes() -> Iterator[Processes]:
     """Processes that are started quickly."""
     started = Processes()
@@ -137,7 +137,7 @@ def no_ranks_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pool]:
     """`pool(2).run(function, *args)` runs a function of a test module on two ranks."""
     folder = tmp_path_factory.mktemp("gloo")

@@ -152,7 +152,7 @@ def test_one_process_resumes_what_several_saved_and_they_resume_it_too(pool: Poo
 
 def test_another_strategy_resumes(pool: Pool, saved: Any) -> None:
     expected, _ = _expected()
-    _, folder = saved(CASES[3])
+    _, folder = saved(CASES[4])
     for more, _ in pool(2).run(_resumed, Case("zero1", 2), folder):
         assert more == pytest.approx(expected[3:], rel=0, abs=1e-5)
 
@@ -165,12 +165,13 @@ def _with_lora(case: Case | None, compiled: bool) -> tuple[list[float], dict[str
     return _steps(trainer, 5), _averages(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "compiled"),
     [
-        pytest.param(Case("zero2", 2), True, marks=pytest.mark.slow),
+        (Case("zero2", 2), True),
         (Case("hybrid", 2, (("ring_degree", 2),)), False),
-        pytest.param(Case("hybrid", 4, (("ulysses_degree", 2),)), False, marks=pytest.mark.slow),
+        (Case("hybrid", 4, (("ulysses_degree", 2),)), False),
     ],
     ids=str,
 )

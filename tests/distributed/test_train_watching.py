@@ -99,11 +99,8 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("frozen"))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in (CASES[0], *MORE_CASES))],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen: Path, tmp_path: Path) -> None:
     alone = frozen / "alone"
     losses, validated, videos = _expected(frozen, alone)

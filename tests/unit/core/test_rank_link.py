@@ -105,6 +105,7 @@ def pulses(before, between="time.sleep(0.01)", log=None):
     return [message["pulse"] for message in map(json.loads, received.splitlines()) if "pulse" in message]
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_stays_idle_and_its_log_shows_where(tmp_path):
     """What is written to the log is no work."""
     received = pulses("time.sleep(6)", log=tmp_path / "log")

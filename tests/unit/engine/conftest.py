@@ -30,15 +30,8 @@ def single_thread():
 
 
 @pytest.fixture
-def estimated() -> None:
-    """Request it in a module that plans without estimates, for a test that needs a real one."""
-
-
-@pytest.fixture
-def without_estimates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan in milliseconds: what a stage needs is found on fake tensors, which takes longer than these generations."""
-    if "estimated" in request.fixturenames:
-        return
 
     def stages(settings: GenerateSettings, **sizes: object) -> tuple[StageMemory, ...]:
         names = (DECODE,) if settings.from_latents is not None else (TEXT, ENCODE, DENOISE, DECODE)

@@ -24,10 +24,8 @@ def _fails(graph: fx.GraphModule, examples: list[torch.Tensor]) -> None:
     raise RuntimeError("no compiler\nat all")
 
 
-@pytest.mark.parametrize(
-    ("backend", "checkpoints"),
-    [("eager", True), *(pytest.param("aot_eager", each, marks=pytest.mark.slow) for each in (False, True))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "checkpoints"), [("eager", True), ("aot_eager", False), ("aot_eager", True)])
 def test_compiled_blocks_have_the_same_gradients_and_names(backend, checkpoints):
     plain = transformer()
     expected = gradients(plain, inputs(plain))
