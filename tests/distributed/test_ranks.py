@@ -88,7 +88,7 @@ def _decoded(shared, temporal):
 
 def test_tiles_are_shared(pool):
     for temporal in (False, True):
-        alone, expected = _decoded(False, temporal)
+        ((alone, expected),) = pool(1).run(_decoded, False, temporal)
         (first, pixels), (second, outline) = pool(2).run(_decoded, True, temporal)
         assert torch.equal(pixels, expected)
         assert outline is None

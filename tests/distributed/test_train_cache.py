@@ -19,8 +19,8 @@ _CLIPS = 8
 _MICRO_BATCHES = 4
 
 
-def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, dict[int, float]]:
-    """Return how many clips this rank encoded, and the losses of its first micro-batches by their numbers."""
+def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, bool, dict[int, float]]:
+    """Return how many clips this rank encoded, whether it hashed files, and losses of micro-batches by number."""
     settings = tiny_training.mmdit_settings(Path("unused"), weights).replace(
         {"train_mmdit.cache": cache and str(cache), "loop.micro_batches": _MICRO_BATCHES}
     )
@@ -38,15 +38,15 @@ def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, dict[in
             losses[batch.number] = task.loss(batch, SampleRng.of(0, batch.number))[0].item()
     batches.close()
     assert clips is None or len(clips) == _CLIPS
-    return reporter.advanced.get("encode", 0), losses
+    return reporter.advanced.get("encode", 0), "hash" in reporter.stages, losses
 
 
 def test_two_processes_share_a_cache(pool: Callable[[int], Any], tmp_path: Path) -> None:
     weights = tiny_frozen.save_frozen_parts(tmp_path / "weights")
-    _, expected = _losses(1, weights, None)
+    *_, expected = _losses(1, weights, None)
     assert sorted(expected) == list(range(_MICRO_BATCHES))
     answers = pool(2).run(_losses, 2, weights, tmp_path / "cache")
-    assert [encoded for encoded, _ in answers] == [_CLIPS // 2] * 2
-    assert [sorted(losses) for _, losses in answers] == [[0, 2], [1, 3]]
-    found = {number: loss for _, losses in answers for number, loss in losses.items()}
+    assert [(encoded, hashed) for encoded, hashed, _ in answers] == [(_CLIPS // 2, True), (_CLIPS // 2, False)]
+    assert [sorted(losses) for *_, losses in answers] == [[0, 2], [1, 3]]
+    found = {number: loss for *_, losses in answers for number, loss in losses.items()}
     assert found == pytest.approx(expected, rel=1e-6)

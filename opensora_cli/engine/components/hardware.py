@@ -120,7 +120,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until `run` has returned and the device has done what it was given."""
+    """Return the seconds until `run` has returned and the device has done what it was given; both are waited for."""
     start = time.perf_counter()
     run()
     if device.type == "cuda":

@@ -25,7 +25,7 @@ class TableRequests:
     """Of random starts; None: clips start with the first frame."""
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
-        """Return what micro-batch `number` wants of a sample, at `place` in it: a cut that begins anywhere."""
+        """Return what micro-batch `number` wants of a sample, at `place` in it: a whole cut, at random with a seed."""
         table, wanted = self.table, self.buckets[bucket]
         fps, interval = map_target_fps(float(table.samples.fps[sample]), self.fps_max)
         is_picture = wanted.num_frames == 1

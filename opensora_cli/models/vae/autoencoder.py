@@ -74,7 +74,10 @@ class Autoencoder(nn.Module, ABC):
 
     @abstractmethod
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return what the encoder makes of a clip that is not cut any more."""
+        """Return what the encoder makes of a clip that is not cut any more: its latents, (B,C,T,H,W).
+
+        Where latents have a posterior, C counts its means and its log-variances: twice the latents' channels.
+        """
 
     @abstractmethod
     def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ class Autoencoder(nn.Module, ABC):
     def decode_pieces(
         self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""
+        """Yield the frames of `decode`, with its arguments, as they are finished; errors come before any work."""
         self.check_latents(latents_BCTHW)
         place = canvas or latents_BCTHW.device
         return tiled_pieces(

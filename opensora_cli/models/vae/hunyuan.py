@@ -62,7 +62,7 @@ class HunyuanVAEConfig:
                 size,
                 getattr(self, size),
                 ratio=getattr(self, ratio),
-                ratio_name=f"vae.{ratio}=",
+                ratio_name=ratio,
                 overlap=self.tile_overlap_factor,
             )
 

@@ -78,11 +78,12 @@ def check_tiles(
     """
     encoded, decoded = tile_axes(size, ratio=ratio, overlap=overlap)
     places = {encoded.stride, decoded.stride * ratio, encoded.kept * ratio, decoded.kept}
+    of_ratio = f"{section}.{ratio_name}={ratio}" if ratio_name else ratio
     if not (0 <= overlap < 1 and decoded.stride >= 1 and len(places) == 1 and encoded.blend >= shortest_overlap):
         least = f", the overlap at least {shortest_overlap * ratio}" if shortest_overlap else ""
         raise RequestError(
             f"{section}.{name}={size} and {section}.tile_overlap_factor={overlap} must give a tile and a smaller "
-            f"overlap that are multiples of {ratio_name}{ratio}{least}"
+            f"overlap that are multiples of {of_ratio}{least}"
         )
 
 

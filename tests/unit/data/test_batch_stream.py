@@ -250,6 +250,13 @@ def pictures_first(
     return PicturesFirst(pictures, clips, updates=3, batches_of_update=micro_batches // ranks)
 
 
+def test_ranks_of_pictures_first_agree() -> None:
+    shared = [take(pictures_first(rank=rank, ranks=2), 6) for rank in range(2)]
+    merged = [batch for batches in zip(*shared, strict=True) for batch in batches]
+    assert merged == take(pictures_first(), 12)
+    assert [batch.number for batch in merged] == [*range(12)]
+
+
 @WORKERS
 def test_pictures_come_first_and_numbers_count_on(workers: int) -> None:
     batches = take(pictures_first(workers=workers), 12)

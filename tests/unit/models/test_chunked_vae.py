@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.chunked import StoredClip
+from opensora_cli.models.vae.chunked import StoredClip, decode_in_chunks
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 
@@ -97,6 +97,21 @@ def test_no_gradient_is_recorded_in_chunks():
 def test_a_chunk_has_a_frame():
     with pytest.raises(RequestError, match="chunk_frames=0 must be at least 1"):
         small_vae().decode_pieces(latents_of(1, 4, 2, 2, 2), chunk_frames=0)
+
+
+def test_a_layer_that_has_no_chunked_form_is_refused():
+    decoder = small_vae().decoder
+    with pytest.raises(TypeError, match="Conv3d is no layer of the decoder"):
+        decode_in_chunks(
+            latents_of(1, 4, 2, 2, 2),
+            conv_in=decoder.conv_in,
+            layers=[nn.Conv3d(16, 16, 1)],
+            norm_out=decoder.conv_norm_out,
+            conv_out=decoder.conv_out,
+            chunk_frames=1,
+            store=CPU,
+            canvas=CPU,
+        )
 
 
 # --- pieces and canvas -----------------------------------------------------------------------------------------------

@@ -64,6 +64,14 @@ class TestSchedulers:
         seen = rates(LinearWarmupLR(optimizer, 0.1, 3), 6)
         assert seen == pytest.approx([0.5 * factor for factor in expected[:6]])
 
+    def test_linear_warmup_goes_on_where_it_was(self):
+        whole = rates(LinearWarmupLR(sgd(0.5), initial_lr=0.1, warmup_steps=5), 6)
+        optimizer = sgd(0.5)
+        first = LinearWarmupLR(optimizer, initial_lr=0.1, warmup_steps=5)
+        assert rates(first, 2) == whole[:2]
+        again = LinearWarmupLR(optimizer, initial_lr=0.1, warmup_steps=5, last_epoch=1)
+        assert rates(again, 4) == whole[2:]
+
     def test_created_by_its_options(self):
         assert create_lr_scheduler(sgd(0.5), 10) is None
         warmup = create_lr_scheduler(sgd(0.5), 10, 2, 4)

@@ -157,6 +157,12 @@ class TestDiscriminator:
         assert found.final_learning_rate == pytest.approx(3e-5)
         assert (found.warmup_steps, found.decay_steps, found.beta2) == (5, 7, 0.95)
 
+    def test_it_does_not_change_the_autoencoders_first_weights(self):
+        alone, opposed = vae_task("hunyuan"), vae_task("hunyuan", discriminator=DISCRIMINATOR)
+        assert alone.adversary is None
+        for ours, theirs in zip(alone.module.parameters(), opposed.module.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
     def test_losses_of_a_validation_leave_it_out(self):
         task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
         batch, losses = clip_batch(0, num_frames=5), []
