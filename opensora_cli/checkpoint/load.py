@@ -1,5 +1,6 @@
 """Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -168,7 +169,7 @@ def load_checkpoint(
         device_map: where weights on the meta device go.
         cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
         strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
-        rename_keys: old to new starts of names, changed before anything is compared.
+        rename_keys: old to new parts of names, changed before anything is compared.
 
     Raises:
         CheckpointError: nothing to load, a broken file, or keys or shapes that don't fit the model.
@@ -179,7 +180,7 @@ def load_checkpoint(
         found = found / cai_model_name
     checkpoint = open_checkpoint(found)
     if rename_keys:
-        renamed = rename(checkpoint.entries, [f"{old}={new}" for old, new in rename_keys.items()])
+        renamed = rename(checkpoint.entries, [f"re:{re.escape(old)}={new}" for old, new in rename_keys.items()])
         checkpoint = replace(checkpoint, entries=renamed)
     fill_module(model, checkpoint, device=device_map, strict=strict)
     return model

@@ -3,18 +3,20 @@
 import atexit
 import json
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.formats.colossal import (
     EMA_FILE,
@@ -24,10 +26,12 @@ from opensora_cli.checkpoint.formats.colossal import (
     RUNNING_STATES_FILE,
     checkpoint_folder_name,
 )
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import save_whole
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.sharding import model_gathering, record_model_param_shape
 from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, OutputError
@@ -37,11 +41,15 @@ from opensora_cli.core.formatting import first_few
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
 LR_SCHEDULER_FILE = "lr_scheduler.pt"
 SAMPLER_FILE = "sampler.pt"
+ADAPTER_FOLDER = "lora"
 _NAMES = (
-    *(MODEL_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
+    *(MODEL_FOLDER, ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
     *(LR_SCHEDULER_FILE, SAMPLER_FILE, RUNNING_STATES_FILE),
 )
 """What a folder may hold that is replaced."""
+
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -63,11 +71,16 @@ class CheckpointIO:
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `master.safetensors`,
     `optimizer/`, and last `running_states.json`. It appears under its name only when it is complete.
+
+    With several ranks all of them call every method, at the same time and with the same folder: the first one writes
+    its states and the whole of what is sharded, and all raise what goes wrong there.
     """
 
     def __init__(self) -> None:
         self._job = BackgroundJob()
         self._copies = HostCopies()
+        self._outcome_is_open = False
+        """Whether ranks have yet to agree on how the last writing went."""
 
     def __enter__(self) -> "CheckpointIO":
         return self
@@ -75,7 +88,12 @@ class CheckpointIO:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.wait()
+        if error is None:
+            self.wait()
+        else:
+            # Other ranks may be gone.
+            self._outcome_is_open = False
+            self._wait_alone()
 
     def save(
         self,
@@ -91,14 +109,17 @@ class CheckpointIO:
         batch_size: int | None = None,
         *,
         master: Mapping[str, Tensor] | None = None,
+        ema_shapes: Mapping[str, Sequence[int]] | None = None,
+        adapter: Mapping[str, Tensor] | None = None,
+        adapter_config: Mapping[str, object] | None = None,
         async_io: bool = True,
     ) -> Path:
         """Save what is given into a folder of `save_dir`, replacing an earlier one of the same name.
 
         Args:
             save_dir: the run's folder.
-            model: its parameters and persistent buffers, in the dtype they have.
-            ema: averaged weights: a module, or tensors by name, as `model_gathering` gives them.
+            model: its parameters and persistent buffers, in the dtype they have; DTensors are gathered.
+            ema: averaged weights: a module, which `model_sharding` may have sharded, or tensors by name.
             optimizer: moments and the like.
             lr_scheduler: where the learning rate is.
             sampler: where in the data the run is.
@@ -107,6 +128,9 @@ class CheckpointIO:
             global_step: updates of the weights that are done.
             batch_size: of one rank.
             master: fp32 weights of a model that is trained in fewer bits.
+            ema_shapes: what `record_model_param_shape` gave before `ema` was sharded; None: the shapes of `model`.
+            adapter: a LoRA's weights by their names in PEFT's files, which go to the folder `lora`.
+            adapter_config: what PEFT keeps beside them, as JSON has it.
             async_io: write in the background; otherwise return when all is on the disk.
 
         Returns:
@@ -118,25 +142,28 @@ class CheckpointIO:
         """
         self.wait()
         folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=global_step)
-        _refuse_to_replace(folder)
+        _do_on_first_rank(lambda: _refuse_to_replace(folder))
         states = {OPTIMIZER_FILE: optimizer, LR_SCHEDULER_FILE: lr_scheduler, SAMPLER_FILE: sampler}
-        given = {
+        given: dict[str, Any] = {
             MODEL_FOLDER: _tensors_of(model),
-            EMA_FILE: _tensors_of(ema),
+            EMA_FILE: _averages_of(ema, ema_shapes or ({} if model is None else record_model_param_shape(model))),
             MASTER_FILE: _tensors_of(master),
-            **{name: None if state is None else state.state_dict() for name, state in states.items()},
+            **{name: None if state is None else _gathered(state.state_dict()) for name, state in states.items()},
+            ADAPTER_FOLDER: None if adapter is None else {"weights": _tensors_of(adapter), "config": adapter_config},
         }
         running = {"epoch": epoch, "step": step, "global_step": global_step, "batch_size": batch_size}
-        kept = self._snapshot({name: value for name, value in given.items() if value is not None})
 
-        def write() -> None:
-            _write_folder(folder, kept, running)
+        def copy_and_write() -> None:
+            kept = self._snapshot({name: value for name, value in given.items() if value is not None})
+            write = partial(_write_folder, folder, kept, running)
+            if async_io:
+                atexit.register(self._report_at_exit)
+                self._job.start(write)
+            else:
+                write()
 
-        if async_io:
-            atexit.register(self._report_at_exit)
-            self._job.start(write)
-        else:
-            write()
+        _do_on_first_rank(copy_and_write)
+        self._outcome_is_open = async_io and _rank_and_count()[1] > 1
         return folder
 
     def wait(self) -> None:
@@ -145,6 +172,13 @@ class CheckpointIO:
         Raises:
             OutputError: it went wrong; raised once.
         """
+        if self._outcome_is_open:
+            self._outcome_is_open = False
+            _do_on_first_rank(self._wait_alone)
+        else:
+            self._wait_alone()
+
+    def _wait_alone(self) -> None:
         # Its memory is free only when it has ended.
         self._job.join()
         atexit.unregister(self._report_at_exit)
@@ -163,7 +197,7 @@ class CheckpointIO:
         *,
         strict: bool = True,
     ) -> dict[str, Any]:
-        """Restore the given objects from a checkpoint, in place.
+        """Restore the given objects from a checkpoint, in place, also schedule and sampler of the reference's.
 
         Weights are overwritten in place: an optimizer's references stay valid. With `strict` their keys must match.
 
@@ -227,7 +261,48 @@ def _written_and_read(values: list[Any]) -> list[Any]:
 def _tensors_of(weights: nn.Module | Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     if weights is None:
         return None
-    return dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+    return _gathered(dict(weights.state_dict() if isinstance(weights, nn.Module) else weights))
+
+
+def _gathered(state: T) -> T:
+    """Return a state with whole tensors on the host in place of DTensors; all ranks call it."""
+    gathered: T = pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
+    return gathered
+
+
+def _averages_of(
+    ema: nn.Module | Mapping[str, Tensor] | None, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor] | None:
+    """Return the averaged weights, gathered on the first rank where `model_sharding` has sharded them."""
+    if not isinstance(ema, nn.Module):
+        return _tensors_of(ema)
+    if all(tuple(weight.shape) == tuple(shapes.get(name, weight.shape)) for name, weight in ema.named_parameters()):
+        return _tensors_of(ema)
+    state = ema.state_dict() if _rank_and_count()[0] == 0 else {}
+    whole = {name: torch.empty(tuple(shapes.get(name, held.shape)), dtype=held.dtype) for name, held in state.items()}
+    model_gathering(ema, shapes, whole)
+    return whole
+
+
+def _rank_and_count() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _do_on_first_rank(do: Callable[[], object]) -> None:
+    """Have the first rank do something alone, and raise on all ranks what goes wrong there."""
+    rank, ranks = _rank_and_count()
+    if ranks == 1:
+        do()
+        return
+    errors: list[Exception | None] = [None]
+    if rank == 0:
+        try:
+            do()
+        except Exception as error:
+            errors = [error]
+    dist.broadcast_object_list(errors, src=0)
+    if errors[0] is not None:
+        raise errors[0]
 
 
 def _refuse_to_replace(folder: Path) -> None:
@@ -247,6 +322,10 @@ def _write_folder(folder: Path, kept: Mapping[str, Any], running: Mapping[str, o
             if name == MODEL_FOLDER:
                 target.mkdir()
                 write_shards(target, _entries(value), metadata={"format": "pt"})
+            elif name == ADAPTER_FOLDER:
+                target.mkdir()
+                write_safetensors(target / WEIGHTS_FILE, _entries(value["weights"]), metadata={"format": "pt"})
+                (target / CONFIG_FILE).write_text(json.dumps(value["config"], indent=2), encoding="utf-8")
             elif name in (EMA_FILE, MASTER_FILE):
                 write_safetensors(target, _entries(value), metadata={"format": "pt"})
             else:
@@ -273,71 +352,12 @@ def _read_running_states(folder: Path) -> dict[str, Any]:
 
 
 def _load_state(target: Stateful, path: Path) -> None:
+    # The reference has no endings there.
+    if not path.exists() and path.with_suffix("").is_file():
+        path = path.with_suffix("")
     try:
         target.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except Exception as error:
         raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error
-
-
-class HostCopies:
-    """Copies of tensors in the host's memory, each in the memory of the last one of its name where that fits."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Hashable, Tensor] = {}
-
-    @contextmanager
-    def renewed(self) -> Iterator[Callable[[Hashable, Tensor], Tensor]]:
-        """Yield what copies a tensor under a name.
-
-        When the block has ended the copies are there, and the memory of names that it did not copy is free.
-        """
-        buffers: dict[Hashable, Tensor] = {}
-
-        def copy(name: Hashable, tensor: Tensor) -> Tensor:
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            buffers[name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            return buffer
-
-        yield copy
-        if any(buffer.is_pinned() for buffer in buffers.values()):
-            torch.cuda.synchronize()
-        self._buffers = buffers
-
-
-class BackgroundJob:
-    """One thing at a time that is done in a thread; Python waits for it before it exits."""
-
-    def __init__(self) -> None:
-        self._thread: Thread | None = None
-        self.error: BaseException | None = None
-        """What ended the last one, until it is taken."""
-
-    def start(self, do: Callable[[], None]) -> None:
-        """Begin; the one before must have been joined."""
-
-        def run() -> None:
-            try:
-                do()
-            except BaseException as error:
-                self.error = error
-
-        self._thread = Thread(target=run, name="osora-checkpoint")
-        self._thread.start()
-
-    def join(self, seconds: float | None = None) -> bool:
-        """Wait for its end, or so long; return whether it has ended. If not, it is still there to be waited for."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        return True
-
-    def take_error(self) -> BaseException | None:
-        """Return what went wrong, once."""
-        error, self.error = self.error, None
-        return error

@@ -29,15 +29,22 @@ def model_sharding(
         device: where the pieces go; None leaves them where the parameters are.
         group: the ranks; None is all of them.
     """
-    rank, ranks = _rank_and_count(group)
     for parameter in model.parameters():
-        length = -(-parameter.numel() // ranks)
-        whole = parameter.detach().reshape(-1)
-        piece = torch.zeros(length, dtype=parameter.dtype, device=device or parameter.device)
-        own = whole[min(rank * length, whole.numel()) : min((rank + 1) * length, whole.numel())]
-        piece[: own.numel()].copy_(own)
-        parameter.data = piece
+        parameter.data = own_piece(parameter, device, group=group)
         parameter.grad = None
+
+
+def own_piece(
+    whole: Tensor, device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return a copy of this rank's piece of a tensor; arguments are those of `model_sharding`."""
+    rank, ranks = _rank_and_count(group)
+    flat = whole.detach().reshape(-1)
+    length = -(-flat.numel() // ranks)
+    piece = torch.zeros(length, dtype=flat.dtype, device=device or flat.device)
+    own = flat[min(rank * length, flat.numel()) : min((rank + 1) * length, flat.numel())]
+    piece[: own.numel()].copy_(own)
+    return piece
 
 
 def model_gathering(
@@ -47,15 +54,15 @@ def model_gathering(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gather the pieces of `model_sharding` on the first rank, one parameter at a time.
+    """Gather the pieces of `model_sharding` on the first rank, one parameter at a time, and copy its buffers.
 
     All ranks must call it. Only the first one needs room for a whole parameter.
 
     Args:
         model: sharded; it stays so.
         model_shape_dict: the shapes before sharding, by name.
-        pinned_state_dict: tensors that receive the whole parameters, on the first rank; others may give none. Pinned
-            memory makes the copies from a GPU fast.
+        pinned_state_dict: tensors that receive the whole parameters, and those buffers that it has, on the first rank;
+            others may give none. Pinned memory makes the copies from a GPU fast.
         group: the ranks; None is all of them.
 
     Raises:
@@ -72,6 +79,10 @@ def model_gathering(
             pieces = [piece]
         if pieces is not None:
             pinned_state_dict[name].copy_(remove_padding(torch.cat(pieces), shape).view(tuple(shape)))
+    if rank == 0:
+        for name, buffer in model.named_buffers():
+            if name in pinned_state_dict:
+                pinned_state_dict[name].copy_(buffer)
 
 
 def remove_padding(tensor: Tensor, original_shape: Sequence[int]) -> Tensor:

@@ -20,14 +20,19 @@ def file_stem(prompt: str, *, seed: int, index: int | None = None) -> str:
     appended. The seed at the end also keeps names such as `con` or `nul`, reserved on Windows, from standing alone.
     `index` numbers several videos of one request.
     """
+    suffix = "" if index is None else f"_{index:03d}"
+    return f"{prompt_part(prompt)}_seed{seed}{suffix}"
+
+
+def prompt_part(prompt: str) -> str:
+    """Return the first part of `file_stem`; on Windows it is a name only with something after it."""
     words, lost_something = _words(prompt)
     text = _cut(words, MAX_PROMPT_BYTES)
     if text != words or not text or lost_something:
         # surrogatepass: an argument that is not UTF-8 reaches Python as lone surrogates.
         digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
         text = _SEPARATOR.join(filter(None, [_cut(words, MAX_PROMPT_BYTES - _HASH_DIGITS - 1), digest]))
-    suffix = "" if index is None else f"_{index:03d}"
-    return f"{text}_seed{seed}{suffix}"
+    return text
 
 
 def _words(prompt: str) -> tuple[str, bool]:

@@ -24,6 +24,11 @@ class OffloadedActivation:
     def __init__(self, entry: "_Entry") -> None:
         self._entry: _Entry | None = entry
 
+    @property
+    def host(self) -> Tensor | None:
+        """The copy in the buffer, which a GPU may still be writing; None if the tensor stayed where it was."""
+        return None if self._entry is None or self._entry._slot is None else self._entry._host
+
 
 class ActivationManager:
     """Offloads activations to a buffer in host memory that is allocated once and used as a stack.

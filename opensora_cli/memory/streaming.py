@@ -87,6 +87,31 @@ def stream_blocks(
         yield figures
 
 
+@contextmanager
+def stream_model(model: nn.Module, *, device: torch.device | str, resident: int) -> Iterator[StreamingFigures]:
+    """Run a model of any kind with `stream_blocks`: blocks are the modules in its `ModuleList`s and `Sequential`s.
+
+    A block in another is a part of it. All else of the model is on the device meanwhile, and all of it on the CPU
+    afterwards. Errors are those of `stream_blocks`.
+    """
+    model.cpu()
+    stacks: list[nn.ModuleList] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside:
+            stacks.append(nn.ModuleList(module))
+            inside.update(module.modules())
+    outside = [module for module in model.modules() if module not in inside]
+    try:
+        for module in outside:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
+        with stream_blocks(stacks, device=device, resident=resident) as figures:
+            yield figures
+    finally:
+        model.cpu()
+
+
 def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
     """Return the bytes of weights that `stream_blocks` holds on the device, from the blocks' `slot_bytes` in order.
 

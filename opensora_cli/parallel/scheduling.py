@@ -108,11 +108,11 @@ class CommunicationScheduler:
     order, and at different points: a queue is issued as far as all ranks have submitted it, again and again until what
     is waited for is under way.
 
-    `group` has gloo for the host's messages, as `backend_of` gives it. The collectives may use other groups among its
-    ranks, but only the scheduler issues any meanwhile.
+    `group` has gloo for the host's messages, as `backend_of` gives it; None: all ranks. The collectives may use other
+    groups among its ranks, but only the scheduler issues any meanwhile.
     """
 
-    def __init__(self, group: dist.ProcessGroup, monitor: BandwidthMonitor) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, monitor: BandwidthMonitor) -> None:
         self._group, self._monitor = group, monitor
         self._queue: list[_Queued] = []
 

@@ -97,6 +97,43 @@ class Watched:
             raise HardwareError(f"{called}: not finite on {_ranks(not_finite)}")
 
 
+class Retried:
+    """Runs a collective again where it fails, on all ranks or none, each time on a group that is made anew.
+
+    The ranks compare notes through the store, which costs round trips. Pauses double, from one second on. All ranks
+    have to come within `timeout_s`, and retry the same groups.
+    """
+
+    def __init__(self, retries: int, *, timeout_s: float = 600.0) -> None:
+        self.retries, self._timeout_s = retries, timeout_s
+        self._current: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, Rendezvous]] = {}
+
+    def __call__(self, collective: Callable[[dist.ProcessGroup], Tensor], group: dist.ProcessGroup) -> Tensor:
+        """Return `collective(group)`, or of the group that has taken its place.
+
+        Raises:
+            HardwareError: it failed after all retries, or not all ranks came.
+        """
+        current, meeting = self._current.get(group) or (group, Rendezvous(group, "retried"))
+        reasons: list[str] = []
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(2.0 ** (attempt - 1))
+                current = rebuilt_group(current, timeout_s=self._timeout_s)
+                meeting = Rendezvous(current, "retried")
+            self._current[group] = current, meeting
+            out, reason = None, ""
+            try:
+                out = collective(current)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+            reasons = meeting.exchange(reason, timeout_s=self._timeout_s)
+            if out is not None and not any(reasons):
+                return out
+        failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        raise HardwareError(f"the collective failed {self.retries + 1} times: {failed}", hint=RETRY_HINT)
+
+
 def rebuilt_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.ProcessGroup:
     """Return a fresh group of the ranks of one that failed; all ranks of the run call it, each for its own.
 

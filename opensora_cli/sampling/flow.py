@@ -33,10 +33,13 @@ def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor 
     The name and the order of the parameters are those that the Open-Sora community knows. `masks_BTHW` is 1 where
     latents are given. A first or a last frame that is given is then left out, unless frames between them are given too.
     Every sample counts alike, however many of its frames are left; a sample of which none is left counts as zero.
-    Tokens that do not divide into the frames of the masks are a ValueError.
+    Tokens that do not divide into the frames of the masks are a ValueError, and so are masks with an axis of channels,
+    as `prepare_inference_condition` returns them: take `masks[:, 0]` of these.
     """
     if masks_BTHW is None:
         return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())
+    if masks_BTHW.ndim != 4:
+        raise ValueError(f"masks of shape {tuple(masks_BTHW.shape)} are not (batch, frames, height, width)")
     batch, frames = masks_BTHW.shape[:2]
     if velocity_BND.shape[0] != batch or velocity_BND.shape[1] % frames:
         raise ValueError(f"{tuple(velocity_BND.shape)} tokens are not {batch} samples of {frames} frames")

@@ -6,7 +6,6 @@ causal; where it is not, they are cut out of the clip's latents, as the released
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import torch
@@ -96,51 +95,45 @@ def cut_part(clip_TX: Tensor, part: ReferencePart) -> Tensor:
 
 
 @torch.no_grad()
-def prepare_visual_condition_causal(
-    x: Tensor,
-    condition_config: Mapping[str, float],
-    model_ae: Autoencoder,
+def encode_with_conditions(
+    pixels_BCTHW: Tensor,
+    mode_weights: Mapping[str, float],
+    autoencoder: Autoencoder,
     *,
     rng: np.random.Generator,
+    pad_pictures: bool = False,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> tuple[Tensor, Tensor]:
     """Encode clips, and their given frames in a mode sampled for each.
 
-    Returns latents (B,C,T,H,W), and (B,1+C,T,H,W): mask and reference latents, for `packing.pack_latents`. The name and
-    the order of the first three parameters are those that the Open-Sora community knows.
+    Returns latents (B,C,T,H,W), and (B,1+C,T,H,W): mask and reference latents, for `packing.pack_latents`.
 
     Args:
-        x: pixels_BCTHW in [-1, 1].
-        condition_config: weight of each condition mode by its name. Modes that would give a whole clip are left out.
+        pixels_BCTHW: in [-1, 1].
+        mode_weights: weight of each condition mode by its name. Modes that would give a whole clip are left out.
+        pad_pictures: an autoencoder that is not causal encodes a given picture as a still clip of one latent frame.
         lengths: latent frames given by the video modes.
 
     Raises:
         RequestError: no such mode, or clips that the autoencoder cannot encode.
     """
-    grid = model_ae.grid
+    causal, ratio = autoencoder.grid.is_causal, autoencoder.grid.time_compression_ratio
+    repeats = ratio if pad_pictures and not causal else 1
     latents, conditions = [], []
-    for pixels_CTHW in x:
-        latents_CTHW = model_ae.encode(pixels_CTHW[None])[0]
-        mode = sample_mode(
-            condition_config,
-            num_latent_frames=latents_CTHW.shape[1],
-            causal=grid.is_causal,
-            rng=rng,
-            lengths=lengths,
-        )
+    for pixels_CTHW in pixels_BCTHW:
+
+        def encode_part(part: ReferencePart, pixels_CTHW: Tensor = pixels_CTHW) -> Tensor:
+            given_TCHW = cut_part(pixels_CTHW.transpose(0, 1), part)
+            if len(given_TCHW) == 1:
+                given_TCHW = given_TCHW.expand(repeats, -1, -1, -1)
+            return autoencoder.encode(given_TCHW.transpose(0, 1)[None])[0]
+
+        latents_CTHW = autoencoder.encode(pixels_CTHW[None])[0]
+        num_latent_frames = latents_CTHW.shape[1]
+        mode = sample_mode(mode_weights, num_latent_frames=num_latent_frames, causal=causal, rng=rng, lengths=lengths)
         condition = condition_clip(
-            latents_CTHW,
-            mode,
-            partial(_encode_part, model_ae, pixels_CTHW),
-            causal=grid.is_causal,
-            temporal_compression=grid.time_compression_ratio,
-            lengths=lengths,
+            latents_CTHW, mode, encode_part, causal=causal, temporal_compression=ratio, lengths=lengths
         )
         latents.append(latents_CTHW)
         conditions.append(torch.cat(condition))
     return torch.stack(latents), torch.stack(conditions)
-
-
-def _encode_part(model_ae: Autoencoder, pixels_CTHW: Tensor, part: ReferencePart) -> Tensor:
-    pixels_TCHW = cut_part(pixels_CTHW.transpose(0, 1), part)
-    return model_ae.encode(pixels_TCHW.transpose(0, 1)[None])[0]

@@ -41,7 +41,7 @@ class GeneratedVideo(Document):
     """How well the given frames came back; None where none were given."""
 
 
-def process_and_save(
+def decode_and_save(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
     denoised: Sequence[DenoisedSample],
@@ -53,8 +53,8 @@ def process_and_save(
 ) -> tuple[GeneratedVideo, ...]:
     """Decode and save every sample; the latents that this run saved are removed once their result is complete.
 
-    The name is the one that the Open-Sora community knows. `references` are what was given, to measure how well it came
-    back. `ranks` share the tiles: rank 0 saves, and the others return nothing. None: there is only this one.
+    `references` are what was given, to measure how well it came back. `ranks` share the tiles: rank 0 saves, and the
+    others return nothing. None: there is only this one.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.

@@ -22,7 +22,7 @@ from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joi
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.sampling.denoise import VelocityFn
@@ -77,6 +77,7 @@ class Ranks:
 
     def __init__(self, shape: MeshShape, device: torch.device) -> None:
         self.mesh = ParallelMesh(shape, device_type=device.type)
+        use_mesh(self.mesh)
         self.device = device
         self.machine_group = _machine_group()
 

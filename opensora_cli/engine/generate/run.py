@@ -25,7 +25,7 @@ from opensora_cli.engine.components.hardware import (
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component, choose_model, report_decision
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
-from opensora_cli.engine.generate.decode import GeneratedVideo, process_and_save
+from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.load import KeptVAE
@@ -208,7 +208,7 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> 
             embeds, _ = retried(lambda plan: encode_text(plan, record, group=group), plan, TEXT, record)
             given = reference_latents(plan, references, vae, record)
             denoised = denoise_samples(plan, files, embeds, given, vae, record, ranks=ranks)
-        videos = process_and_save(plan, files, denoised, references, vae, record, ranks=ranks)
+        videos = decode_and_save(plan, files, denoised, references, vae, record, ranks=ranks)
     del vae
     release_memory(plan.hardware.device)
     return GenerateResult(

@@ -14,6 +14,7 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, device_is_gpu, move
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.settings.devices import DeviceSettings
 
@@ -105,6 +106,7 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
     # A first evaluation may take minutes: each of its parts is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device
+    use_mesh(None)
     dist.destroy_process_group()
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.background import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.formats.colossal import (
     MODEL_FOLDER,
     RUNNING_STATES_FILE,
     checkpoint_folder_name,
     epoch_folders,
 )
-from opensora_cli.checkpoint.save import BackgroundJob, HostCopies
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, make_index, name_shards
 from opensora_cli.checkpoint.shared_folder import (
     Share,

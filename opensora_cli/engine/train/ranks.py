@@ -13,7 +13,7 @@ from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joi
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -81,6 +81,7 @@ def open_distribution(
     if shape.size == 1:
         return Distribution(device)
     mesh = ParallelMesh(shape, device_type=device.type)
+    use_mesh(mesh)
     if not strategy.shards:
         return ReplicatedDistribution(device, mesh)
     return ShardedDistribution(

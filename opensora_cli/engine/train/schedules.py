@@ -85,20 +85,22 @@ class CosineWarmupLR(LRScheduler):
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
-        self._schedule = Schedule(
-            shape=ScheduleName.COSINE,
-            steps=total_steps,
-            warmup_steps=warmup_steps,
-            decay_steps=max(total_steps - warmup_steps, 0),
-            initial=0.0,
-            final=0.0,
-        )
+        # Its attributes are what is saved: plain numbers can be read again safely.
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the rates of the coming step."""
-        factor = self._schedule.factor(self.last_epoch)
-        return [full * factor for full in self.base_lrs]
+        schedule = Schedule(
+            shape=ScheduleName.COSINE,
+            steps=self.total_steps,
+            warmup_steps=self.warmup_steps,
+            decay_steps=max(self.total_steps - self.warmup_steps, 0),
+            initial=0.0,
+            final=0.0,
+        )
+        return [full * schedule.factor(self.last_epoch) for full in self.base_lrs]
 
 
 def create_lr_scheduler(

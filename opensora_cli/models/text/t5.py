@@ -1,6 +1,6 @@
 """Parts of transformers' T5: its norm in one kernel, and how its blocks are split between ranks."""
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,10 @@ class FusedRMSNorm(nn.Module):
         self.weight = weight
         self.eps = eps
 
-    @classmethod
-    def from_t5_norm(cls, norm: Any) -> Self:
+    @staticmethod
+    def from_t5_norm(norm: Any) -> "FusedRMSNorm":
         """Return the norm that computes what a `T5LayerNorm` does, with the same parameter."""
-        return cls(norm.weight, eps=norm.variance_epsilon).train(norm.training)
+        return FusedRMSNorm(norm.weight, eps=norm.variance_epsilon).train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x²) + eps) · weight over the last dimension, in the dtype that `T5LayerNorm` gives.

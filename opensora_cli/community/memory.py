@@ -1,0 +1,200 @@
+"""Memory: offloaded and recomputed activations, weights that are streamed, batches that fit."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_map_only
+
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.memory import activations, checkpointing, dynamic_activations
+from opensora_cli.memory.activations import OffloadedActivation
+from opensora_cli.memory.checkpointing import GradCheckpoint
+from opensora_cli.memory.checkpointing import auto_grad_checkpoint as auto_grad_checkpoint
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.streaming import stream_model
+
+
+class ActivationManager(activations.ActivationManager):
+    """A stack of tensors in host memory; without a buffer, `offload`, `onload` and `offloading` have no effect."""
+
+    enable = False
+    """Whether there is a buffer."""
+    buffer: Tensor | None = None
+    """Flat, in the host's memory."""
+    total_size = 0
+    """Elements of the buffer."""
+
+    def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
+        """Allocate a buffer of `numel` numbers, in place of an earlier one."""
+        super().setup_buffer(numel, dtype, device=device)
+        assert self._stack is not None
+        self.enable, self.buffer, self.total_size = True, self._stack.elements, numel
+
+    @property
+    def avail_offset(self) -> int:
+        """Elements of the buffer that are in use."""
+        return self._stack.used if self._stack else 0
+
+    def offload(self, x: Tensor) -> OffloadedActivation | None:  # type: ignore[override]
+        """Move what `x` holds to the buffer, in place, until `onload(x)`; the handle serves as well as `x`."""
+        if not self.enable or self._ignores(x):
+            return None
+        handle = super().offload(x)
+        if handle.host is not None:
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            x.data = handle.host
+        self._moved.append((x, handle))
+        return handle
+
+    def onload(self, x: Tensor | OffloadedActivation) -> Tensor | None:  # type: ignore[override]
+        """Move back what was offloaded last, and return it; anything else is an AssertionError."""
+        if not self.enable or (isinstance(x, Tensor) and self._ignores(x)):
+            return None
+        if not self._moved or not any(x is each for each in self._moved[-1]):
+            raise AssertionError("wrong order: onload first what was offloaded last")
+        tensor, handle = self._moved[-1]
+        tensor.data = super().onload(handle)
+        self._moved.pop()
+        return tensor
+
+    def is_top_tensor(self, x: Tensor) -> bool:
+        """Return whether `x` was offloaded last."""
+        return bool(self._moved) and self._moved[-1][0] is x
+
+    def add_ignore_tensor(self, x: Tensor) -> None:
+        """Leave `x` where it is, whenever it is to be moved."""
+        self._ignored[id(x)] = weakref.ref(x)
+
+    @contextmanager
+    def offloading(self) -> Iterator[None]:
+        """Offload what autograd saves inside the block."""
+        if self.enable:
+            with super().offloading():
+                yield
+        else:
+            yield
+
+    def reset(self) -> None:
+        """Release all space; what was moved is lost."""
+        self._moved.clear()
+        super().reset()
+
+    @cached_property
+    def _moved(self) -> list[tuple[Tensor, OffloadedActivation]]:
+        return []
+
+    @cached_property
+    def _ignored(self) -> dict[int, weakref.ref[Tensor]]:
+        return {}
+
+    def _ignores(self, x: Tensor) -> bool:
+        # A number may be another tensor's by now.
+        return id(x) in self._ignored and self._ignored[id(x)]() is x
+
+
+class DynamicActivationManager(ActivationManager, dynamic_activations.DynamicActivationManager):
+    """Offloads only where more than a share of the device's memory is in use."""
+
+    def adaptive_offload(self, x: Tensor) -> None:
+        """Offload `x` if memory is short; `onload(x)` follows in any case."""
+        self.offload(x)
+
+    def memory_profiling(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the device's bytes at their peak and whenever a tensor was to move, and the buffer's share in use."""
+        profile = super().memory_profiling()
+        return {
+            "peak_memory": profile.peak_bytes,
+            "allocation_history": [sample.used_bytes for sample in profile.history],
+            "buffer_utilization": profile.buffer_used_bytes / max(profile.buffer_bytes, 1),
+        }
+
+
+GLOBAL_ACTIVATION_MANAGER = ActivationManager()
+"""Through its buffer, once it has one, go the inputs of the checkpoints of this module."""
+
+
+class CheckpointFunctionWithOffload(torch_checkpoint.CheckpointFunction):
+    """A reentrant checkpoint whose inputs are offloaded."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call `args[0]` with `args[2:]`; `args[1]`: whether the random state is restored for the recomputation."""
+        with GLOBAL_ACTIVATION_MANAGER.offloading():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Return `function(*args)`, recomputed in backward, with its inputs offloaded; None: not reentrant."""
+    if use_reentrant:
+        preserve = kwargs.pop("preserve_rng_state", True)
+        if kwargs:
+            raise TypeError(f"a reentrant checkpoint has no {', '.join(kwargs)}")
+        return CheckpointFunctionWithOffload.apply(function, preserve, *args)
+    with GLOBAL_ACTIVATION_MANAGER.offloading():
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+_checkpointed: weakref.WeakKeyDictionary[nn.Module, GradCheckpoint] = weakref.WeakKeyDictionary()
+
+
+def set_grad_checkpoint(model: nn.Module, use_fp32_attention: bool = False, gc_step: int = 1) -> None:
+    """Checkpoint the blocks of a model, with their inputs offloaded; a second call replaces the first.
+
+    Every module gets the attributes `grad_checkpointing`, `fp32_attention` and `grad_checkpointing_step`. Attention in
+    fp32 is that of our blocks; any other has to read its attribute.
+    """
+    if model in _checkpointed:
+        _checkpointed.pop(model).remove()
+    wrappable = any(callable(vars(module).get("attention")) for module in model.modules())
+    _checkpointed[model] = checkpointing.set_grad_checkpoint(
+        model, use_fp32_attention and wrappable, gc_step, activations=GLOBAL_ACTIVATION_MANAGER
+    )
+    for module in model.modules():
+        vars(module).update(grad_checkpointing=True, fp32_attention=use_fp32_attention, grad_checkpointing_step=gc_step)
+
+
+@torch.no_grad()
+def memory_offloading_inference(
+    model: nn.Module, input_data: Any, *, device: torch.device | str | None = None, resident: int = 2
+) -> Any:
+    """Return `model(input_data)` on the CPU, computed on the GPU with few blocks' weights there at a time.
+
+    Blocks are the modules in `ModuleList`s and `Sequential`s. The model is on the CPU afterwards.
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with stream_model(model, device=chosen, resident=resident):
+        output = model(tree_map_only(Tensor, lambda tensor: tensor.to(chosen), input_data))
+    return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
+
+
+def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory_gb: float = 40) -> int:
+    """Return the largest batch, 1 to 1024, of inputs (b, *input_shape) that the model evaluates in 0.8 of the memory.
+
+    Without gradients; a GB is 2**30 bytes. It is 1, too, where not even that fits.
+    """
+    from opensora_cli.engine.mem_profile.batch import largest_batch
+
+    weight = next(model.parameters())
+    limit = int(0.8 * max_memory_gb * 2**30)
+
+    @torch.no_grad()
+    def peak_of(size: int) -> int:
+        inputs = torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device)
+        if weight.is_cuda:
+            torch.cuda.reset_peak_memory_stats(weight.device)
+            model(inputs)
+            return torch.cuda.max_memory_allocated(weight.device)
+        with TensorBytes(limit=limit) as counter:
+            counter.add(model)
+            model(inputs)
+        return int(counter.peak_bytes) + inputs.nbytes
+
+    found = largest_batch(peak_of, of="samples", limit_bytes=limit, device=weight.device, reporter=SilentReporter())
+    return max(found.batch_size, 1)

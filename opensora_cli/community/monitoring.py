@@ -1,0 +1,91 @@
+"""Monitoring: memory, sizes, times."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from opensora_cli.engine.train.watching.logs import new_writer
+from opensora_cli.memory import monitor
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.monitor import GIB
+from opensora_cli.memory.monitor import log_cuda_max_memory as log_cuda_max_memory
+from opensora_cli.memory.monitor import log_cuda_memory as log_cuda_memory
+from opensora_cli.memory.monitor import log_model_params as log_model_params
+
+T = TypeVar("T")
+
+
+def get_model_numel(model: nn.Module) -> tuple[int, int]:
+    """Return how many parameters a model has, and how many of them are trained."""
+    counts = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
+def format_numel_str(numel: int) -> str:
+    """Return a number in powers of 1024: `10.24 B` for eleven thousand million."""
+    for power, letter in ((3, "B"), (2, "M"), (1, "K")):
+        if numel >= 1024**power:
+            return f"{numel / 1024**power:.2f} {letter}"
+    return str(numel)
+
+
+def create_tensorboard_writer(exp_dir: str | Path) -> Any:
+    """Return a `SummaryWriter` for `exp_dir/tensorboard`; a HardwareError if TensorBoard is not installed."""
+    return new_writer(Path(exp_dir, "tensorboard"))
+
+
+class AccelerationProfiler(monitor.AccelerationProfiler):
+    """Measures calls, beside the phases of the engine's."""
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__(device)
+        self._report: dict[str, dict[str, float]] = {
+            f"{kind}_breakdown": {} for kind in ("timing", "memory", "communication")
+        }
+
+    def profile_checkpoint(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function, and keep its seconds and peak bytes under `checkpoint`; on a CPU tensors are counted."""
+        with TensorBytes() as counter, self.profile("checkpoint"):
+            result = func(*args, **kwargs)
+        phase = self.phases[-1]
+        peak = None if phase.peak_allocated_gib is None else phase.peak_allocated_gib * GIB
+        self._report["timing_breakdown"]["checkpoint"] = phase.seconds
+        self._report["memory_breakdown"]["checkpoint"] = counter.peak_bytes if peak is None else peak
+        return result
+
+    def profile_communication(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function, and keep its seconds under its name."""
+        with self.profile(func.__name__):
+            result = func(*args, **kwargs)
+        self._report["communication_breakdown"][func.__name__] = self.phases[-1].seconds
+        return result
+
+    def generate_report(self) -> dict[str, dict[str, float]]:
+        """Return `timing_breakdown` and `communication_breakdown` in seconds, `memory_breakdown` in bytes."""
+        return {name: dict(figures) for name, figures in self._report.items()}
+
+
+def monitor_gpu_memory() -> dict[str, float] | None:
+    """Print and return GiB that are `allocated`, `reserved` and `max_allocated`; None without a GPU."""
+    if not torch.cuda.is_available():
+        print("GPU memory: there is no CUDA device")
+        return None
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    figures = {"allocated": allocated, "reserved": reserved, "max_allocated": torch.cuda.max_memory_allocated()}
+    print("GPU memory: " + ", ".join(f"{name} {count / GIB:.2f} GiB" for name, count in figures.items()))
+    return {name: count / GIB for name, count in figures.items()}
+
+
+@torch.no_grad()
+def profile_model_performance(model: nn.Module, input_data: Any, num_runs: int = 10) -> tuple[float, float]:
+    """Return mean and standard deviation of the seconds of `model(input_data)`, after a run to warm up."""
+    profiler = monitor.AccelerationProfiler()
+    for _ in range(num_runs + 1):
+        with profiler.profile("run"):
+            model(input_data)
+    seconds = [phase.seconds for phase in profiler.phases[1:]]
+    return fmean(seconds), stdev(seconds) if num_runs > 1 else 0.0

@@ -1,0 +1,215 @@
+"""Parallelism: collectives, groups of ranks, scheduled and retried exchanges."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opensora_cli.community import refused
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.models.text.t5 import FusedRMSNorm
+from opensora_cli.parallel import collectives, scheduling
+from opensora_cli.parallel.collectives import Group, joined, packed
+from opensora_cli.parallel.collectives import all_to_all as all_to_all
+from opensora_cli.parallel.mesh import get_data_parallel_group as get_data_parallel_group
+from opensora_cli.parallel.mesh import get_sequence_parallel_group as get_sequence_parallel_group
+from opensora_cli.parallel.mesh import get_tensor_parallel_group as get_tensor_parallel_group
+from opensora_cli.parallel.mesh import set_data_parallel_group as set_data_parallel_group
+from opensora_cli.parallel.mesh import set_sequence_parallel_group as set_sequence_parallel_group
+from opensora_cli.parallel.mesh import set_tensor_parallel_group as set_tensor_parallel_group
+from opensora_cli.parallel.scheduling import Handle
+from opensora_cli.parallel.watching import Retried
+
+_SCATTER, _GATHER = 1, 2
+"""Dimensions of `all_to_all` where only its name is given."""
+_SLOWDOWN = 1.5
+"""Times the mean duration, from which on a link counts as congested."""
+
+
+def gather_forward_split_backward(
+    input_: Tensor, process_group: Group, dim: int, grad_scale: str | float | None = None
+) -> Tensor:
+    """Join the shares of all ranks along `dim`; backward, take this rank's share. A group None has no effect.
+
+    `grad_scale` `up` multiplies the gradient by the number of ranks, `down` divides it, None and 1.0 leave it.
+    """
+    _require_group(process_group)
+    return collectives.gather_forward_split_backward(input_, dim, process_group, _grad_scale(grad_scale))
+
+
+def split_forward_gather_backward(
+    input_: Tensor, process_group: Group, dim: int, grad_scale: str | float | None = 1.0
+) -> Tensor:
+    """Take this rank's share along `dim`; backward, join the gradients; else as `gather_forward_split_backward`."""
+    _require_group(process_group)
+    return collectives.split_forward_gather_backward(input_, dim, process_group, _grad_scale(grad_scale))
+
+
+def _gather(input_: Tensor, pg: Group, dim: int = -1) -> Tensor:
+    """Join the equal shares of all ranks along `dim`, without gradients."""
+    _require_group(pg)
+    return collectives.all_gather(input_.detach(), pg, dim=dim)
+
+
+def _split(input_: Tensor, pg: Group, dim: int = -1) -> Tensor:
+    """Take this rank's share along `dim`, without gradients; uneven shares are a ValueError."""
+    _require_group(pg)
+    return collectives.split_forward_gather_backward(input_.detach(), dim, pg)
+
+
+def _require_group(group: object) -> None:
+    if isinstance(group, int):
+        raise RequestError(f"process_group={group} is no group", hint="the order is (input_, process_group, dim)")
+
+
+def _grad_scale(value: str | float | None) -> collectives.GradScale:
+    match value:
+        case "up" | "down" | None:
+            return value
+        case 1.0:
+            return None
+    raise RequestError(f"grad_scale={value!r} must be 'up', 'down' or None")
+
+
+class T5LayerNorm(FusedRMSNorm):
+    """The RMS norm of T5, in one kernel."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(nn.Parameter(torch.ones(hidden_size)), eps=eps)
+
+    @property
+    def variance_epsilon(self) -> float:
+        """The same as `eps`."""
+        return self.eps
+
+    @staticmethod
+    def from_native_module(module: Any, *_args: object, **_kwargs: object) -> "T5LayerNorm":
+        """Return the norm of a fused one, apex's or ours, with a copy of its weight."""
+        made = T5LayerNorm(module.weight.numel(), module.eps).to(module.weight)
+        made.load_state_dict({"weight": module.weight})
+        return made
+
+
+class BandwidthMonitor(scheduling.BandwidthMonitor):
+    """Remembers how fast the collectives of each group were."""
+
+    def is_congested(self) -> bool:
+        """Return whether the latest collectives of a group took over 1.5 times as long as its mean, size aside."""
+        return any(
+            link.calls > 1 and link.predicted_s(link.nbytes // link.calls) > _SLOWDOWN * link.seconds / link.calls
+            for link in self._links.values()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A collective that was scheduled; no gradient flows through it."""
+
+    handle: Handle
+    finish: Callable[[Tensor], Tensor]
+
+    def wait(self) -> Tensor:
+        """Return the result, once it is there; issues what must be issued for that."""
+        return self.finish(self.handle.wait())
+
+
+class CommunicationScheduler(scheduling.CommunicationScheduler):
+    """Issues collectives, those first that should take the shortest.
+
+    `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
+    last dimension. A group None is all ranks.
+    """
+
+    def __init__(self, group: Group = None, monitor: BandwidthMonitor | None = None) -> None:
+        self.bandwidth_monitor = monitor or BandwidthMonitor()
+        super().__init__(group, self.bandwidth_monitor)
+
+    @property
+    def pending_ops(self) -> list[object]:
+        """What was scheduled and is not under way."""
+        return list(self._queue)
+
+    def schedule_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Scheduled:
+        """Queue a collective until it, or a later one, is waited for; all ranks queue and wait for the same."""
+        group = _ranks(group)
+        shape, gather, ranks = _result(tensor, comm_type, group)
+        if comm_type == "all_to_all":
+            sent = packed(tensor.detach(), (tensor.shape[_SCATTER] // ranks,) * ranks, _SCATTER)
+            received = torch.empty_like(sent)
+            start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
+        else:
+            sent = tensor.detach().contiguous().view(-1)
+            received = sent.new_empty(ranks * sent.numel())
+            start = partial(collectives.all_gather_single, received, sent, group=group, async_op=True)
+        finish = partial(joined, shape=shape, sizes=(tensor.shape[gather],) * ranks, dim=gather)
+        return Scheduled(self.submit(start, received, group=group), finish)
+
+    def execute_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Tensor:
+        """Return the result of a collective, issued and measured now, after all that was scheduled; with a gradient."""
+        group = _ranks(group)
+        _result(tensor, comm_type, group)
+        self.flush()
+        with self.bandwidth_monitor.measure(group, tensor.nbytes, device=tensor.device):
+            if comm_type == "all_to_all":
+                return all_to_all(tensor, group, _SCATTER, _GATHER)
+            return gather_forward_split_backward(tensor, group, -1)
+
+
+class RobustCommunication:
+    """An all-to-all that is tried again by all ranks or none; see `watching.Retried`."""
+
+    def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:
+        self.max_retries = max_retries
+        self._retried = Retried(max_retries, timeout_s=timeout_s)
+
+    def safe_all_to_all(
+        self, input_: Tensor, process_group: Group, scatter_dim: int = 2, gather_dim: int = 1
+    ) -> Tensor:
+        """Return what `all_to_all` does; it is tried again after 1, 2, 4 ... seconds, then a HardwareError."""
+        if process_group is None:
+            return input_
+        return self._retried(lambda group: all_to_all(input_, group, scatter_dim, gather_dim), process_group)
+
+    def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
+        """Check shape and numbers of a result over all ranks; an AssertionError if they cannot be right."""
+        expected = self.calculate_expected_shape(input_tensor, comm_type)
+        if output_tensor.shape != expected:
+            raise AssertionError(f"{comm_type} gave {tuple(output_tensor.shape)} and not {tuple(expected)}")
+        if not output_tensor.isfinite().all():
+            raise AssertionError(f"{comm_type} gave numbers that are not finite")
+
+    def calculate_expected_shape(self, input_tensor: Tensor, comm_type: str) -> torch.Size:
+        """Return the shape of a result over all ranks; for `comm_type` see `CommunicationScheduler`."""
+        return _result(input_tensor, comm_type, None)[0]
+
+
+def _ranks(group: Group) -> dist.ProcessGroup:
+    chosen = group or dist.group.WORLD
+    assert chosen is not None
+    return chosen
+
+
+def _result(tensor: Tensor, comm_type: str, group: Group) -> tuple[torch.Size, int, int]:
+    """Return the shape of a result, the dimension that is joined, and the number of ranks."""
+    if comm_type not in ("all_to_all", "gather_split"):
+        raise RequestError(f"comm_type={comm_type!r} must be all_to_all or gather_split")
+    shape, gather = list(tensor.shape), _GATHER if comm_type == "all_to_all" else tensor.ndim - 1
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    shape[gather] *= ranks
+    if comm_type == "all_to_all":
+        if shape[_SCATTER] % ranks:
+            raise ValueError(f"{shape[_SCATTER]} along dimension {_SCATTER} are not {ranks} equal shares")
+        shape[_SCATTER] //= ranks
+    return torch.Size(shape), gather, ranks
+
+
+T5EncoderPolicy = refused("T5EncoderPolicy", hint="use opensora_cli.models.text.t5.fuse_t5_norms(model)")
+init_inference_environment = refused("init_inference_environment", hint="use osora generate --gpus N")
+get_booster = refused("get_booster", hint="use osora generate --gpus N, with --set parallel.ulysses_degree=N")
+benchmark_communication = refused("benchmark_communication", hint="use osora bench-comm")
+weak_scaling_analysis = refused("weak_scaling_analysis", hint="use osora bench-comm --scaling weak")
+strong_scaling_analysis = refused("strong_scaling_analysis", hint="use osora bench-comm --scaling strong")

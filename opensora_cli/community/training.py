@@ -1,0 +1,141 @@
+"""Training: devices, conditions, averages, losses, optimizers, schedules."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opensora_cli.checkpoint.sharding import own_piece
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.ranks import find_context
+from opensora_cli.engine.encode.clip_conditions import encode_with_conditions
+from opensora_cli.engine.launch.rank import device_type, rank_device
+from opensora_cli.engine.train import ema
+from opensora_cli.engine.train.optimizer import create_optimizer as create_optimizer
+from opensora_cli.engine.train.schedules import LinearWarmupLR as LinearWarmupLR
+from opensora_cli.engine.train.schedules import create_lr_scheduler as create_lr_scheduler
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.rendezvous import init_with_retry
+from opensora_cli.sampling import flow
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """Which of the ranks this is."""
+
+    rank: int
+    world_size: int
+
+    def is_master(self) -> bool:
+        """Return whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+
+def setup_device() -> tuple[torch.device, Coordinator]:
+    """Join the ranks that torchrun or Slurm has started, and return this one's device; one process has no groups.
+
+    Without a GPU the ranks use gloo on the CPU. Errors are those of `rank_device` and `init_with_retry`.
+    """
+    kind, context = device_type("auto"), find_context(os.environ)
+    device = torch.device(kind) if context is None else rank_device(context, kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if context is not None and not dist.is_initialized():
+        host, port, rank, ranks = context.master_addr, context.master_port, context.rank, context.world_size
+        init_with_retry(kind, host=host, port=port, rank=rank, world_size=ranks)
+    is_alone = not dist.is_initialized()
+    return device, Coordinator(0, 1) if is_alone else Coordinator(dist.get_rank(), dist.get_world_size())
+
+
+def create_colossalai_plugin(plugin: str, dtype: str, grad_clip: float, **kwargs: object) -> NoReturn:
+    """Raise a RequestError with the settings that the keywords mean."""
+    known = {"sp_size": "parallel.ulysses_degree", "tp_size": "parallel.tensor_parallel_degree"}
+    settings = {"strategy": plugin, "precision.compute": dtype, "optimizer.max_grad_norm": grad_clip}
+    settings |= {name: kwargs[key] for key, name in known.items() if key in kwargs}
+    flags = " ".join(f"--set {name}={value}" for name, value in settings.items())
+    raise RequestError("create_colossalai_plugin does not exist in osora", hint=f"use osora train {flags}")
+
+
+def prepare_visual_condition_causal(
+    x: Tensor, condition_config: Mapping[str, float], model_ae: Autoencoder, *, rng: np.random.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Encode clips, and their given frames in a mode sampled for each; see `prepare_visual_condition_uncausal`."""
+    return prepare_visual_condition_uncausal(x, condition_config, model_ae, rng=rng)
+
+
+def prepare_visual_condition_uncausal(
+    x: Tensor,
+    condition_config: Mapping[str, float],
+    model_ae: Autoencoder,
+    pad: bool = False,
+    *,
+    rng: np.random.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do what `clip_conditions.encode_with_conditions` does; the random numbers of None are seeded by torch's."""
+    rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
+    return encode_with_conditions(x, condition_config, model_ae, rng=rng, pad_pictures=pad)
+
+
+@torch.no_grad()
+def update_ema(
+    ema_model: nn.Module, model: nn.Module, optimizer: object = None, decay: float = 0.9999, sharded: bool = True
+) -> None:
+    """Move the averages of trained weights towards the current ones: ema = decay * ema + (1 - decay) * weight.
+
+    Averages that `model_sharding` has cut are moved by this rank's pieces. `optimizer` and `sharded` are ignored.
+    """
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    averages = {name: average for name, average in ema_model.named_parameters() if name in trained}
+    for name in [name for name, average in averages.items() if average.shape != trained[name].shape]:
+        average = averages.pop(name)
+        average.lerp_(own_piece(trained[name], average.device).to(average.dtype), 1.0 - decay)
+    ema.update_ema(averages, model, decay=decay)
+
+
+def get_batch_loss(model_pred: Tensor, v_t: Tensor, masks: Tensor | None = None) -> Tensor:
+    """Return the mean squared error of (B,N,D) in fp32; `masks` (B,T,H,W) are 1 where latents are given."""
+    return flow.get_batch_loss(model_pred, v_t, masks)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr_scheduler: Any, lr: float, initial_lr: float | None = None) -> None:
+    """Set the full rate of an optimizer and its schedule, if any, and the rate that a warm-up begins with."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = lr
+    if lr_scheduler is not None:
+        lr_scheduler.base_lrs = [lr] * len(optimizer.param_groups)
+        lr_scheduler.initial_lr = getattr(lr_scheduler, "initial_lr", 0.0) if initial_lr is None else initial_lr
+
+
+def set_warmup_steps(lr_scheduler: Any, warmup_steps: int) -> None:
+    """Set how many steps a warm-up takes."""
+    lr_scheduler.warmup_steps = warmup_steps
+
+
+def set_eps(optimizer: torch.optim.Optimizer, eps: float | None = None) -> None:
+    """Set what is added to the denominator of each update; None: nothing changes."""
+    for group in optimizer.param_groups if eps is not None else ():
+        group["eps"] = eps
+
+
+class HybridAdam(torch.optim.AdamW):
+    """AdamW under the name of ColossalAI's; `bias_correction` and `adamw_mode` can only be true."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+    ) -> None:
+        if not bias_correction or not adamw_mode:
+            raise RequestError("HybridAdam is AdamW: bias_correction and adamw_mode can only be true")
+        super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
