@@ -15,5 +15,4 @@ def refused(name: str, *, hint: str) -> Callable[..., NoReturn]:
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise RequestError(f"{name} does not exist in osora", hint=hint)
 
-    refuse.__doc__ = f"Raise a RequestError. Instead, {hint}."
     return refuse

@@ -1,5 +1,6 @@
 """Checkpoints: weights of any format, the state of a training run, sharded averages."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from opensora_cli.checkpoint.save import ADAPTER_FOLDER, Stateful
 from opensora_cli.checkpoint.sharding import model_gathering as model_gathering
 from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
 from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
-from opensora_cli.checkpoint.sharding import remove_padding as remove_padding
 from opensora_cli.checkpoint.shared_folder import remove_checkpoint
 from opensora_cli.community import refused
 from opensora_cli.core.exceptions import RequestError
@@ -95,9 +95,8 @@ def _refuse(booster: object, wants_master: bool) -> None:
 def _peft_state(model: Any) -> dict[str, Any]:
     import peft
 
-    config = model.peft_config[model.active_adapter].to_dict()
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    return {"adapter": peft.get_peft_model_state_dict(model), "adapter_config": plain}
+    config = json.loads(json.dumps(model.peft_config[model.active_adapter].to_dict(), default=sorted))
+    return {"adapter": peft.get_peft_model_state_dict(model), "adapter_config": config}
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | None = None) -> str:
@@ -111,6 +110,5 @@ def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:
         remove_checkpoint(folder)
 
 
-_HINT = "use save(..., master=weights) of CheckpointIO, and osora ckpt convert --select master"
-master_weights_gathering = refused("master_weights_gathering", hint=_HINT)
-load_master_weights = refused("load_master_weights", hint=_HINT)
+master_weights_gathering = refused("master_weights_gathering", hint="use CheckpointIO.save(..., master=weights)")
+load_master_weights = refused("load_master_weights", hint="use osora ckpt convert --select master")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.memory import activations, checkpointing, dynamic_activations
@@ -23,12 +24,9 @@ from opensora_cli.memory.streaming import stream_model
 class ActivationManager(activations.ActivationManager):
     """A stack of tensors in host memory; without a buffer, `offload`, `onload` and `offloading` have no effect."""
 
-    enable = False
-    """Whether there is a buffer."""
+    # Whether there is a buffer; the buffer, flat; its elements.
+    enable, total_size = False, 0
     buffer: Tensor | None = None
-    """Flat, in the host's memory."""
-    total_size = 0
-    """Elements of the buffer."""
 
     def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
         """Allocate a buffer of `numel` numbers, in place of an earlier one."""
@@ -43,19 +41,18 @@ class ActivationManager(activations.ActivationManager):
 
     def offload(self, x: Tensor) -> OffloadedActivation | None:  # type: ignore[override]
         """Move what `x` holds to the buffer, in place, until `onload(x)`; the handle serves as well as `x`."""
-        if not self.enable or self._ignores(x):
+        if not self.enable or x in self._ignored:
             return None
         handle = super().offload(x)
-        if handle.host is not None:
-            if x.is_cuda:
-                torch.cuda.synchronize(x.device)
-            x.data = handle.host
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        x.data = x.data if handle.host is None else handle.host
         self._moved.append((x, handle))
         return handle
 
     def onload(self, x: Tensor | OffloadedActivation) -> Tensor | None:  # type: ignore[override]
         """Move back what was offloaded last, and return it; anything else is an AssertionError."""
-        if not self.enable or (isinstance(x, Tensor) and self._ignores(x)):
+        if not self.enable or (isinstance(x, Tensor) and x in self._ignored):
             return None
         if not self._moved or not any(x is each for each in self._moved[-1]):
             raise AssertionError("wrong order: onload first what was offloaded last")
@@ -70,7 +67,7 @@ class ActivationManager(activations.ActivationManager):
 
     def add_ignore_tensor(self, x: Tensor) -> None:
         """Leave `x` where it is, whenever it is to be moved."""
-        self._ignored[id(x)] = weakref.ref(x)
+        self._ignored[x] = True
 
     @contextmanager
     def offloading(self) -> Iterator[None]:
@@ -91,12 +88,8 @@ class ActivationManager(activations.ActivationManager):
         return []
 
     @cached_property
-    def _ignored(self) -> dict[int, weakref.ref[Tensor]]:
-        return {}
-
-    def _ignores(self, x: Tensor) -> bool:
-        # A number may be another tensor's by now.
-        return id(x) in self._ignored and self._ignored[id(x)]() is x
+    def _ignored(self) -> Any:
+        return WeakTensorKeyDictionary()
 
 
 class DynamicActivationManager(ActivationManager, dynamic_activations.DynamicActivationManager):
@@ -132,13 +125,8 @@ class CheckpointFunctionWithOffload(torch_checkpoint.CheckpointFunction):
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Return `function(*args)`, recomputed in backward, with its inputs offloaded; None: not reentrant."""
-    if use_reentrant:
-        preserve = kwargs.pop("preserve_rng_state", True)
-        if kwargs:
-            raise TypeError(f"a reentrant checkpoint has no {', '.join(kwargs)}")
-        return CheckpointFunctionWithOffload.apply(function, preserve, *args)
     with GLOBAL_ACTIVATION_MANAGER.offloading():
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=bool(use_reentrant), **kwargs)
 
 
 _checkpointed: weakref.WeakKeyDictionary[nn.Module, GradCheckpoint] = weakref.WeakKeyDictionary()

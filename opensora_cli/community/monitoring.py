@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,6 @@ from opensora_cli.memory.monitor import GIB
 from opensora_cli.memory.monitor import log_cuda_max_memory as log_cuda_max_memory
 from opensora_cli.memory.monitor import log_cuda_memory as log_cuda_memory
 from opensora_cli.memory.monitor import log_model_params as log_model_params
-
-T = TypeVar("T")
 
 
 def get_model_numel(model: nn.Module) -> tuple[int, int]:
@@ -43,21 +41,19 @@ class AccelerationProfiler(monitor.AccelerationProfiler):
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device)
-        self._report: dict[str, dict[str, float]] = {
-            f"{kind}_breakdown": {} for kind in ("timing", "memory", "communication")
-        }
+        kinds = ("timing_breakdown", "memory_breakdown", "communication_breakdown")
+        self._report: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
-    def profile_checkpoint(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def profile_checkpoint(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and keep its seconds and peak bytes under `checkpoint`; on a CPU tensors are counted."""
         with TensorBytes() as counter, self.profile("checkpoint"):
             result = func(*args, **kwargs)
-        phase = self.phases[-1]
-        peak = None if phase.peak_allocated_gib is None else phase.peak_allocated_gib * GIB
-        self._report["timing_breakdown"]["checkpoint"] = phase.seconds
-        self._report["memory_breakdown"]["checkpoint"] = counter.peak_bytes if peak is None else peak
+        seconds, gib = self.phases[-1].seconds, self.phases[-1].peak_allocated_gib
+        self._report["timing_breakdown"]["checkpoint"] = seconds
+        self._report["memory_breakdown"]["checkpoint"] = counter.peak_bytes if gib is None else gib * GIB
         return result
 
-    def profile_communication(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def profile_communication(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and keep its seconds under its name."""
         with self.profile(func.__name__):
             result = func(*args, **kwargs)
@@ -74,10 +70,10 @@ def monitor_gpu_memory() -> dict[str, float] | None:
     if not torch.cuda.is_available():
         print("GPU memory: there is no CUDA device")
         return None
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    figures = {"allocated": allocated, "reserved": reserved, "max_allocated": torch.cuda.max_memory_allocated()}
-    print("GPU memory: " + ", ".join(f"{name} {count / GIB:.2f} GiB" for name, count in figures.items()))
-    return {name: count / GIB for name, count in figures.items()}
+    counts = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+    figures = dict(zip(("allocated", "reserved", "max_allocated"), (count / GIB for count in counts), strict=True))
+    print("GPU memory: " + ", ".join(f"{name} {gib:.2f} GiB" for name, gib in figures.items()))
+    return figures
 
 
 @torch.no_grad()

@@ -26,8 +26,6 @@ from opensora_cli.parallel.watching import Retried
 
 _SCATTER, _GATHER = 1, 2
 """Dimensions of `all_to_all` where only its name is given."""
-_SLOWDOWN = 1.5
-"""Times the mean duration, from which on a link counts as congested."""
 
 
 def gather_forward_split_backward(
@@ -37,36 +35,29 @@ def gather_forward_split_backward(
 
     `grad_scale` `up` multiplies the gradient by the number of ranks, `down` divides it, None and 1.0 leave it.
     """
-    _require_group(process_group)
-    return collectives.gather_forward_split_backward(input_, dim, process_group, _grad_scale(grad_scale))
+    return collectives.gather_forward_split_backward(input_, dim, process_group, _grad_scale(grad_scale, process_group))
 
 
 def split_forward_gather_backward(
     input_: Tensor, process_group: Group, dim: int, grad_scale: str | float | None = 1.0
 ) -> Tensor:
     """Take this rank's share along `dim`; backward, join the gradients; else as `gather_forward_split_backward`."""
-    _require_group(process_group)
-    return collectives.split_forward_gather_backward(input_, dim, process_group, _grad_scale(grad_scale))
+    return collectives.split_forward_gather_backward(input_, dim, process_group, _grad_scale(grad_scale, process_group))
 
 
 def _gather(input_: Tensor, pg: Group, dim: int = -1) -> Tensor:
     """Join the equal shares of all ranks along `dim`, without gradients."""
-    _require_group(pg)
     return collectives.all_gather(input_.detach(), pg, dim=dim)
 
 
 def _split(input_: Tensor, pg: Group, dim: int = -1) -> Tensor:
     """Take this rank's share along `dim`, without gradients; uneven shares are a ValueError."""
-    _require_group(pg)
     return collectives.split_forward_gather_backward(input_.detach(), dim, pg)
 
 
-def _require_group(group: object) -> None:
+def _grad_scale(value: str | float | None, group: object) -> collectives.GradScale:
     if isinstance(group, int):
         raise RequestError(f"process_group={group} is no group", hint="the order is (input_, process_group, dim)")
-
-
-def _grad_scale(value: str | float | None) -> collectives.GradScale:
     match value:
         case "up" | "down" | None:
             return value
@@ -100,7 +91,7 @@ class BandwidthMonitor(scheduling.BandwidthMonitor):
     def is_congested(self) -> bool:
         """Return whether the latest collectives of a group took over 1.5 times as long as its mean, size aside."""
         return any(
-            link.calls > 1 and link.predicted_s(link.nbytes // link.calls) > _SLOWDOWN * link.seconds / link.calls
+            link.calls > 1 and link.predicted_s(link.nbytes // link.calls) > 1.5 * link.seconds / link.calls
             for link in self._links.values()
         )
 

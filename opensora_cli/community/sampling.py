@@ -15,7 +15,8 @@ from opensora_cli.media.names import prompt_part
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.write import write_media
-from opensora_cli.sampling import sizes, text
+from opensora_cli.sampling import sizes
+from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition
 from opensora_cli.sampling.text import add_fps_info_to_text as add_fps_info_to_text
 
@@ -33,29 +34,17 @@ def process_and_save(
     """Save each clip of `x` (B,C,T,H,W), -1 to 1, with its prompt beside it, and return the names without endings.
 
     Args:
-        batch: `text`, and maybe `name` and `index`, each a list with one entry for a clip.
+        batch: lists `text`, and maybe `name` and `index`, to which `start_index` is added.
         cfg: `save_dir`, `dataset.data_path`, and by `get`: `save_prefix`, `fps_save`, `prompt_as_path`.
-        generate_sampling_option: ignored, the clips show whether they are pictures.
         epoch: which of several samples of each prompt these are, from 0.
-        start_index: added to `index`.
-        saving: False only names.
+        saving: False only names; `generate_sampling_option` is ignored.
     """
-    missing = [None] * len(x)
+    prefix, by_prompt = cfg.get("save_prefix", ""), cfg.get("prompt_as_path", False)
+    names, table = batch.get("name", [None] * len(x)), Path(cfg.dataset.data_path).stem
+    numbers = [start_index + int(number) for number in batch.get("index", range(len(x)))]
     paths = [
-        get_save_path_name(
-            cfg.save_dir,
-            sub_dir,
-            save_prefix=cfg.get("save_prefix", ""),
-            name=name,
-            fallback_name=Path(cfg.dataset.data_path).stem,
-            index=start_index + int(position if index is None else index),
-            num_sample_pos=epoch,
-            prompt_as_path=cfg.get("prompt_as_path", False),
-            prompt=prompt,
-        )
-        for position, (prompt, name, index) in enumerate(
-            zip(batch["text"], batch.get("name", missing), batch.get("index", missing), strict=True)
-        )
+        get_save_path_name(cfg.save_dir, sub_dir, prefix, name, table, number, epoch, by_prompt, prompt)
+        for prompt, name, number in zip(batch["text"], names, numbers, strict=True)
     ]
     for clip, path, prompt in zip(x, paths, batch["text"], strict=True) if saving else ():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -125,22 +114,19 @@ def read_from_path(path: str | Path, image_size: tuple[int, int], transform_name
     return fit_frames(frames, height=image_size[0], width=image_size[1])
 
 
-def add_motion_score_to_text(text_: Sequence[str], motion_score: int | str) -> list[str]:
+def add_motion_score_to_text(text: Sequence[str], motion_score: int | str) -> list[str]:
     """Return each prompt with a motion score: a number, or `dynamic`, for which `refine_prompts` is asked."""
     if motion_score == "dynamic":
-        scores = refine_prompts(text_, type="motion_score")
+        scores = refine_prompts(text, type="motion_score")
     elif str(motion_score).isdecimal():
-        scores = [str(motion_score)] * len(text_)
+        scores = [str(motion_score)] * len(text)
     else:
         raise RequestError(f"motion_score={motion_score!r} must be a number or dynamic")
-    return [text.add_motion_score_to_text([each], int(score))[0] for each, score in zip(text_, scores, strict=True)]
+    return [suffixes.add_motion_score_to_text([each], int(score))[0] for each, score in zip(text, scores, strict=True)]
 
 
 def refine_prompts(
-    prompts: Sequence[str],
-    retry_times: int = 3,
-    type: str = "t2v",
-    image_paths: Sequence[str | Path | None] | None = None,
+    prompts: Sequence[str], retry_times: int = 3, type: str = "t2v", image_paths: Sequence[str | None] | None = None
 ) -> list[str]:
     """Return `refine_prompt` of each prompt, with its picture."""
     images = image_paths or [None] * len(prompts)

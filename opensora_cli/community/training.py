@@ -15,7 +15,6 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clip_conditions import encode_with_conditions
 from opensora_cli.engine.launch.rank import device_type, rank_device
-from opensora_cli.engine.train import ema
 from opensora_cli.engine.train.optimizer import create_optimizer as create_optimizer
 from opensora_cli.engine.train.schedules import LinearWarmupLR as LinearWarmupLR
 from opensora_cli.engine.train.schedules import create_lr_scheduler as create_lr_scheduler
@@ -90,12 +89,11 @@ def update_ema(
     Averages that `model_sharding` has cut are moved by this rank's pieces. `optimizer` and `sharded` are ignored.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    averages = {name: average for name, average in ema_model.named_parameters() if name in trained}
-    for name in [name for name, average in averages.items() if average.shape != trained[name].shape]:
-        average = averages.pop(name)
-        average.lerp_(own_piece(trained[name], average.device).to(average.dtype), 1.0 - decay)
-    ema.update_ema(averages, model, decay=decay)
+    averages = dict(ema_model.named_parameters())
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            own = weight if weight.shape == averages[name].shape else own_piece(weight)
+            averages[name].lerp_(own.to(averages[name]), 1.0 - decay)
 
 
 def get_batch_loss(model_pred: Tensor, v_t: Tensor, masks: Tensor | None = None) -> Tensor:

@@ -1,0 +1,201 @@
+"""Names of checkpoints, called as the community calls them."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from opensora_cli.community import checkpoint
+from opensora_cli.community.checkpoint import (
+    CheckpointIO,
+    load_checkpoint,
+    load_from_hf_hub,
+    load_master_weights,
+    master_weights_gathering,
+    model_gathering,
+    model_sharding,
+    record_model_param_shape,
+    rm_checkpoints,
+)
+from opensora_cli.community.training import create_lr_scheduler
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+
+class Sampler:
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    others = second.state_dict()
+    return all(torch.equal(tensor, others[name]) for name, tensor in first.state_dict().items())
+
+
+def test_weights_are_loaded_with_parts_of_names_changed(tmp_path: Path):
+    state = {name.replace("0.", "x.first.block."): tensor for name, tensor in model(0).state_dict().items()}
+    save_file(state, tmp_path / "a.safetensors")
+    loaded = load_checkpoint(
+        model=model(1),
+        path=str(tmp_path / "a.safetensors"),
+        cache_dir=None,
+        device_map="cpu",
+        cai_model_name="model",
+        strict=True,
+        rename_keys={".first.block": "", "x.": "0."},
+    )
+    assert equal(loaded, model(0))
+
+
+def run(seed: int) -> dict[str, object]:
+    made = model(seed)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+    made(torch.ones(5, 4)).square().sum().backward()
+    optimizer.step()
+    scheduler = create_lr_scheduler(optimizer, 10, 2, warmup_steps=2, use_cosine_scheduler=True)
+    for _ in range(seed):
+        optimizer.step()
+        scheduler.step()
+    return {
+        "model": made,
+        "ema": copy.deepcopy(made),
+        "optimizer": optimizer,
+        "lr_scheduler": scheduler,
+        "sampler": Sampler(seed),
+    }
+
+
+class TestCheckpointIO:
+    @pytest.mark.parametrize("by_position", [True, False])
+    def test_a_run_comes_back(self, tmp_path: Path, by_position: bool):
+        io, saved, other = CheckpointIO(n_write_entries=32), run(3), run(1)
+        shapes = record_model_param_shape(saved["ema"])
+        expected = copy.deepcopy(saved["ema"])
+        model_sharding(saved["ema"])
+        counts = {"epoch": 2, "step": 7, "global_step": 80, "batch_size": 2, "lora": False, "actual_update_step": 40}
+        options = {"ema_shape_dict": shapes, "async_io": True, "include_master_weights": False}
+        if by_position:
+            folder = io.save(None, str(tmp_path), **saved, **counts, **options)
+        else:
+            folder = io.save(booster=None, save_dir=str(tmp_path), **saved, **counts, **options)
+        assert folder == str(tmp_path / "epoch2-global_step40")
+        start = io.load(None, folder, **other, strict=True, include_master_weights=False)
+        assert start == (2, 7)
+        assert equal(other["model"], saved["model"])
+        assert equal(other["ema"], expected)
+        assert other["sampler"].position == 3
+        assert other["lr_scheduler"].get_last_lr() == saved["lr_scheduler"].get_last_lr()
+        for each in (saved, other):
+            each["lr_scheduler"].step()
+        assert other["optimizer"].param_groups[0]["lr"] == saved["optimizer"].param_groups[0]["lr"]
+
+    def test_a_sharded_average_takes_its_shapes_from_the_model(self, tmp_path: Path):
+        saved = run(0)
+        model_sharding(saved["ema"])
+        folder = CheckpointIO().save(None, tmp_path, saved["model"], saved["ema"], async_io=False)
+        shapes = {name: tensor.shape for name, tensor in load_file(f"{folder}/ema.safetensors").items()}
+        assert shapes == {name: tensor.shape for name, tensor in saved["model"].state_dict().items()}
+
+    def test_with_lora_the_adapter_is_saved_as_peft_reads_it(self, tmp_path: Path):
+        peft = pytest.importorskip("peft")
+
+        def adapted(seed: int) -> nn.Module:
+            torch.manual_seed(seed)
+            made = peft.get_peft_model(model(0), peft.LoraConfig(r=2, target_modules=["0"]))
+            nn.init.normal_(made.base_model.model[0].lora_B.default.weight)
+            return made
+
+        first, second = adapted(1), adapted(2)
+        with CheckpointIO() as io:
+            folder = io.save(None, tmp_path, first, lora=True, epoch=1, step=3)
+        assert not Path(folder, "model").exists()
+        assert json.loads(Path(folder, "lora", "adapter_config.json").read_text())["r"] == 2
+        assert CheckpointIO().load(None, folder, second) == (1, 3)
+        assert equal(first, second)
+        assert equal(peft.PeftModel.from_pretrained(model(0), f"{folder}/lora"), first)
+
+    def test_files_of_the_reference_are_read(self, tmp_path: Path):
+        folder, saved, other = tmp_path / "epoch0-global_step5", run(3), run(1)
+        (folder / "model").mkdir(parents=True)
+        save_file(saved["model"].state_dict(), folder / "model" / "model.safetensors")
+        for name in ("lr_scheduler", "sampler"):
+            torch.save(saved[name].state_dict(), folder / name)
+        (folder / "running_states.json").write_text('{"epoch": 0, "step": 5, "global_step": 5}')
+        wanted = {name: other[name] for name in ("model", "lr_scheduler", "sampler")}
+        assert CheckpointIO().load(None, folder, **wanted, ema=None, optimizer=None) == (0, 5)
+        assert equal(other["model"], saved["model"])
+        assert other["sampler"].position == 3
+
+    def test_loading_is_not_strict_by_default(self, tmp_path: Path):
+        folder = CheckpointIO().save(None, tmp_path, model(0), async_io=False)
+        with pytest.warns(UserWarning, match="unexpected"):
+            CheckpointIO().load(None, folder, nn.Sequential(nn.Linear(4, 3)))
+        with pytest.raises(CheckpointError, match="unexpected"):
+            CheckpointIO().load(None, folder, nn.Sequential(nn.Linear(4, 3)), strict=True)
+
+    def test_what_makes_no_sense_here_is_refused(self, tmp_path: Path):
+        with pytest.raises(RequestError, match="booster must be None"):
+            CheckpointIO().save(tmp_path, model(0))
+        with pytest.raises(RequestError, match="booster must be None"):
+            CheckpointIO().load(object(), tmp_path)
+        with pytest.raises(RequestError, match="include_master_weights") as caught:
+            CheckpointIO().save(None, tmp_path, model(0), include_master_weights=True)
+        assert "master=" in caught.value.hint
+        assert list(tmp_path.iterdir()) == []
+
+    def test_master_weights_may_be_given(self, tmp_path: Path):
+        master = {"0.weight": torch.ones(3, 4)}
+        folder = CheckpointIO().save(
+            None, tmp_path, model(0), include_master_weights=True, master=master, async_io=False
+        )
+        assert torch.equal(load_file(f"{folder}/master.safetensors")["0.weight"], master["0.weight"])
+
+
+def test_pieces_come_together_with_the_buffers():
+    whole = model(0)
+    whole[1].running_mean += 3
+    shapes, pinned = record_model_param_shape(whole), copy.deepcopy(model(1).state_dict())
+    sharded = copy.deepcopy(whole)
+    model_sharding(sharded, device=None)
+    assert sharded[0].weight.shape == (12,)
+    model_gathering(sharded, shapes, pinned)
+    assert all(torch.equal(pinned[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("function", "instead"), [(master_weights_gathering, "master="), (load_master_weights, "--select")]
+)
+def test_master_weights_of_optimizers_are_refused(function, instead):
+    with pytest.raises(RequestError, match="does not exist in osora") as caught:
+        function(None, None, {})
+    assert instead in caught.value.hint
+
+
+def test_files_of_the_hub_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(checkpoint, "fetch_from_hub", lambda name, *, cache_dir: tmp_path / name / str(cache_dir))
+    assert load_from_hf_hub("owner/repo/a.safetensors", cache_dir="c") == str(
+        tmp_path / "owner/repo/a.safetensors" / "c"
+    )
+
+
+def test_old_checkpoints_are_removed(tmp_path: Path):
+    for step in (2, 10, 9):
+        CheckpointIO().save(None, tmp_path, model(0), global_step=step, async_io=False)
+    rm_checkpoints(str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3
+    rm_checkpoints(str(tmp_path), keep_n_latest=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0-global_step10", "epoch0-global_step9"]

@@ -1,0 +1,179 @@
+"""Names of memory, called as the community calls them."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from closeness import assert_close
+from torch import Tensor, nn
+
+from opensora_cli.community import memory
+from opensora_cli.community.memory import (
+    ActivationManager,
+    CheckpointFunctionWithOffload,
+    DynamicActivationManager,
+    adaptive_batch_size,
+    auto_grad_checkpoint,
+    checkpoint,
+    memory_offloading_inference,
+    set_grad_checkpoint,
+)
+
+
+class Block(nn.Module):
+    """What the community's blocks look like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x, x, x, need_weights=False)[0]
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks, self.last = nn.Linear(4, 8), nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 2)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(auto_grad_checkpoint(self.blocks, self.first(x) + self.shift))
+        return out
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 40).view(2, 5, 4)).square().mean().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[ActivationManager]:
+    """Give checkpoints a manager without a buffer, as the global one is at first."""
+    made = ActivationManager()
+    monkeypatch.setattr(memory, "GLOBAL_ACTIVATION_MANAGER", made)
+    yield made
+    made.reset()
+
+
+def test_the_buffer_is_counted_in_elements():
+    manager = ActivationManager()
+    assert (manager.enable, manager.buffer, manager.total_size, manager.avail_offset) == (False, None, 0, 0)
+    manager.setup_buffer(100, torch.bfloat16)
+    manager.offload(torch.ones(7, dtype=torch.bfloat16))
+    assert (manager.enable, manager.buffer.numel(), manager.total_size, manager.avail_offset) == (True, 100, 100, 7)
+
+
+@pytest.mark.parametrize("by_handle", [False, True])
+def test_tensors_move_in_place_and_back_in_reverse(by_handle: bool):
+    manager = ActivationManager()
+    manager.setup_buffer(20, torch.float32)
+    first, second = torch.arange(6.0).view(2, 3).requires_grad_(), torch.arange(4.0).view(2, 2).t()
+    handles = [manager.offload(first), manager.offload(second)]
+    in_buffer = manager.buffer.untyped_storage().data_ptr()
+    assert [x.untyped_storage().data_ptr() for x in (first, second)] == [in_buffer] * 2
+    assert (manager.is_top_tensor(first), manager.is_top_tensor(second)) == (False, True)
+    with pytest.raises(AssertionError, match="wrong order"):
+        manager.onload(handles[0] if by_handle else first)
+    for x, handle in ((second, handles[1]), (first, handles[0])):
+        assert manager.onload(handle if by_handle else x) is x
+    assert torch.equal(first, torch.arange(6.0).view(2, 3))
+    assert torch.equal(second, torch.arange(4.0).view(2, 2).t())
+    assert in_buffer not in [x.untyped_storage().data_ptr() for x in (first, second)]
+    with pytest.raises(AssertionError):
+        manager.onload(first)
+    del handles, handle
+    assert manager.avail_offset == 0
+
+
+def test_without_a_buffer_and_for_ignored_tensors_nothing_happens():
+    manager, x = ActivationManager(), torch.ones(3)
+    place = x.data_ptr()
+    assert manager.offload(x) is manager.onload(x) is None
+    manager.setup_buffer(10, torch.float32)
+    manager.add_ignore_tensor(x)
+    assert manager.offload(x) is manager.onload(x) is None
+    assert (x.data_ptr(), manager.avail_offset, manager.is_top_tensor(x)) == (place, 0, False)
+
+
+def test_only_where_memory_is_short_tensors_move():
+    used = iter([10, 90])
+    manager = DynamicActivationManager(read_memory=lambda _: (next(used), 100))
+    manager.setup_buffer(10, torch.float32)
+    first, second = torch.ones(2), torch.ones(5)
+    assert manager.adaptive_offload(first) is manager.adaptive_offload(second) is None
+    assert manager.memory_profiling() == {
+        "peak_memory": 90,
+        "allocation_history": [10, 90],
+        "buffer_utilization": 0.5,
+    }
+    manager.onload(second)
+    manager.onload(first)
+    assert torch.equal(torch.cat([first, second]), torch.ones(7))
+    assert DynamicActivationManager().threshold == 0.8
+
+
+Checkpoint = Callable[..., Tensor]
+CHECKPOINTS: dict[str, Checkpoint] = {
+    "apply": lambda function, *args: CheckpointFunctionWithOffload.apply(function, True, *args),
+    "reentrant": lambda function, *args: checkpoint(function, *args, use_reentrant=True),
+    "default": checkpoint,
+}
+
+
+@pytest.mark.parametrize("call", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize("numel", [None, 100])
+def test_checkpoints_offload_their_inputs_once_there_is_a_buffer(
+    manager: ActivationManager, call: Checkpoint, numel: int | None
+):
+    if numel:
+        manager.setup_buffer(numel, torch.float32)
+    x = torch.linspace(-1, 1, 6).requires_grad_()
+    out = call(lambda x, y: (x.sin() * y).exp(), x * 1, torch.full((6,), 2.0))
+    assert manager.avail_offset == (12 if numel else 0)
+    out.sum().backward()
+    expected = torch.linspace(-1, 1, 6).requires_grad_()
+    (expected.sin() * 2).exp().sum().backward()
+    assert_close(x.grad, expected.grad)
+
+
+def test_a_reentrant_checkpoint_refuses_unknown_keywords():
+    with pytest.raises(ValueError, match="factor"):
+        checkpoint(torch.sin, torch.ones(1), use_reentrant=True, factor=2)
+
+
+def test_every_module_learns_how_it_is_checkpointed(manager: ActivationManager):
+    model = Model()
+    expected = gradients(model)
+    assert set_grad_checkpoint(model) is None
+    set_grad_checkpoint(model, use_fp32_attention=True, gc_step=2)
+    settings = {(m.grad_checkpointing, m.fp32_attention, m.grad_checkpointing_step) for m in model.modules()}
+    assert settings == {(True, True, 2)}
+    assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
+    manager.setup_buffer(10_000, torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
+    # The inputs of the first two blocks, which share a checkpoint, and of the third.
+    assert manager.peak_bytes == 2 * 4 * (2 * 5 * 8)
+
+
+def test_blocks_are_streamed_and_the_output_is_on_the_cpu():
+    model = Model()
+    x = torch.ones(2, 5, 4)
+    out = memory_offloading_inference(model, x)
+    assert (out.device.type, out.requires_grad) == ("cpu", False)
+    assert_close(out, model(x))
+    plain = nn.Linear(4, 2)
+    assert_close(memory_offloading_inference(plain, x), plain(x))
+
+
+def test_the_batch_grows_to_80_percent():
+    model = nn.Linear(256, 512, bias=False)
+    weights, sample = 256 * 512 * 4, (256 + 512) * 4
+    gigabytes = (weights + 37.5 * sample) / 0.8 / 2**30
+    assert adaptive_batch_size(model, (256,), max_memory_gb=gigabytes) == 37
+    assert adaptive_batch_size(model, (256,), max_memory_gb=1e-9) == 1

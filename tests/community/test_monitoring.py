@@ -1,0 +1,86 @@
+"""Names of monitoring, called as the community calls them."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from opensora_cli.community.monitoring import (
+    AccelerationProfiler,
+    create_tensorboard_writer,
+    format_numel_str,
+    get_model_numel,
+    log_cuda_max_memory,
+    log_cuda_memory,
+    log_model_params,
+    monitor_gpu_memory,
+    profile_model_performance,
+)
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="reports what there is without CUDA")
+
+
+def test_what_is_logged_names_its_stage(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    log_cuda_memory("diffusion")
+    log_cuda_max_memory("diffusion")
+    log_model_params(nn.Linear(4, 2))
+    assert ["diffusion" in message for message in caplog.messages] == [True, True, False]
+    assert caplog.messages[2].startswith("Linear: 10 parameters")
+
+
+def test_parameters_are_counted():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1).requires_grad_(False))
+    assert get_model_numel(model) == (13, 10)
+
+
+@pytest.mark.parametrize(
+    ("numel", "text"), [(11_000_000_000, "10.24 B"), (2**20, "1.00 M"), (1536, "1.50 K"), (7, "7")]
+)
+def test_numbers_are_in_powers_of_1024(numel: int, text: str):
+    assert format_numel_str(numel) == text
+
+
+def test_tensorboard_has_a_folder_of_its_own(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    writer = create_tensorboard_writer(str(tmp_path))
+    writer.add_scalar("loss", 1.0, 0)
+    writer.close()
+    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
+
+
+def test_calls_are_measured_and_reported():
+    profiler = AccelerationProfiler()
+
+    def exchange(x: torch.Tensor, *, factor: int) -> torch.Tensor:
+        return x * factor
+
+    assert profiler.profile_checkpoint(torch.ones, 1000).sum() == 1000
+    assert profiler.profile_communication(exchange, torch.ones(3), factor=2).sum() == 6
+    report = profiler.generate_report()
+    assert {name: list(figures) for name, figures in report.items()} == {
+        "timing_breakdown": ["checkpoint"],
+        "memory_breakdown": ["checkpoint"],
+        "communication_breakdown": ["exchange"],
+    }
+    assert report["memory_breakdown"]["checkpoint"] == 4000
+    assert report["timing_breakdown"]["checkpoint"] > 0
+    assert len(profiler.summary()) == 2
+
+
+@without_cuda
+def test_without_a_gpu_there_is_no_memory_of_it(capsys: pytest.CaptureFixture[str]):
+    assert monitor_gpu_memory() is None
+    assert capsys.readouterr().out == "GPU memory: there is no CUDA device\n"
+
+
+def test_a_model_is_timed_after_a_warm_up():
+    calls = []
+    model = nn.Identity()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    mean, std = profile_model_performance(model, torch.ones(2), num_runs=3)
+    assert mean > 0
+    assert std >= 0
+    assert len(calls) == 4

@@ -1,0 +1,123 @@
+"""Names of parallelism that need no ranks; those that do are in tests/distributed/test_community.py."""
+
+import pytest
+import torch
+from closeness import assert_close
+from torch import nn
+from transformers import T5Config, T5EncoderModel
+from transformers.models.t5.modeling_t5 import T5LayerNorm as TransformersNorm
+
+from opensora_cli.community import parallel
+from opensora_cli.community.parallel import (
+    BandwidthMonitor,
+    CommunicationScheduler,
+    RobustCommunication,
+    T5LayerNorm,
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+)
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.models.text.t5 import FusedRMSNorm, fuse_t5_norms
+
+
+class ApexNorm(nn.Module):
+    """What apex's fused norm looks like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = torch.Size([6]), 1e-3
+        self.weight = nn.Parameter(torch.arange(6.0))
+
+
+def test_without_a_group_a_collective_has_no_effect():
+    x = torch.ones(2, 3)
+    assert gather_forward_split_backward(x, None, -1) is split_forward_gather_backward(x, None, -1) is x
+
+
+@pytest.mark.parametrize("collective", [gather_forward_split_backward, split_forward_gather_backward])
+def test_another_order_or_scale_is_refused(collective):
+    with pytest.raises(RequestError, match="process_group=1 is no group") as caught:
+        collective(torch.ones(2), 1, None)
+    assert caught.value.hint == "the order is (input_, process_group, dim)"
+    with pytest.raises(RequestError, match="'half' must be 'up', 'down' or None"):
+        collective(torch.ones(2), None, -1, grad_scale="half")
+    with pytest.raises(RequestError, match=r"grad_scale=0\.5"):
+        collective(torch.ones(2), None, -1, 0.5)
+
+
+class TestT5LayerNorm:
+    def test_it_computes_what_transformers_does(self):
+        ours, theirs, x = T5LayerNorm(8, eps=1e-3), TransformersNorm(8, eps=1e-3), torch.randn(2, 8)
+        assert ours.variance_epsilon == 1e-3
+        assert T5LayerNorm(8).variance_epsilon == 1e-6
+        assert_close(ours(x), theirs(x))
+
+    @pytest.mark.parametrize("make", [ApexNorm, lambda: FusedRMSNorm(nn.Parameter(torch.arange(6.0)), eps=1e-3)])
+    def test_fused_norms_are_converted_with_a_copy_of_their_weight(self, make):
+        native = make()
+        made = T5LayerNorm.from_native_module(native, sp_partial_derived=False)
+        assert isinstance(made, T5LayerNorm)
+        assert (made.variance_epsilon, made.weight.tolist()) == (1e-3, [0, 1, 2, 3, 4, 5])
+        assert made.weight is not native.weight
+
+    def test_the_policy_names_what_replaces_it(self):
+        with pytest.raises(RequestError) as caught:
+            parallel.T5EncoderPolicy()
+        assert "fuse_t5_norms(model)" in caught.value.hint
+        model = T5EncoderModel(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+        fuse_t5_norms(model)
+        assert isinstance(model.encoder.final_layer_norm, FusedRMSNorm)
+
+
+def test_a_link_is_congested_when_it_becomes_slow():
+    monitor = BandwidthMonitor()
+    assert not monitor.is_congested()
+    link = monitor.link("any group")
+    for _ in range(20):
+        link.record(1000, 1e-3)
+    assert not monitor.is_congested()
+    for _ in range(10):
+        link.record(1000, 5e-3)
+    assert monitor.is_congested()
+
+
+def test_nothing_need_be_given():
+    scheduler = CommunicationScheduler()
+    assert scheduler.pending_ops == []
+    assert isinstance(scheduler.bandwidth_monitor, BandwidthMonitor)
+    assert RobustCommunication().max_retries == 3
+
+
+class TestVerifying:
+    robust = RobustCommunication(max_retries=3)
+
+    @pytest.mark.parametrize("comm_type", ["all_to_all", "gather_split"])
+    def test_one_process_keeps_its_shape(self, comm_type):
+        x = torch.ones(1, 4, 2)
+        assert self.robust.calculate_expected_shape(x, comm_type) == (1, 4, 2)
+        self.robust.verify_communication(x, x, comm_type)
+
+    def test_wrong_results_are_assertion_errors(self):
+        x = torch.ones(1, 4, 2)
+        with pytest.raises(AssertionError, match=r"gave \(1, 4\) and not \(1, 4, 2\)"):
+            self.robust.verify_communication(x, x[:, :, 0], "all_to_all")
+        with pytest.raises(AssertionError, match="not finite"):
+            self.robust.verify_communication(x, x / 0, "all_to_all")
+        with pytest.raises(RequestError, match="must be all_to_all or gather_split"):
+            self.robust.calculate_expected_shape(x, "broadcast")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("init_inference_environment", "--gpus N"),
+        ("get_booster", "--gpus N"),
+        ("benchmark_communication", "osora bench-comm"),
+        ("weak_scaling_analysis", "--scaling weak"),
+        ("strong_scaling_analysis", "--scaling strong"),
+    ],
+)
+def test_what_a_command_does_is_refused_with_its_name(name: str, instead: str):
+    with pytest.raises(RequestError, match=f"{name} does not exist in osora") as caught:
+        getattr(parallel, name)()
+    assert instead in caught.value.hint

@@ -1,0 +1,239 @@
+"""Names of sampling, called as the community calls them."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from tiny_autoencoders import VAES
+from tiny_clips import write_clip
+
+from opensora_cli.community.sampling import (
+    add_fps_info_to_text,
+    add_motion_score_to_text,
+    collect_references_batch,
+    get_image_size,
+    get_names_from_path,
+    get_save_path_name,
+    prepare_inference_condition,
+    process_and_save,
+    read_from_path,
+    refine_prompt,
+    refine_prompts,
+    rescale_image_by_path,
+    save_sample,
+)
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.engine.components.autoencoders import new_video_autoencoder
+from opensora_cli.media.read import probe
+
+
+class Config(dict):
+    """Attributes and `get`, as mmengine's configurations have both."""
+
+    __getattr__ = dict.__getitem__
+
+
+def config(folder: Path, **others: object) -> Config:
+    return Config(save_dir=str(folder), dataset=SimpleNamespace(data_path="tables/assets.csv"), **others)
+
+
+def test_conditions_have_one_channel_of_mask():
+    z, given = torch.randn(2, 4, 3, 2, 2), torch.randn(4, 1, 2, 2)
+    masks, masked_z = prepare_inference_condition(z=z, mask_cond="i2v_head", ref_list=[[given]] * 2, causal=True)
+    assert (masks.shape, masked_z.shape) == ((2, 1, 3, 2, 2), z.shape)
+    assert torch.equal(masked_z[1, :, 0], given[:, 0])
+    assert not prepare_inference_condition(z=z, mask_cond="t2v")[0].any()
+
+
+def test_references_are_encoded_for_each_sample(tmp_path: Path):
+    torch.manual_seed(0)
+    model_ae = new_video_autoencoder(VAES["hunyuan"]).eval()
+    for name in "ab":
+        save_sample(torch.rand(3, 1, 32, 48) * 2 - 1, save_path=tmp_path / name)
+    one, both = f"{tmp_path}/a.png", f"{tmp_path}/a.png;{tmp_path}/b.png"
+    with torch.no_grad():
+        none, head, loop = (
+            collect_references_batch([paths], mode, model_ae, (32, 32), is_causal=True)[0]
+            for paths, mode in (("", "i2v_head"), (one, "i2v_head"), (both, "i2v_loop"))
+        )
+        expected = model_ae.encode(read_from_path(one, (32, 32))[None])[0]
+    assert none is None
+    assert (len(head), len(loop)) == (1, 2)
+    assert_close(head[0], expected)
+    assert not torch.equal(loop[1], expected)
+
+
+def test_results_are_saved_under_their_names(tmp_path: Path):
+    batch = {"text": ["a boat", "a car"], "name": ["boat", "car"], "index": torch.tensor([0, 1])}
+    x = torch.zeros(2, 3, 5, 16, 16)
+    arguments = (x, batch, config(tmp_path, save_prefix="my_", fps_save=8), "video_256px", object(), 0, 4)
+    assert process_and_save(*arguments, saving=False) == ["my_boat", "my_car"]
+    assert list(tmp_path.iterdir()) == []
+    assert process_and_save(*arguments) == ["my_boat", "my_car"]
+    folder = tmp_path / "video_256px"
+    assert sorted(path.name for path in folder.iterdir()) == ["my_boat.mp4", "my_boat.txt", "my_car.mp4", "my_car.txt"]
+    assert (folder / "my_car.txt").read_text() == "a car"
+    facts = probe(folder / "my_boat.mp4")
+    assert (facts.num_frames, facts.height, facts.width, facts.fps) == (5, 16, 16, 8)
+
+
+def test_without_names_results_have_that_of_their_table(tmp_path: Path):
+    x, batch = torch.zeros(2, 3, 1, 16, 16, dtype=torch.bfloat16), {"text": ["a", "b"], "index": [0, 1]}
+    assert process_and_save(x, batch, config(tmp_path), "", None, 2, 7) == ["assets_0007_2", "assets_0008_2"]
+    assert (tmp_path / "assets_0008_2.png").is_file()
+    prompts = process_and_save(x, batch, config(tmp_path, prompt_as_path=True), "", None, 1, 0, saving=False)
+    assert prompts == ["a-1", "b-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"name": "boat", "num_sample_pos": 0}, "boat"),
+        ({"name": "boat", "num_sample_pos": 3, "save_prefix": "p_"}, "p_boat_3"),
+        ({"fallback_name": "t", "index": 12}, "t_0012"),
+        ({"prompt_as_path": True, "prompt": "Rain: a/b?", "num_sample_pos": 0}, "rain-a-b-0"),
+    ],
+)
+def test_paths_of_results(arguments: dict[str, Any], name: str):
+    assert get_save_path_name("out", "sub", **arguments) == str(Path("out", "sub", name))
+
+
+def test_a_name_never_leaves_the_folder():
+    with pytest.raises(RequestError, match="is no name of a file"):
+        get_save_path_name("out", "", name="../../boat")
+    assert "/" not in get_save_path_name("out", "", prompt_as_path=True, prompt="../" * 90).removeprefix("out/")
+
+
+@pytest.mark.parametrize(("frames", "ending"), [(1, "png"), (5, "mp4")])
+def test_one_frame_is_a_picture(tmp_path: Path, frames: int, ending: str):
+    save_sample(torch.zeros(3, frames, 16, 16), save_path=str(tmp_path / "a.b"), fps=8)
+    assert [path.name for path in tmp_path.iterdir()] == [f"a.b.{ending}"]
+
+
+def test_a_picture_is_rescaled_where_it_is(tmp_path: Path):
+    path = save_sample(torch.zeros(3, 1, 20, 60), save_path=tmp_path / "a")
+    rescale_image_by_path(path, 32, 16)
+    assert (probe(path).width, probe(path).height) == (32, 16)
+    with pytest.raises(RequestError, match="must be a PNG"):
+        rescale_image_by_path("a.jpg", 32, 16)
+
+
+def test_names_and_sizes():
+    assert get_names_from_path("clips/boat.mp4") == "boat"
+    assert get_image_size("768px", "16:9") == (576, 1024)
+    assert get_image_size("256px", "1:1", training=False) == (256, 256)
+    # Training's table has each size once: the nearest ratio is taken.
+    assert get_image_size("256px", "16:9", training=True) == get_image_size("256px", "16:9")
+
+
+def test_files_are_read_at_a_size(tmp_path: Path):
+    write_clip(tmp_path / "a.mp4", num_frames=5, fps=12, caption="a")
+    video = read_from_path(tmp_path / "a.mp4", (16, 16))
+    assert (video.shape, video.dtype) == ((3, 5, 16, 16), torch.float32)
+    picture = save_sample(torch.ones(3, 1, 20, 40), save_path=tmp_path / "b")
+    assert_close(read_from_path(picture, (8, 8), transform_name="resize_crop"), torch.ones(3, 1, 8, 8))
+    with pytest.raises(RequestError, match="rand_size_crop"):
+        read_from_path(picture, (8, 8), transform_name="rand_size_crop")
+
+
+class Server:
+    """What answers as OpenAI's interface does."""
+
+    def __init__(self, *answers: object) -> None:
+        self.asked = asked = []
+        self.keys = keys = []
+        waiting = list(answers)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                keys.append(self.headers["Authorization"])
+                answer = waiting.pop(0)
+                self.send_response(answer if isinstance(answer, int) else 200)
+                self.end_headers()
+                self.wfile.write(json.dumps({"choices": [{"message": {"content": answer}}]}).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    started: list[Server] = []
+
+    def start(*answers: object) -> Server:
+        started.append(Server(*answers))
+        monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{started[-1].http.server_port}/v1/")
+        monkeypatch.setenv("OPENAI_MODEL", "small")
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        return started[-1]
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    yield start
+    for server in started:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+class TestPrompts:
+    def test_rates_and_scores_follow_the_prompt(self):
+        assert add_fps_info_to_text(["a boat"], fps=24) == ["a boat. 24 FPS."]
+        for score in (4, "4"):
+            assert add_motion_score_to_text(text=["a boat."], motion_score=score) == ["a boat. 4 motion score."]
+        with pytest.raises(RequestError, match="'fast' must be a number or dynamic"):
+            add_motion_score_to_text(["a boat."], "fast")
+
+    def test_a_dynamic_score_is_asked_for(self, serving):
+        server = serving("7", "much", "16", "2")
+        assert add_motion_score_to_text(["a.", "b."], "dynamic") == ["a. 7 motion score.", "b. 2 motion score."]
+        assert len(server.asked) == 4
+
+    @pytest.mark.parametrize("kind", ["t2v", "t2i"])
+    def test_prompts_are_refined_one_by_one(self, serving, kind):
+        server = serving("A boat on the sea.", " A car. ")
+        assert refine_prompts(["boat", "car"], retry_times=1, type=kind) == ["A boat on the sea.", "A car."]
+        assert [asked["messages"][1]["content"] for asked in server.asked] == [
+            [{"type": "text", "text": prompt}] for prompt in ("boat", "car")
+        ]
+        assert {asked["model"] for asked in server.asked} == {"small"}
+        assert server.keys == ["Bearer secret"] * 2
+
+    def test_the_picture_is_sent_along(self, serving, tmp_path):
+        server = serving("It drives off.")
+        picture = save_sample(torch.zeros(3, 1, 8, 8), save_path=tmp_path / "a")
+        assert refine_prompt("car", type="i2v", image_path=picture) == "It drives off."
+        sent = server.asked[0]["messages"][1]["content"][1]["image_url"]["url"]
+        assert sent.startswith("data:image/png;base64,")
+
+    def test_busy_servers_are_asked_again(self, serving):
+        serving(503, "", "A boat.")
+        assert refine_prompt("a boat", retry_times=3) == "A boat."
+        serving(503, 503)
+        with pytest.raises(HardwareError, match="no answer after 2 tries: 503"):
+            refine_prompt("a boat", retry_times=2)
+
+    def test_refusals_are_final_and_show_no_key(self, serving):
+        server = serving(401)
+        with pytest.raises(RequestError, match="the server refuses: 401") as caught:
+            refine_prompt("a boat")
+        assert len(server.asked) == 1
+        assert "secret" not in str(caught.value)
+
+    def test_without_a_server_the_variables_are_named(self, monkeypatch):
+        monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+        with pytest.raises(RequestError, match="OPENAI_BASE_URL and OPENAI_MODEL") as caught:
+            refine_prompt("a boat")
+        assert "export OPENAI_BASE_URL=" in caught.value.hint
+        with pytest.raises(RequestError, match="'t2x' must be one of t2v, t2i, i2v, motion_score"):
+            refine_prompt("a boat", type="t2x")

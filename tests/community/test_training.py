@@ -1,0 +1,174 @@
+"""Names of training, called as the community calls them."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from closeness import assert_close
+from tiny_autoencoders import VAES
+from torch import nn
+
+from opensora_cli.checkpoint.sharding import model_sharding
+from opensora_cli.community.training import (
+    HybridAdam,
+    LinearWarmupLR,
+    create_colossalai_plugin,
+    create_lr_scheduler,
+    create_optimizer,
+    get_batch_loss,
+    prepare_visual_condition_causal,
+    prepare_visual_condition_uncausal,
+    set_eps,
+    set_lr,
+    set_warmup_steps,
+    setup_device,
+    update_ema,
+)
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, create_optimizer(model, {"cls": "HybridAdam", "lr": 0.5, "eps": 1e-15, "weight_decay": 0.0})
+
+
+def autoencoder(kind: str) -> Autoencoder:
+    torch.manual_seed(0)
+    return new_autoencoder(VAES[kind]).eval()
+
+
+def test_one_process_is_the_master(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    device, coordinator = setup_device()
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert (coordinator.is_master(), coordinator.world_size) == (True, 1)
+
+
+def test_the_error_of_plugins_maps_their_keywords():
+    with pytest.raises(RequestError, match="create_colossalai_plugin does not exist") as caught:
+        create_colossalai_plugin(plugin="hybrid", dtype="bf16", grad_clip=1.0, sp_size=2, tp_size=4, reduce_bucket=20)
+    assert caught.value.hint == (
+        "use osora train --set strategy=hybrid --set precision.compute=bf16 --set optimizer.max_grad_norm=1.0 "
+        "--set parallel.ulysses_degree=2 --set parallel.tensor_parallel_degree=4"
+    )
+
+
+class TestVisualConditions:
+    def test_a_causal_autoencoder_encodes_given_pictures_alone(self):
+        model_ae = autoencoder("hunyuan")
+        x = torch.rand(2, 3, 9, 32, 32) * 2 - 1
+        x_0, cond = prepare_visual_condition_causal(x, {"i2v_head": 1}, model_ae)
+        with torch.no_grad():
+            assert_close(x_0, model_ae.encode(x))
+            assert_close(cond[:, 1:, :1], model_ae.encode(x[:, :, :1]))
+        assert cond.shape == (2, 1 + x_0.shape[1], *x_0.shape[2:])
+        assert cond[:, 0].amax(dim=(0, 2, 3)).tolist() == [1, *[0] * (x_0.shape[2] - 1)]
+        assert not cond[:, 1:, 1:].any()
+        assert not x_0.requires_grad
+
+    def test_any_other_may_pad_pictures_to_a_latent_frame(self):
+        model_ae = autoencoder("dc_ae")
+        x = torch.rand(1, 3, 8, 64, 64) * 2 - 1
+        ratio = model_ae.grid.time_compression_ratio
+        with torch.no_grad():
+            for pad, frames in ((False, 1), (True, ratio)):
+                _, cond = prepare_visual_condition_uncausal(x, {"i2v_head": 1}, model_ae, pad=pad)
+                expected = model_ae.encode(x[:, :, :1].expand(-1, -1, frames, -1, -1))
+                assert_close(cond[:, 1:, :1], expected)
+
+    def test_modes_come_from_the_seed_or_the_generator(self):
+        model_ae, x = autoencoder("hunyuan"), torch.zeros(4, 3, 9, 32, 32)
+        weights = {"t2v": 1, "i2v_head": 1, "i2v_tail": 1}
+
+        def masks(rng: np.random.Generator | None = None) -> torch.Tensor:
+            torch.manual_seed(1)
+            return prepare_visual_condition_causal(x, weights, model_ae, rng=rng)[1][:, 0, :, 0, 0]
+
+        assert torch.equal(masks(), masks())
+        assert torch.equal(masks(np.random.default_rng(3)), masks(np.random.default_rng(3)))
+
+
+class TestEma:
+    def test_trained_parameters_are_averaged(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
+        ema_model = copy.deepcopy(model)
+        nn.init.constant_(ema_model[0].weight, 1.0)
+        nn.init.constant_(ema_model[2].weight, 1.0)
+        nn.init.constant_(model[0].weight, 3.0)
+        ema_model[1].running_mean += 5
+        update_ema(ema_model, model, optimizer=None, decay=0.75, sharded=False)
+        assert ema_model[0].weight.tolist() == [[1.5, 1.5], [1.5, 1.5]]
+        assert ema_model[1].running_mean.tolist() == [5, 5]
+        assert ema_model[2].weight.tolist() == [[1, 1], [1, 1]]
+
+    def test_the_decay_has_its_default(self):
+        model = nn.Linear(1, 1)
+        ema_model = copy.deepcopy(model)
+        nn.init.constant_(model.weight, 10_000.0)
+        nn.init.zeros_(ema_model.weight)
+        update_ema(ema_model, model, optimizer=object())
+        assert ema_model.weight.item() == pytest.approx(1.0, rel=1e-4)
+
+    def test_a_flat_average_moves_as_a_whole_one(self):
+        model = nn.Linear(3, 5)
+        flat, whole = copy.deepcopy(model), copy.deepcopy(model)
+        model_sharding(flat)
+        nn.init.ones_(model.weight)
+        for ema_model in (flat, whole):
+            update_ema(ema_model, model, decay=0.9)
+        assert_close(flat.weight.view(5, 3), whole.weight)
+
+
+def test_the_loss_has_their_names_and_refuses_a_mask_of_another_rank():
+    model_pred, v_t = torch.ones(1, 4, 2), torch.zeros(1, 4, 2)
+    assert get_batch_loss(model_pred=model_pred, v_t=v_t, masks=None).item() == 1.0
+    masks = torch.zeros(1, 1, 2, 2, 2)
+    masks[:, :, 0] = 1
+    assert get_batch_loss(model_pred, v_t, masks=masks[:, 0]).item() == 1.0
+    with pytest.raises(ValueError, match=r"\(1, 1, 2, 2, 2\) are not \(batch, frames, height, width\)"):
+        get_batch_loss(model_pred, v_t, masks=masks)
+
+
+class TestOptimizersAndSchedules:
+    def test_the_names_of_classes(self):
+        model, optimizer = model_and_optimizer()
+        assert isinstance(optimizer, torch.optim.AdamW)
+        group = HybridAdam(model.parameters(), lr=1e-4, eps=1e-15, adamw_mode=True).param_groups[0]
+        assert (group["lr"], group["eps"], group["weight_decay"]) == (1e-4, 1e-15, 0)
+        with pytest.raises(RequestError, match="adamw_mode can only be true"):
+            HybridAdam(model.parameters(), adamw_mode=False)
+
+    @pytest.mark.parametrize(
+        ("warmup", "cosine", "kind"),
+        [(None, False, "NoneType"), (4, False, "LinearWarmupLR"), (2, True, "CosineWarmupLR")],
+    )
+    def test_schedules_by_their_options(self, warmup, cosine, kind):
+        _, optimizer = model_and_optimizer()
+        made = create_lr_scheduler(
+            optimizer=optimizer,
+            num_steps_per_epoch=10,
+            epochs=2,
+            warmup_steps=warmup,
+            use_cosine_scheduler=cosine,
+            initial_lr=0.0,
+        )
+        assert type(made).__name__ == kind
+
+    def test_rates_and_eps_change_in_place(self):
+        _, optimizer = model_and_optimizer()
+        scheduler = LinearWarmupLR(optimizer, initial_lr=0.0, warmup_steps=4)
+        set_lr(optimizer, scheduler, 1.0, initial_lr=0.5)
+        set_warmup_steps(scheduler, 1)
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        assert (scheduler.base_lrs, scheduler.initial_lr) == ([1.0], 0.5)
+        set_lr(optimizer, None, 0.25)
+        set_eps(optimizer)
+        assert optimizer.param_groups[0]["eps"] == 1e-15
+        set_eps(optimizer, 1e-8)
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.25, 1e-8)

@@ -1,0 +1,230 @@
+"""Names of the community that need ranks, called as the community calls them."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_close
+from torch import Tensor, nn
+
+from opensora_cli.community import parallel
+from opensora_cli.community.checkpoint import CheckpointIO, model_sharding, record_model_param_shape
+from opensora_cli.community.parallel import (
+    CommunicationScheduler,
+    RobustCommunication,
+    _gather,
+    _split,
+    all_to_all,
+    gather_forward_split_backward,
+    get_data_parallel_group,
+    get_sequence_parallel_group,
+    get_tensor_parallel_group,
+    set_data_parallel_group,
+    set_sequence_parallel_group,
+    set_tensor_parallel_group,
+    split_forward_gather_backward,
+)
+from opensora_cli.community.training import create_lr_scheduler, setup_device, update_ema
+from opensora_cli.core.exceptions import HardwareError, OutputError
+from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.train.ranks import open_distribution
+from opensora_cli.parallel.mesh import MeshShape, use_mesh
+from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
+
+CPU = torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def whole() -> Tensor:
+    return torch.arange(16.0).view(1, 4, 4)
+
+
+def own(x: Tensor, dim: int) -> Tensor:
+    return x.chunk(2, dim)[dist.get_rank()].contiguous()
+
+
+def _exchanged() -> None:
+    shares_of_rows = own(whole(), 1)
+    assert torch.equal(all_to_all(shares_of_rows, world(), scatter_dim=2, gather_dim=1), own(whole(), 2))
+    share = own(whole(), 2).requires_grad_()
+    out = all_to_all(share, world(), 1, 2)
+    assert torch.equal(out, own(whole(), 1))
+    (out * (dist.get_rank() + 1)).sum().backward()
+    assert share.grad is not None
+    assert share.grad[0, :, 0].tolist() == [1, 1, 2, 2]
+    with pytest.raises(ValueError, match="3 along dimension 2"):
+        all_to_all(torch.ones(1, 2, 3), world())
+
+
+def _gathered_and_split() -> None:
+    rank = dist.get_rank()
+    weights = torch.arange(1.0, 17).view(1, 4, 4)
+    for scale, factor in ((None, 1), ("up", 2), ("down", 0.5)):
+        share = own(whole(), -1).requires_grad_()
+        out = gather_forward_split_backward(share, world(), -1, grad_scale=scale)
+        assert torch.equal(out, whole())
+        (out * weights).sum().backward()
+        assert share.grad is not None
+        assert torch.equal(share.grad, factor * own(weights, -1))
+    x = whole().requires_grad_()
+    part = split_forward_gather_backward(x, world(), 1, grad_scale=1.0)
+    assert torch.equal(part, own(whole(), 1))
+    (part * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    assert x.grad[0, :, 0].tolist() == [1, 1, 2, 2]
+    assert not _gather(share, world()).requires_grad
+    assert torch.equal(_gather(own(whole(), -1), world(), dim=-1), whole())
+    assert torch.equal(_split(whole(), world(), 1), own(whole(), 1))
+    with pytest.raises(ValueError, match="3 along dimension -1"):
+        _split(torch.ones(3), world())
+
+
+def _groups() -> None:
+    use_mesh(None)
+    assert get_data_parallel_group() is get_data_parallel_group(get_mixed_dp_pg=True) is world()
+    assert get_sequence_parallel_group() is get_tensor_parallel_group() is None
+    for change, get in (
+        (set_data_parallel_group, get_data_parallel_group),
+        (set_sequence_parallel_group, get_sequence_parallel_group),
+        (set_tensor_parallel_group, get_tensor_parallel_group),
+    ):
+        assert change(world()) is None
+        assert get() is world()
+    # Runs of both kinds make their groups known.
+    use_mesh(None)
+    open_distribution(Strategy.HYBRID, TrainParallelSettings(gpus=2, ulysses_degree=2), device=CPU, dtype=None)
+    assert (get_sequence_parallel_group().size(), get_tensor_parallel_group().size()) == (2, 1)
+    open_distribution(Strategy.DDP, TrainParallelSettings(gpus=2), device=CPU, dtype=None)
+    assert get_sequence_parallel_group().size() == 1
+    Ranks(MeshShape(tensor=2), CPU)
+    assert (get_tensor_parallel_group().size(), get_data_parallel_group().size()) == (2, 1)
+    use_mesh(None)
+
+
+def _scheduled() -> None:
+    scheduler = CommunicationScheduler()
+    columns, rows = own(whole(), 2), own(whole(), 1)
+    first = scheduler.schedule_communication("all_to_all", columns, world())
+    second = scheduler.schedule_communication("gather_split", own(whole(), -1), world())
+    assert len(scheduler.pending_ops) == 2
+    # Any order of waiting will do.
+    handles = ((first, rows), (second, whole()))[:: 1 if dist.get_rank() else -1]
+    for handle, expected in handles:
+        assert torch.equal(handle.wait(), expected)
+    assert scheduler.pending_ops == []
+    share = columns.clone().requires_grad_()
+    out = scheduler.execute_communication("all_to_all", share, world())
+    assert torch.equal(out, rows)
+    assert out.requires_grad
+    assert torch.equal(scheduler.execute_communication("gather_split", own(whole(), -1), world()), whole())
+    assert scheduler.bandwidth_monitor.link(world()).calls == 2
+    assert scheduler.bandwidth_monitor.is_congested() in (True, False)
+
+
+def _retried() -> tuple[list[float], int]:
+    robust, rank, calls, waits = RobustCommunication(max_retries=3, timeout_s=60), dist.get_rank(), [0], []
+
+    def failing(*args: Any) -> Tensor:
+        out = all_to_all(*args)
+        calls[0] += 1
+        # The first time on one rank alone, the second time on the other.
+        if calls[0] == rank + 1:
+            raise RuntimeError("connection closed by peer")
+        return out
+
+    with patch.object(parallel, "all_to_all", failing), patch("time.sleep", waits.append):
+        out = robust.safe_all_to_all(own(whole(), 1), world())
+        assert torch.equal(out, own(whole(), 2))
+        assert torch.equal(robust.safe_all_to_all(own(whole(), 1), world()), out)
+    robust.verify_communication(own(whole(), 2), own(whole(), 1), "all_to_all")
+    assert robust.calculate_expected_shape(own(whole(), 2), "all_to_all") == (1, 2, 4)
+    calls[0] = 0
+    with (
+        patch.object(parallel, "all_to_all", failing),
+        pytest.raises(HardwareError, match=r"failed 1 times: rank 0: connection closed by peer$"),
+    ):
+        RobustCommunication(max_retries=0, timeout_s=60).safe_all_to_all(own(whole(), 1), world())
+    return waits, calls[0]
+
+
+def _averaged(decay: float) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    ema = copy.deepcopy(model)
+    model_sharding(ema)
+    nn.init.ones_(model.weight)
+    update_ema(ema_model=ema, model=model, optimizer=None, decay=decay, sharded=True)
+    return [weight.detach() for weight in ema.parameters()]
+
+
+def _run(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    scheduler = create_lr_scheduler(optimizer, 10, 2, warmup_steps=4, use_cosine_scheduler=True)
+    return {"model": model, "ema": copy.deepcopy(model), "optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def _saved(folder: str, async_io: bool) -> dict[str, Tensor]:
+    saved, other, io = _run(0), _run(1), CheckpointIO()
+    shapes = record_model_param_shape(saved["ema"])
+    saved["ema"][1].running_mean += 3
+    expected = copy.deepcopy(saved["ema"].state_dict())
+    model_sharding(saved["ema"])
+    where = io.save(None, folder, **saved, epoch=1, step=2, global_step=8, ema_shape_dict=shapes, async_io=async_io)
+    assert io.load(None, where, **other) == (1, 2)
+    for name, tensor in saved["model"].state_dict().items():
+        assert torch.equal(other["model"].state_dict()[name], tensor)
+    for name, tensor in expected.items():
+        assert torch.equal(other["ema"].state_dict()[name], tensor)
+    # What only the first rank sees, all raise.
+    blocked = Path(folder, "file") / str(async_io)
+    if dist.get_rank() == 0:
+        blocked.parent.touch()
+    with pytest.raises(OutputError, match="cannot write"), io:
+        io.save(None, blocked, saved["model"], async_io=async_io)
+    return {}
+
+
+def _device() -> tuple[str, bool, int]:
+    device, coordinator = setup_device()
+    return device.type, coordinator.is_master(), coordinator.world_size
+
+
+@pytest.mark.parametrize("function", [_exchanged, _gathered_and_split, _groups, _scheduled])
+def test_names_of_parallelism(pool: Callable[[int], Any], function: Callable[[], None]) -> None:
+    pool(2).run(function)
+
+
+def test_all_ranks_retry_or_none(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_retried) == [([1.0, 2.0], 1), ([1.0, 2.0], 1)]
+
+
+def test_averages_in_pieces_move_as_whole_ones(pool: Callable[[int], Any]) -> None:
+    alone, pieces = _averaged(0.9), pool(2).run(_averaged, 0.9)
+    for index, expected in enumerate(alone):
+        joined = torch.cat([piece[index] for piece in pieces])[: expected.numel()]
+        assert_close(joined, expected)
+
+
+@pytest.mark.parametrize("async_io", [True, False])
+def test_one_rank_writes_for_all(pool: Callable[[int], Any], tmp_path: Path, async_io: bool) -> None:
+    pool(2).run(_saved, str(tmp_path), async_io)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch1-global_step8", "file"]
+
+
+def test_each_rank_has_its_device(pool: Callable[[int], Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the ranks of tests share no GPU")
+    assert pool(2).run(_device) == [("cpu", True, 2), ("cpu", False, 2)]
