@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.watching.logs import new_writer
+from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.memory import monitor
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import GIB
@@ -33,7 +33,7 @@ def format_numel_str(numel: int) -> str:
 
 def create_tensorboard_writer(exp_dir: str | Path) -> Any:
     """Return a `SummaryWriter` for `exp_dir/tensorboard`; a HardwareError if TensorBoard is not installed."""
-    return new_writer(Path(exp_dir, "tensorboard"))
+    return require_tensorboard()(str(Path(exp_dir, "tensorboard")))
 
 
 class AccelerationProfiler(monitor.AccelerationProfiler):

@@ -86,3 +86,6 @@ class TestMaskedLoss:
         for shape in ((1, 3, 1, 1), (2, 4, 1, 1)):
             with pytest.raises(ValueError, match="tokens are not"):
                 get_batch_loss(velocity, velocity, torch.zeros(shape))
+        # As conditions have them: the channel would pass for the frames, and the loss of given clips be 0.
+        with pytest.raises(ValueError, match=r"are not \(batch, frames, height, width\)"):
+            get_batch_loss(velocity, velocity, torch.zeros(2, 1, 3, 1, 1))

@@ -2,18 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
-from closeness import assert_close
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.clip_conditions import (
     encoded_parts,
     fitting_modes,
-    prepare_visual_condition_causal,
     sample_mode,
 )
-from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 
 ALL = dict.fromkeys(CONDITION_MODES, 1.0)
 RELEASED = ReferenceLengths()
@@ -84,17 +80,3 @@ def test_an_unknown_mode_is_refused():
 def test_what_is_encoded_on_its_own(mode, causal, parts):
     found = encoded_parts(CONDITION_MODES[mode], causal=causal, temporal_compression=4)
     assert [(part.from_end, part.num_frames) for part in found] == parts
-
-
-def test_the_name_that_the_community_knows():
-    torch.manual_seed(0)
-    sizes = {"block_out_channels": (4, 8, 8), "spatial_compression_ratio": 4, "sample_size": 32, "sample_tsize": 16}
-    vae = HunyuanVAE(HunyuanVAEConfig(latent_channels=4, layers_per_block=1, norm_num_groups=2, **sizes)).eval()
-    pixels = torch.rand(2, 3, 9, 16, 16) * 2 - 1
-    latents, condition = prepare_visual_condition_causal(pixels, {"i2v_head": 1.0}, vae, rng=np.random.default_rng(0))
-    assert not latents.requires_grad
-    assert_close(latents, vae.encode(pixels))
-    assert condition.shape == (2, 5, 3, 4, 4)
-    assert condition[:, :1].amax(dim=(0, 1, 3, 4)).tolist() == [1, 0, 0]
-    assert_close(condition[:, 1:, :1], vae.encode(pixels[:, :, :1]))
-    assert not condition[:, 1:, 1:].any()
