@@ -54,6 +54,7 @@ class CheckpointIO(save.CheckpointIO):
         `ema` may be sharded, `master` are fp32 weights. Errors are those of the engine's.
         """
         _refuse(booster, include_master_weights and master is None)
+        model = _unwrapped(model)
         states = (None if lora else model, ema, optimizer, lr_scheduler, sampler)
         counts = (epoch, step, global_step if actual_update_step is None else actual_update_step, batch_size)
         extras: dict[str, Any] = {"master": master, "ema_shapes": ema_shape_dict, "async_io": async_io}
@@ -75,6 +76,7 @@ class CheckpointIO(save.CheckpointIO):
         """Restore what is given, in place, and return epoch and step; a PEFT model gets the adapter that was saved."""
         _refuse(booster, include_master_weights)
         self.wait()
+        model = _unwrapped(model)
         adapter = Path(load_dir, ADAPTER_FOLDER, WEIGHTS_FILE)
         if model is not None and adapter.is_file():
             import peft
@@ -83,6 +85,10 @@ class CheckpointIO(save.CheckpointIO):
             model = None
         running = super().load(load_dir, model, ema, optimizer, lr_scheduler, sampler, strict=strict)
         return running["epoch"], running["step"]
+
+
+def _unwrapped(model: nn.Module | None) -> nn.Module | None:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _refuse(booster: object, wants_master: bool) -> None:

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from closeness import assert_close
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.community import parallel
-from opensora_cli.community.checkpoint import CheckpointIO, model_sharding, record_model_param_shape
+from opensora_cli.community.checkpoint import CheckpointIO, load_checkpoint, model_sharding, record_model_param_shape
 from opensora_cli.community.parallel import (
     CommunicationScheduler,
     RobustCommunication,
@@ -176,14 +179,15 @@ def _run(seed: int) -> dict[str, Any]:
     return {"model": model, "ema": copy.deepcopy(model), "optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def _saved(folder: str, async_io: bool) -> dict[str, Tensor]:
+def _saved(folder: str, async_io: bool) -> None:
     saved, other, io = _run(0), _run(1), CheckpointIO()
     shapes = record_model_param_shape(saved["ema"])
     saved["ema"][1].running_mean += 3
     expected = copy.deepcopy(saved["ema"].state_dict())
     model_sharding(saved["ema"])
-    where = io.save(None, folder, **saved, epoch=1, step=2, global_step=8, ema_shape_dict=shapes, async_io=async_io)
-    assert io.load(None, where, **other) == (1, 2)
+    wrapped = saved | {"model": DistributedDataParallel(saved["model"])}
+    where = io.save(None, folder, **wrapped, epoch=1, step=2, global_step=8, ema_shape_dict=shapes, async_io=async_io)
+    assert io.load(None, where, **other | {"model": DistributedDataParallel(other["model"])}, strict=True) == (1, 2)
     for name, tensor in saved["model"].state_dict().items():
         assert torch.equal(other["model"].state_dict()[name], tensor)
     for name, tensor in expected.items():
@@ -194,7 +198,16 @@ def _saved(folder: str, async_io: bool) -> dict[str, Tensor]:
         blocked.parent.touch()
     with pytest.raises(OutputError, match="cannot write"), io:
         io.save(None, blocked, saved["model"], async_io=async_io)
-    return {}
+
+
+def _saved_sharded(folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    expected = copy.deepcopy(model.state_dict())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    where = CheckpointIO().save(None, folder, model, async_io=False)
+    written = load_checkpoint(nn.Linear(4, 3), where).state_dict()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
 
 
 def _device() -> tuple[str, bool, int]:
@@ -222,6 +235,10 @@ def test_averages_in_pieces_move_as_whole_ones(pool: Callable[[int], Any]) -> No
 def test_one_rank_writes_for_all(pool: Callable[[int], Any], tmp_path: Path, async_io: bool) -> None:
     pool(2).run(_saved, str(tmp_path), async_io)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch1-global_step8", "file"]
+
+
+def test_what_is_sharded_is_saved_whole(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    pool(2).run(_saved_sharded, str(tmp_path))
 
 
 def test_each_rank_has_its_device(pool: Callable[[int], Any]) -> None:
