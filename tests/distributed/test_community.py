@@ -192,12 +192,14 @@ def _saved(folder: str, async_io: bool) -> None:
         assert torch.equal(other["model"].state_dict()[name], tensor)
     for name, tensor in expected.items():
         assert torch.equal(other["ema"].state_dict()[name], tensor)
-    # What only the first rank sees, all raise.
+
+
+def _not_saved(folder: str, async_io: bool) -> None:
     blocked = Path(folder, "file") / str(async_io)
     if dist.get_rank() == 0:
         blocked.parent.touch()
-    with pytest.raises(OutputError, match="cannot write"), io:
-        io.save(None, blocked, saved["model"], async_io=async_io)
+    with pytest.raises(OutputError, match="cannot write"), CheckpointIO() as io:
+        io.save(None, blocked, nn.Linear(2, 2), async_io=async_io)
 
 
 def _saved_sharded(folder: str) -> None:
@@ -232,8 +234,11 @@ def test_averages_in_pieces_move_as_whole_ones(pool: Callable[[int], Any]) -> No
 
 
 @pytest.mark.parametrize("async_io", [True, False])
-def test_one_rank_writes_for_all(pool: Callable[[int], Any], tmp_path: Path, async_io: bool) -> None:
+def test_one_rank_writes_for_all_and_all_raise_its_errors(
+    pool: Callable[[int], Any], tmp_path: Path, async_io: bool
+) -> None:
     pool(2).run(_saved, str(tmp_path), async_io)
+    pool(2).run(_not_saved, str(tmp_path), async_io)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch1-global_step8", "file"]
 
 
