@@ -31,7 +31,8 @@ def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor 
     """Return the mean squared error over samples, tokens and channels of packed latents, in fp32.
 
     `masks_BTHW` is 1 where latents are given. A first or a last frame that is given is then left out, unless frames
-    between them are given too. Every sample counts alike, however many of its frames are left; a sample of which none is left counts as zero.
+    between them are given too. Every sample counts alike, however many of its frames are left; a sample of which none
+    is left counts as zero.
     Tokens that do not divide into the frames of the masks are a ValueError, and so are masks with an axis of channels,
     as `prepare_inference_condition` returns them: take `masks[:, 0]` of these.
     """
