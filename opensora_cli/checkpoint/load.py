@@ -138,8 +138,8 @@ def read_weights(
     """Yield the weights of a checkpoint that a module needs, for callers that keep a part of each.
 
     These are the module's keys and the whole tensors, on the CPU: private maps of the file, or read for this moment.
-    Arguments and errors are those of `load_into_module`, but the module stays as it is, `dtype` is only of what is
-    8-bit in the file, and what the file lacks comes as zeros.
+    `convert` and `allowed_missing` are as in `load_into_module`, and so is its CheckpointError. The module stays as it
+    is, `dtype` is only of what is 8-bit in the file, and what the file lacks comes as zeros.
     """
     tensors, missing, _ = _read(module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing)
     yield from tensors

@@ -195,7 +195,7 @@ def write_shards(
         entries, shard_bytes: as for `plan_shards`.
         metadata: kept in the index and in each shard.
         form: how shards are called and written.
-        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index.
+        hash_each: gives the SHA-256 of each of some files, to put those of the shards into the index; None: none.
         advance: called with the bytes written by each step.
 
     Raises:

@@ -120,7 +120,8 @@ def refuse_special(path: Path) -> None:
 
 def require_writable(path: Path, *, overwrite: bool) -> None:
     """Check that a file can be written at `path`, before the work for it begins.
-    Raises OutputError if it is a folder or a device, exists and is not to be replaced, or its folder is read-only.
+    Raises OutputError if it is a folder or a device, exists and is not to be replaced, its folder is read-only, or it
+    cannot be looked at.
     """
     try:
         refuse_special(path)

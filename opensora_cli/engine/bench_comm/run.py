@@ -47,7 +47,7 @@ _FAR = 4
 
 
 def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
-    """Return what to start on this machine. Raises HardwareError if no number is given, and there is one GPU."""
+    """Return what to start on this machine. Raises HardwareError if none is named, and there is one GPU or none."""
     parallel, device = settings.parallel, settings.device
     if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
         device = BenchDevice.CUDA

@@ -66,7 +66,8 @@ def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> C
     """Convert a checkpoint piece by piece, whatever its size.
 
     Raises:
-        RequestError, CheckpointError, OutputError: as `plan_convert`, or what is read or written cannot be.
+        RequestError, CheckpointError, OutputError: as `plan_convert`; CheckpointError also if a tensor cannot be
+            read, and OutputError if the target cannot be written.
     """
     product = _plan(settings)
     sha256, files = write(product, reporter=reporter or SilentReporter())

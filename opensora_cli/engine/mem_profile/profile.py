@@ -105,7 +105,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         of=f"training {what.target}, batch {batch_size}",
         device=str(hardware.device),
         device_name=hardware.device_name,
-        how=_how(hardware, "three steps", measured=stage.measured_bytes is not None),
+        how=_how(hardware, "some steps", measured=stage.measured_bytes is not None),
         stages=(stage,),
         parameters={str(what.target): count_trained(what)},
         buffer=buffer,

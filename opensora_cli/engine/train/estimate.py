@@ -78,7 +78,7 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
 
 
 def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
-    """Do three steps with random weights, frozen parts included, and return their memory.
+    """Do two steps with random weights, frozen parts included, and return their memory; three if pictures come first.
 
     Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
 
