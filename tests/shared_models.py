@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 from golden.compare import read_golden_file
 from shared_tokens import mesh_of
+from small_stages import small_stages
 from torch import Tensor
 
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
@@ -42,7 +42,7 @@ class Scheme:
 
 def plan_without_estimate(settings: GenerateSettings) -> plan.ExecutionPlan:
     """Return the plan for what fits, without what its stages need, which takes seconds to find."""
-    with patch.object(plan, "estimate_generation", return_value=(StageMemory("denoise", 0, 0),)):
+    with patch.object(plan, "estimate_generation", small_stages):
         return plan.make_plan(settings)
 
 

@@ -31,7 +31,7 @@ from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import save_whole
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.sharding import model_gathering, record_model_param_shape
+from opensora_cli.checkpoint.sharding import model_gathering, rank_and_count, record_model_param_shape
 from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, OutputError
@@ -163,7 +163,7 @@ class CheckpointIO:
                 write()
 
         _do_on_first_rank(copy_and_write)
-        self._outcome_is_open = async_io and _rank_and_count()[1] > 1
+        self._outcome_is_open = async_io and rank_and_count()[1] > 1
         return folder
 
     def wait(self) -> None:
@@ -278,19 +278,15 @@ def _averages_of(
         return _tensors_of(ema)
     if all(tuple(weight.shape) == tuple(shapes.get(name, weight.shape)) for name, weight in ema.named_parameters()):
         return _tensors_of(ema)
-    state = ema.state_dict() if _rank_and_count()[0] == 0 else {}
+    state = ema.state_dict() if rank_and_count()[0] == 0 else {}
     whole = {name: torch.empty(tuple(shapes.get(name, held.shape)), dtype=held.dtype) for name, held in state.items()}
     model_gathering(ema, shapes, whole)
     return whole
 
 
-def _rank_and_count() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
 def _do_on_first_rank(do: Callable[[], object]) -> None:
     """Have the first rank do something alone, and raise on all ranks what goes wrong there."""
-    rank, ranks = _rank_and_count()
+    rank, ranks = rank_and_count()
     if ranks == 1:
         do()
         return

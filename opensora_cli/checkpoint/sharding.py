@@ -38,7 +38,7 @@ def own_piece(
     whole: Tensor, device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Return a copy of this rank's piece of a tensor; arguments are those of `model_sharding`."""
-    rank, ranks = _rank_and_count(group)
+    rank, ranks = rank_and_count(group)
     flat = whole.detach().reshape(-1)
     length = -(-flat.numel() // ranks)
     piece = torch.zeros(length, dtype=flat.dtype, device=device or flat.device)
@@ -68,7 +68,7 @@ def model_gathering(
     Raises:
         KeyError: a parameter has no shape, or no tensor to receive it.
     """
-    rank, ranks = _rank_and_count(group)
+    rank, ranks = rank_and_count(group)
     for name, parameter in model.named_parameters():
         shape = model_shape_dict[name]
         piece = parameter.detach().contiguous()
@@ -90,7 +90,8 @@ def remove_padding(tensor: Tensor, original_shape: Sequence[int]) -> Tensor:
     return tensor[: prod(original_shape)]
 
 
-def _rank_and_count(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def rank_and_count(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this rank and how many there are in a group, None being all; (0, 1) without process groups."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

@@ -16,6 +16,7 @@ from opensora_cli.core.formatting import format_bytes
 
 _MAKE_ROOM = "make room there, or write to another disk"
 _ANOTHER_NAME = "write to another name"
+_ANOTHER_PLACE = "choose another name, or another folder"
 
 # For indexes, folders and whatever else a file system keeps beside the data.
 _HEADROOM = 2**20
@@ -131,9 +132,11 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
             raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
         folder = next(place for place in path.absolute().parents if place.exists())
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}", hint=_hint(error)) from error
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}", hint=_hint(error) or _ANOTHER_PLACE
+        ) from error
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(f"cannot write in {folder}", hint="choose another name, or another folder")
+        raise OutputError(f"cannot write in {folder}", hint=_ANOTHER_PLACE)
 
 
 def require_space(path: Path, needed: int) -> None:

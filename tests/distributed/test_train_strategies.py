@@ -66,10 +66,6 @@ def _slow_but(fast: set[Case], cases: Iterable[Case] = (*DATA, *HYBRID)) -> pyte
     return pytest.mark.parametrize("case", marked, ids=str)
 
 
-def _slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 in_cases = _slow_but(FAST)
 in_hybrid_cases = _slow_but({case for case in FAST if case.strategy == "hybrid"})
 in_sharded_cases = _slow_but({case for case in FAST if case.ranks == 4})

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import typer
 from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
+from small_stages import small_stages
 
 from opensora_cli.cli.app import app, main
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, TEXT, StageMemory
 from opensora_cli.engine.generate import plan
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
@@ -96,9 +96,8 @@ def test_every_file_that_a_page_outside_the_site_links_to_exists(name: str) -> N
 def test_a_command_is_understood_and_planned(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = tuple(StageMemory(name, weight_bytes=1, data_bytes=1) for name in (TEXT, DENOISE, DECODE))
     # Estimates take most of the time and have tests of their own.
-    monkeypatch.setattr(plan, "estimate_generation", lambda settings, **sizes: stages)
+    monkeypatch.setattr(plan, "estimate_generation", small_stages)
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
     if PRINTING & set(command) or command[0] in PLANNED:

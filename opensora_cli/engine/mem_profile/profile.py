@@ -20,7 +20,7 @@ from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, 
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
-from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training, measure_training
+from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training, measure_training, measured_steps
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
@@ -105,7 +105,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         of=f"training {what.target}, batch {batch_size}",
         device=str(hardware.device),
         device_name=hardware.device_name,
-        how=_how(hardware, "some steps", measured=stage.measured_bytes is not None),
+        how=_how(hardware, f"{len(measured_steps(what))} steps", measured=stage.measured_bytes is not None),
         stages=(stage,),
         parameters={str(what.target): count_trained(what)},
         buffer=buffer,

@@ -77,8 +77,15 @@ def estimate_training(settings: TrainSettings) -> TrainingMemory:
         return _steps(settings, plan, task, frozen)
 
 
+def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
+    """Return the numbers of the steps whose memory is measured, and estimated."""
+    first_clips = settings.train_vae.picture_steps if settings.target is TrainTarget.VAE else 0
+    # The first step makes the optimizers' moments; a phase of single frames is measured with them, too.
+    return (0, 0, first_clips) if first_clips else (0, 1)
+
+
 def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
-    """Do two steps with random weights, frozen parts included, and return their memory; three if pictures come first.
+    """Do the `measured_steps` with random weights, frozen parts included, and return their memory.
 
     Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
 
@@ -122,11 +129,8 @@ def _steps(
         counter.add(_kept(trainer), OPTIMIZER)
         for module in frozen:
             counter.add(module, FROZEN)
-        first_clips = settings.train_vae.picture_steps if settings.target is TrainTarget.VAE else 0
-        # The first step makes the optimizers' moments; a phase of single frames is measured with them, too.
-        steps = (0, 0, first_clips) if first_clips else (0, 1)
         with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"):
-            for step in steps:
+            for step in measured_steps(settings):
                 trainer.step = step
                 trainer.do_step()
                 counter.add(_gradients(trainer), GRADIENTS)

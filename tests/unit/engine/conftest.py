@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from small_stages import small_stages
 from tiny_world import RecordingReporter, World, make_world
 
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
 from opensora_cli.engine.generate import plan
-from opensora_cli.settings.generate import GenerateSettings
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +31,4 @@ def single_thread():
 @pytest.fixture
 def without_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan in milliseconds: what a stage needs is found on fake tensors, which takes longer than these generations."""
-
-    def stages(settings: GenerateSettings, **sizes: object) -> tuple[StageMemory, ...]:
-        names = (DECODE,) if settings.from_latents is not None else (TEXT, ENCODE, DENOISE, DECODE)
-        return tuple(StageMemory(name, weight_bytes=1, data_bytes=1) for name in names)
-
-    monkeypatch.setattr(plan, "estimate_generation", stages)
+    monkeypatch.setattr(plan, "estimate_generation", small_stages)
