@@ -119,6 +119,11 @@ def refuse_special(path: Path) -> None:
         raise OutputError(f"{path} is neither a file nor a folder", hint=_ANOTHER_NAME)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return `path` or the nearest folder above it that exists: a new file would have its disk and permissions."""
+    return next((place for place in (path, *path.absolute().parents) if place.exists()), Path("/"))
+
+
 def require_writable(path: Path, *, overwrite: bool) -> None:
     """Check that a file can be written at `path`, before the work for it begins.
     Raises OutputError if it is a folder or a device, exists and is not to be replaced, its folder is read-only, or it
@@ -130,7 +135,7 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
             raise OutputError(f"{path} is a folder", hint="name a file in it")
         if os.path.lexists(path) and not overwrite:
             raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
-        folder = next(place for place in path.absolute().parents if place.exists())
+        folder = nearest_existing(path.absolute().parent)
     except OSError as error:
         raise OutputError(
             f"cannot write {path}: {error.strerror or error}", hint=_hint(error) or _ANOTHER_PLACE
@@ -143,9 +148,8 @@ def require_space(path: Path, needed: int) -> None:
     """Check that the disk of `path`, which need not exist, has room for `needed` bytes more.
     Raises OutputError if it has not.
     """
-    place = next((place for place in (path, *path.absolute().parents) if place.exists()), Path("/"))
     try:
-        usage = shutil.disk_usage(place)
+        usage = shutil.disk_usage(nearest_existing(path))
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     # Some network file systems do not report their size.

@@ -16,6 +16,7 @@ from typing import Protocol
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+from opensora_cli.core.files import nearest_existing
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
@@ -206,13 +207,12 @@ def read_weights(environment: Mapping[str, str]) -> WeightFacts:
     weights = find_weights(settings)
     sizes = {part: count * _WEIGHT_BYTES for part, count in count_parameters(settings, weights).items()}
     place = Path(settings.runtime.weights or DEFAULT_FOLDER).absolute()
-    existing = next(path for path in (place, *place.parents) if path.exists())
     return WeightFacts(
         missing=tuple(part.value for part in weights.missing),
         missing_bytes=sum(sizes[part] for part in weights.missing),
         largest_bytes=max(sizes.values()),
         folder=str(place),
-        free_disk_bytes=shutil.disk_usage(existing).free,
+        free_disk_bytes=shutil.disk_usage(nearest_existing(place)).free,
     )
 
 

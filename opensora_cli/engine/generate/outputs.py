@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.files import write_bytes_atomic, write_json_atomic
+from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.text import full_prompt
@@ -130,7 +130,7 @@ def _make_writable(folder: Path) -> None:
 
 
 def _look_writable(folder: Path) -> None:
-    parent = _nearest_existing(folder)
+    parent = nearest_existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint="choose another folder with --out")
 
@@ -139,16 +139,12 @@ def _check_space(folder: Path, files: tuple[SampleFiles, ...], plan: ExecutionPl
     latents = sum(plan.latent_bytes for sample in files if sample.latents)
     pixels = plan.height * plan.width * plan.settings.video.num_frames * len(files)
     needed = latents + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
-    free = shutil.disk_usage(_nearest_existing(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     if free < needed:
         raise OutputError(
             f"{folder} has {free / 2**20:.1f} MiB free, and latents and results need {needed / 2**20:.1f} MiB",
             hint="make room there, or choose another folder with --out",
         )
-
-
-def _nearest_existing(folder: Path) -> Path:
-    return next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
 
 
 def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSettings:

@@ -256,7 +256,8 @@ class TestFailures:
 
 class TestFromLatents:
     @pytest.fixture(scope="class")
-    def first(self, world, tmp_path_factory):
+    @classmethod
+    def first(cls, world, tmp_path_factory):
         folder = tmp_path_factory.mktemp("first")
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(load, "load_vae", raising(KeyboardInterrupt()))

@@ -122,7 +122,8 @@ def test_the_chosen_offload_is_reported(world, tmp_path, reporter):
 
 class TestSecondAttempt:
     @pytest.fixture(scope="class")
-    def expected(self, world, tmp_path_factory):
+    @classmethod
+    def expected(cls, world, tmp_path_factory):
         return generate(released_settings(world, tmp_path_factory.mktemp("expected"))).videos[0].path
 
     @pytest.mark.parametrize(
