@@ -70,15 +70,27 @@ class TestVisualConditions:
         assert not cond[:, 1:, 1:].any()
         assert not x_0.requires_grad
 
-    def test_any_other_may_pad_pictures_to_a_latent_frame(self):
+    @pytest.mark.parametrize(
+        ("mode", "held", "given", "given_held"),
+        [
+            ("i2v_head", [0, 0, 1, 2, 3, 4, 5, 6], [0], [0]),
+            ("i2v_tail", [1, 2, 3, 4, 5, 6, 7, 7], [7], [7]),
+            ("i2v_loop", [0, 0, 1, 2, 3, 4, 5, 5], [0, 7], [0, 5]),
+            ("t2v", list(range(8)), [], []),
+        ],
+    )
+    def test_any_other_may_hold_pictures_until_they_have_a_latent_frame(self, mode, held, given, given_held):
         model_ae = autoencoder("dc_ae")
-        x = torch.rand(1, 3, 8, 64, 64) * 2 - 1
-        ratio = model_ae.grid.time_compression_ratio
+        assert model_ae.grid.time_compression_ratio == 2
+        x = torch.rand(1, 3, 8, 32, 32) * 2 - 1
         with torch.no_grad():
-            for pad, frames in ((False, 1), (True, ratio)):
-                _, cond = prepare_visual_condition_uncausal(x, {"i2v_head": 1}, model_ae, pad=pad)
-                expected = model_ae.encode(x[:, :, :1].expand(-1, -1, frames, -1, -1))
-                assert_close(cond[:, 1:, :1], expected)
+            for pad, frames, pictures in ((False, list(range(8)), given), (True, held, given_held)):
+                x_0, cond = prepare_visual_condition_uncausal(x, {mode: 1}, model_ae, pad=pad)
+                assert_close(x_0, model_ae.encode(x[:, :, frames]))
+                found = cond[:, 1:, cond[0, 0].amax(dim=(1, 2)) == 1]
+                assert found.shape[2] == len(pictures)
+                for latents, index in zip(found.unbind(2), pictures, strict=True):
+                    assert_close(latents, model_ae.encode(x[:, :, index : index + 1])[:, :, 0])
 
     def test_modes_come_from_the_seed_or_the_generator(self):
         model_ae, x = autoencoder("hunyuan"), torch.zeros(4, 3, 9, 32, 32)

@@ -94,6 +94,17 @@ def cut_part(clip_TX: Tensor, part: ReferencePart) -> Tensor:
     return clip_TX[-part.num_frames :] if part.from_end else clip_TX[: part.num_frames]
 
 
+def hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tensor:
+    """Return as many frames, in which the pictures given in `mode` stand `extra` frames longer.
+
+    Frames are left out at the other end; at the tail where both ends are given.
+    """
+    room = extra * (mode.at_head + mode.at_tail)
+    kept_TX = clip_TX[: len(clip_TX) - room] if mode.at_head else clip_TX[room:]
+    head, tail = [kept_TX[:1]] * (extra * mode.at_head), [kept_TX[-1:]] * (extra * mode.at_tail)
+    return torch.cat([*head, kept_TX, *tail])
+
+
 @torch.no_grad()
 def encode_with_conditions(
     pixels_BCTHW: Tensor,
@@ -111,26 +122,26 @@ def encode_with_conditions(
     Args:
         pixels_BCTHW: in [-1, 1].
         mode_weights: weight of each condition mode by its name. Modes that would give a whole clip are left out.
-        pad_pictures: an autoencoder that is not causal encodes a given picture as a still clip of one latent frame.
+        pad_pictures: hold a given picture still until it has a latent frame of its own, where the autoencoder is not
+            causal; as many of the clip's other frames make room.
         lengths: latent frames given by the video modes.
 
     Raises:
         RequestError: no such mode, or clips that the autoencoder cannot encode.
     """
     causal, ratio = autoencoder.grid.is_causal, autoencoder.grid.time_compression_ratio
-    repeats = ratio if pad_pictures and not causal else 1
+    num_latent_frames = autoencoder.grid.latent_frames(pixels_BCTHW.shape[2])
     latents, conditions = [], []
     for pixels_CTHW in pixels_BCTHW:
-
-        def encode_part(part: ReferencePart, pixels_CTHW: Tensor = pixels_CTHW) -> Tensor:
-            given_TCHW = cut_part(pixels_CTHW.transpose(0, 1), part)
-            if len(given_TCHW) == 1:
-                given_TCHW = given_TCHW.expand(repeats, -1, -1, -1)
-            return autoencoder.encode(given_TCHW.transpose(0, 1)[None])[0]
-
-        latents_CTHW = autoencoder.encode(pixels_CTHW[None])[0]
-        num_latent_frames = latents_CTHW.shape[1]
         mode = sample_mode(mode_weights, num_latent_frames=num_latent_frames, causal=causal, rng=rng, lengths=lengths)
+        clip_TCHW = pixels_CTHW.transpose(0, 1)
+        if pad_pictures and mode.gives_pictures and not causal:
+            clip_TCHW = hold_pictures(clip_TCHW, mode, extra=ratio - 1)
+
+        def encode_part(part: ReferencePart, clip_TCHW: Tensor = clip_TCHW) -> Tensor:
+            return autoencoder.encode(cut_part(clip_TCHW, part).transpose(0, 1)[None])[0]
+
+        latents_CTHW = autoencoder.encode(clip_TCHW.transpose(0, 1)[None])[0]
         condition = condition_clip(
             latents_CTHW, mode, encode_part, causal=causal, temporal_compression=ratio, lengths=lengths
         )
