@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from opensora_cli.cli import output
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.ranks import RankContext, find_context
+from opensora_cli.core.signals import REPEAT_S, held_back, requests_as_interrupts
 
 INTERRUPTED = 130
 
 _MOMENT_S = 0.02
+
+uninterrupted = held_back
+"""For the import of torch: interrupted, that can abort the program."""
 
 # Typer brings its own Click and exposes only this subclass of the error that a command line does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -48,11 +53,12 @@ class InterruptError(OsoraError):
 def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into an error with a message, before Typer makes a bare exit of it.
 
-    A request to end (SIGTERM: `kill`, a container that stops, a job whose time is up) counts as Ctrl-C, and leaves as
-    little behind. The engine may hand in lines on how to go on, as the argument of `KeyboardInterrupt`.
+    A request to end (SIGTERM: `kill`, a container that stops, a job whose time is up; see `core.signals`) counts as
+    Ctrl-C, and leaves as little behind. The engine may hand in lines on how to go on, as the argument of
+    `KeyboardInterrupt`.
     Raises InterruptError if Ctrl-C was pressed.
     """
-    with _watching() as was_pressed, _terminating_as_interrupting():
+    with _watching() as was_pressed, requests_as_interrupts():
         try:
             yield
         except KeyboardInterrupt as stop:
@@ -65,39 +71,25 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _terminating_as_interrupting() -> Iterator[None]:
-    """Let a request to end do what Ctrl-C does at that time, inside the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        if callable(signal.getsignal(signal.SIGINT)):
-            signal.raise_signal(signal.SIGINT)
-        else:  # Ctrl-C is ignored, as in the background of a script: this is not.
-            signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
 def _watching() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed inside the block, and let no finaliser swallow it."""
-    pressed = False
+    pressed = was_swallowed = False
+    last = -REPEAT_S
     again: list[threading.Timer] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
+        nonlocal pressed, was_swallowed, last
+        before, last = last, time.monotonic()
+        if last - before < REPEAT_S and not was_swallowed:
+            return  # sent twice, and the first one is on its way up
+        pressed, was_swallowed = True, False
         signal.default_int_handler(number, frame)
 
     def press_again(ignored: "sys.UnraisableHookArgs") -> None:
         # Python drops what is raised in a finaliser, and in this hook too: so a moment later.
+        nonlocal was_swallowed
         if ignored.exc_type is KeyboardInterrupt:
+            was_swallowed = True
             again.append(threading.Timer(_MOMENT_S, _press))
             again[-1].start()
         else:
@@ -113,23 +105,6 @@ def _watching() -> Iterator[Callable[[], bool]]:
             for timer in again:
                 timer.cancel()
             sys.unraisablehook = hook
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, as for the import of torch: interrupted, that can abort the program.
-    Raises KeyboardInterrupt at the end if Ctrl-C was pressed.
-    """
-    pressed = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-
-    with _handler(note):
-        yield
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

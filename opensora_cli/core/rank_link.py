@@ -6,7 +6,6 @@ so it also watches whether the main thread makes progress. Waiting on a peer is 
 all ranks, can distinguish a hung rank from those that wait for it.
 """
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Literal
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.signals import end_with_parent
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
 """Set by our launcher: the file descriptor of a rank's end."""
@@ -38,7 +38,6 @@ SILENT_STEPS = 10
 _BEAT_S = 1.0
 _PAUSE_S = 5.0
 _SEND_S = 5.0
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 _WAITING = ("torch.distributed", "opensora_cli.parallel", "opensora_cli.engine.generate.ranks")
 """Whose functions wait for other ranks."""
 
@@ -202,9 +201,8 @@ class _Link:
         if self._channel is not None:
             self._channel.set_inheritable(False)
             self._channel.settimeout(_SEND_S)
-            if sys.platform == "linux":
-                # The launcher's end, SIGKILL included, also ends a rank that is stopped or hangs.
-                ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            # The launcher's end, SIGKILL included, also ends a rank that is stopped or hangs.
+            end_with_parent()
             if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
                 # So in the background of a script. Here it comes from the launcher alone.
                 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,15 +1,17 @@
 """Endless micro-batches for one rank, read ahead by worker processes."""
 
 import gc
-import signal
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
+from opensora_cli.core.signals import blocked_in_children, leave_signals_to
 from opensora_cli.data.batches import MicroBatch, PlanEpoch
 
 T = TypeVar("T")
@@ -78,8 +80,9 @@ class BatchStream(Generic[T]):
     def next(self) -> T:
         """Return this rank's next micro-batch; raise what `load` raised, or a HardwareError if a worker was killed."""
         if self._reading is None:
-            with _interrupts_blocked(), _garbage_kept():
+            with blocked_in_children(), _garbage_kept():
                 self._reading = iter(self._data_loader())
+            _kill_in_place_of_terminating(self._reading)
         try:
             asked, loaded = next(self._reading)
         except RuntimeError as error:
@@ -143,7 +146,9 @@ class BatchStream(Generic[T]):
             collate_fn=_as_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
-            worker_init_fn=_ignore_interrupts,
+            # Ctrl-C and requests to end reach every process of a terminal or a job: the one that trains decides when to
+            # stop reading.
+            worker_init_fn=partial(_begin_worker, parent=os.getpid()),
             # Not torch's global one, which would also seed the workers.
             generator=torch.Generator(),
         )
@@ -232,22 +237,14 @@ def _as_is(value: T) -> T:
     return value
 
 
-def _ignore_interrupts(worker: int) -> None:
-    # Ctrl-C reaches every process of a terminal: the one that trains decides when to stop reading.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(worker: int, *, parent: int) -> None:
+    leave_signals_to(parent)
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in processes that are forked inside the block, from their start."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _kill_in_place_of_terminating(reading: object) -> None:
+    """Have SIGKILL sent to workers that do not end by themselves, by torch or at exit: they ignore SIGTERM."""
+    for worker in getattr(reading, "_workers", ()):
+        worker._popen.terminate = worker._popen.kill
 
 
 @contextmanager

@@ -17,10 +17,8 @@ Without `wait` and `close` little more than `subprocess.Popen` would be left of 
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.rank_link import INTERRUPTED
+from opensora_cli.core.signals import held_back
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
 from opensora_cli.engine.launch.process import RankProcess
@@ -209,7 +208,7 @@ class _Run:
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
             try:
-                with _interruptions_held():
+                with held_back():  # so that every rank that was started is known
                     self._ranks.append(RankProcess(number, command, environment, log))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
@@ -303,27 +302,6 @@ class _Run:
             if after_one and not one_has_ended and any(rank.exit_code() is not None for rank in self._ranks):
                 one_has_ended = True
                 deadline = min(deadline, time.monotonic() + after_one)
-
-
-@contextmanager
-def _interruptions_held() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the end of the block, so that every rank that was started is known."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets them
-        yield
-        return
-    held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if callable(signal.getsignal(number))
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[0])
 
 
 def _environment(request: LaunchRequest, port: int) -> dict[str, str]:

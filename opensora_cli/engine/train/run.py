@@ -1,11 +1,8 @@
 """`osora train`: from settings to a run that is started or resumed, and to exported weights."""
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from opensora_cli.core.folder_lock import locked_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.engine.launch.rank import WatchedReporter, agreed
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
@@ -147,9 +145,10 @@ class _Run:
             stack.enter_context(self._writer)
             self._report_start(first_step)
             self._watching.start(first_step)
-            self._do_steps(trainer)
-            problem = self._save_last(trainer)
-            self._export(trainer)
+            with deferred_interrupts(self._note_interruption) as is_interrupted:
+                self._do_steps(trainer, is_interrupted)
+                problem = self._save_last(trainer)
+                self._export(trainer)
             if problem is not None:
                 self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
                 raise problem
@@ -245,11 +244,11 @@ class _Run:
         if self._plan.activations:
             self._reporter.note(f"memory: {self._plan.activations.line()}")
 
-    def _do_steps(self, trainer: Trainer[Any]) -> None:
-        steps, every = self._settings.loop.steps, self._settings.checkpoints.every
+    def _note_interruption(self) -> None:
+        self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")
 
-        def report() -> None:
-            self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")
+    def _do_steps(self, trainer: Trainer[Any], is_interrupted: Callable[[], bool]) -> None:
+        steps, every = self._settings.loop.steps, self._settings.checkpoints.every
 
         def stop_if_interrupted() -> None:
             # Before the first step there is nothing to save.
@@ -271,10 +270,7 @@ class _Run:
             if 0 < trainer.step < steps and trainer.step % every == 0:
                 self._save(trainer)
 
-        with (
-            deferred_interrupts(report) as is_interrupted,
-            self._reporter.stage("train", total=steps, unit="steps") as progress,
-        ):
+        with self._reporter.stage("train", total=steps, unit="steps") as progress:
             if trainer.step:
                 progress.advance(trainer.step)
             do_what_is_due()
@@ -328,38 +324,3 @@ class _Run:
         if self._distribution.is_main:
             trainer.task.export(weights, self._output)
         self._distribution.barrier()
-
-
-@contextmanager
-def deferred_interrupts(report: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Only record the first SIGINT or SIGTERM while the block runs; the second one raises KeyboardInterrupt.
-
-    Python handles signals in the main thread alone, so that a block elsewhere is never interrupted anyway. A signal
-    that is ignored, as in the background of a script, stays ignored. `report` is called at the first one, in another
-    thread: the main one may hold any lock. Yields a function that returns whether there was one.
-    """
-    interrupted = False
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-
-    def record(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-        threading.Thread(target=report, daemon=True).start()
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    replaced = [
-        number
-        for number, handler in before.items()
-        if callable(handler) or (number == signal.SIGTERM and handler is signal.SIG_DFL)
-    ]
-    for number in replaced:
-        signal.signal(number, record)
-    try:
-        yield lambda: interrupted
-    finally:
-        for number in replaced:
-            signal.signal(number, before[number])

@@ -1,8 +1,12 @@
 """Micro-batches for ranks, read ahead by workers: in exact order, and resumable anywhere."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError
+from opensora_cli.core.signals import END_REQUESTS
 from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
 from opensora_cli.data.batches import MicroBatch, SceneSampler
 
@@ -192,17 +197,62 @@ def test_workers_end_with_the_stream_even_while_an_error_is_handled() -> None:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         source.close()
-    assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert have_ended(children)
 
 
-def test_workers_leave_ctrl_c_to_the_process_that_trains() -> None:
+def workers_of(process: int, *, before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process).children() if child not in before]
+
+
+def have_ended(processes: Sequence[psutil.Process]) -> bool:
+    """Whether they end within 30 s; whether somebody asks for their exit codes does not matter."""
+    deadline = time.monotonic() + 30
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_workers_leave_signals_to_the_process_that_trains() -> None:
     before = psutil.Process().children()
     source = stream(workers=2)
     first = source.next()
-    for child in psutil.Process().children():
-        if child not in before:
-            child.send_signal(signal.SIGINT)
+    for child in workers_of(os.getpid(), before=before):
+        for number in (signal.SIGINT, *END_REQUESTS, signal.SIGTERM):
+            child.send_signal(number)
     assert [first, *take(source, 5)] == take(stream(), 6)
+
+
+def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    before = psutil.Process().children()
+    source = stream(workers=1)
+    source.next()
+    children = workers_of(os.getpid(), before=before)
+    for child in children:
+        child.suspend()
+    source.close()
+    assert have_ended(children)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers look for their parent every 5 s")
+def test_workers_end_with_a_process_that_is_killed() -> None:
+    def train() -> None:
+        source = stream(workers=2, count=3000)
+        source.next()
+        time.sleep(600)
+
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    assert process.pid is not None
+    deadline = time.monotonic() + 60
+    while len(children := workers_of(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(children) == 2
+    process.kill()
+    process.join()
+    assert have_ended(children)
 
 
 class Guarded:

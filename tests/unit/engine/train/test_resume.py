@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny_training
 import torch
@@ -102,13 +103,37 @@ def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole):
 
 
 @pytest.mark.slow
-def test_a_run_that_sigterm_ended_is_resumed_bit_for_bit(tmp_path, whole):
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups")
+@pytest.mark.parametrize(
+    ("number", "times", "in_background"),
+    [
+        (signal.SIGTERM, 1, False),
+        # As `timeout` sends it: to the process, and to its group.
+        (signal.SIGTERM, 2, True),
+        (signal.SIGINT, 2, False),
+        # As Slurm's --signal=USR1.
+        (signal.SIGUSR1, 2, True),
+    ],
+)
+def test_a_run_whose_group_was_asked_to_end_is_resumed_bit_for_bit(tmp_path, whole, number, times, in_background):
     run = tmp_path / "run"
-    process = _start(clips(run), tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    if in_background:  # a shell has it ignored there
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = _start(clips(run, **{"data.workers": 2}), tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     _wait_for(run, steps=2, process=process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130
-    assert "continue with --resume" in process.stderr.read().decode()
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    for _ in range(times):
+        os.killpg(process.pid, number)
+    errors = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 130, errors
+    assert "continue with --resume" in errors
+    assert "Traceback" not in errors
+    assert [each for each in workers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
     assert max(_step_of(path) for path in run.glob("epoch*")) >= 2
     train(clips(run), resume=Resume())
     assert log(run) == log(whole)
@@ -249,6 +274,7 @@ def _start(settings: TrainSettings, folder: Path, *, flags: Sequence[str] = ()) 
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
 
 

@@ -1,0 +1,128 @@
+"""Ctrl-C and requests to end: recorded while a step runs, held back, and left to the process that trains."""
+
+import signal
+import threading
+
+import pytest
+
+from opensora_cli.core import signals
+from opensora_cli.core.signals import END_REQUESTS, deferred_interrupts, held_back, requests_as_interrupts
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *END_REQUESTS])
+def test_the_first_signal_is_recorded_and_reported(number):
+    reported = threading.Event()
+    with deferred_interrupts(reported.set) as is_interrupted:
+        assert not is_interrupted()
+        signal.raise_signal(number)
+        assert is_interrupted()
+        assert reported.wait(10)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that `core.signals` sees, in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_second_ctrl_c_interrupts(clock):
+    def press_twice() -> None:
+        with deferred_interrupts(lambda: None):
+            signal.raise_signal(signal.SIGINT)
+            clock[0] += 1
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "apart_s"),
+    [
+        # As `timeout -s INT` and torchrun send it: to a process, and to its group.
+        ([signal.SIGINT, signal.SIGINT], 0.0),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], 60.0),
+        # A launcher hands on what its job got, too.
+        ([signal.SIGUSR1, signal.SIGINT, signal.SIGTERM], 60.0),
+    ],
+)
+def test_the_same_request_again_changes_nothing(clock, numbers, apart_s):
+    reports = []
+    with deferred_interrupts(lambda: reports.append("saving")) as is_interrupted:
+        for number in numbers:
+            signal.raise_signal(number)
+            clock[0] += apart_s
+        assert is_interrupted()
+    assert reports in ([], ["saving"])  # from another thread
+
+
+@pytest.mark.parametrize("number", END_REQUESTS)
+def test_requests_to_end_are_ctrl_c_and_count_once(clock, number):
+    before = signal.getsignal(number)
+    pressed = []
+    handler = signal.signal(signal.SIGINT, lambda *_: pressed.append(number))
+    try:
+        with requests_as_interrupts():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            assert pressed == [number]
+            clock[0] += 1
+            signal.raise_signal(number)
+            assert pressed == [number, number]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert signal.getsignal(number) is before
+
+
+def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
+    reached = []
+
+    def end_while_held() -> None:
+        with requests_as_interrupts(), held_back():
+            signal.raise_signal(signal.SIGTERM)
+            reached.append("the end")
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            end_while_held()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reached == ["the end"]
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with deferred_interrupts(lambda: None):
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    with pytest.raises(ZeroDivisionError), deferred_interrupts(lambda: None):
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_what_is_ignored_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred_interrupts(lambda: None) as is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert not is_interrupted()
+            signal.raise_signal(signal.SIGTERM)
+            assert is_interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_is_noted():
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def run() -> None:
+        with deferred_interrupts(lambda: None) as is_interrupted:
+            found.append((signal.getsignal(signal.SIGINT) is before, is_interrupted()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [(True, False)]
