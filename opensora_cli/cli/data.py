@@ -35,6 +35,9 @@ def scan(
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="N", help="Files that are read at a time. Default: cores.")
     ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Decode every frame, to find damage in the middle of files. Slower.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Read every file again, and replace a table of another origin.")
     ] = False,
@@ -50,6 +53,8 @@ def scan(
 
       osora data scan clips
 
+      osora data scan clips --deep
+
       osora data scan clips -o clips.parquet --workers 16
     """
     with errors.interruptible():
@@ -61,6 +66,7 @@ def scan(
                 "folder": ("DIR", folder),
                 "table": ("--out", out),
                 "workers": ("--workers", workers),
+                "deep": ("--deep", deep),
                 "overwrite": ("--overwrite", overwrite),
             },
         )
@@ -107,6 +113,7 @@ def preview(
             "--config",
             metavar="FILE",
             help="Settings or recipe of osora train whose buckets are shown. Default: usual ones.",
+            autocompletion=train.complete_recipe,
         ),
     ] = None,
     count: Annotated[int | None, typer.Option("--count", metavar="N", help="Samples to show. Default: 24.")] = None,

@@ -75,12 +75,18 @@ def read_video(
     return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
 
 
-def probe(path: str | os.PathLike[str]) -> MediaFacts:
-    """Read all of a picture or video but decode little (an animated picture whole); a MediaError if that fails."""
+def probe(path: str | os.PathLike[str], *, deep: bool = False) -> MediaFacts:
+    """Read all of a picture or video but decode little (pictures whole, and with `deep` all frames of a video).
+
+    A MediaError if that fails.
+    """
     file = _readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 0:
-        return containers.probe_video(file)
+        facts = containers.probe_video(file)
+        if deep:
+            containers.decode_whole(file, num_frames=facts.num_frames)
+        return facts
     height, width, _ = pictures.read_first(file).shape
     if num_pictures == 1:
         return MediaFacts(num_frames=1, height=height, width=width, fps=None)

@@ -197,6 +197,7 @@ class ScanSettings(Section):
     workers: PositiveInt | None = Field(
         default=None, le=1024, description="files that are read at a time; none: one for each core"
     )
+    deep: bool = Field(default=False, description="decode every frame, to find damage in the middle of files")
     overwrite: bool = Field(default=False, description="read every file again, and replace a table of another origin")
 
 

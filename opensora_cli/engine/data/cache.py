@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -50,13 +51,16 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
         CheckpointError: frozen parts, or files of the cache, are missing or broken.
         FileProblem: the cache was made with other parts, or the table cannot be read.
         OutputError: the cache cannot be written.
-        HardwareError: there is no such device.
+        HardwareError: there is no such device, or the adapter that the cache is for needs PEFT.
         KeyboardInterrupt: its argument is how to continue.
     """
     if settings.target is not TrainTarget.MMDIT:
         raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
     if settings.train_mmdit.cache is None:
         raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
+    if settings.lora.is_on:
+        # Training would find out after everything was encoded.
+        require_peft()
     reporter = reporter or SilentReporter()
     device = pick_hardware(settings.device_name, "float32").device
     folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)

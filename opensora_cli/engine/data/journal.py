@@ -24,17 +24,25 @@ class Finding:
     mtime_ns: int
     """When it was changed."""
     facts: MediaFacts
+    is_deep: bool
+    """Whether all of its frames were decoded."""
 
     def to_line(self) -> str:
         """Return it as a line of the journal."""
-        facts = {name: getattr(self.facts, name) for name in _FACTS}
-        return json.dumps({"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, **facts}) + "\n"
+        file = {"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns, "deep": self.is_deep}
+        return json.dumps({**file, **{name: getattr(self.facts, name) for name in _FACTS}}) + "\n"
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Finding":
         """Return the finding of a line of the journal."""
         facts = MediaFacts(**{name: values[name] for name in _FACTS})
-        return cls(path=values["path"], size=values["size"], mtime_ns=values["mtime_ns"], facts=facts)
+        return cls(
+            path=values["path"],
+            size=values["size"],
+            mtime_ns=values["mtime_ns"],
+            facts=facts,
+            is_deep=values.get("deep", False),
+        )
 
 
 class ScanJournal:

@@ -65,7 +65,8 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     """Write the table of a folder.
 
     Findings are appended to a journal beside the table: after an interruption, or when files were added or changed, the
-    next scan reads those alone, and retries what it could not read. Captions are read every time. Files whose names
+    next scan reads those alone, and retries what it could not read; a deep one also reads those that none has decoded
+    whole. Captions are read every time. Files whose names
     begin with a dot are left out.
 
     Raises:
@@ -89,7 +90,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     files = [*_media_files(folder)]
     if not files:
         raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
-    found, read = _find(files, journal, workers=settings.workers, reporter=reporter or SilentReporter())
+    found, read = _find(files, journal, settings, reporter=reporter or SilentReporter())
     rows, broken = _rows(found)
     write_table(table, COLUMNS, rows)
     journal.finish([each for each in found if isinstance(each, Finding)])
@@ -117,24 +118,24 @@ def _media_files(folder: Path) -> Iterator[Path]:
 
 
 def _find(
-    files: list[Path], journal: ScanJournal, *, workers: int | None, reporter: Reporter
+    files: list[Path], journal: ScanJournal, settings: ScanSettings, *, reporter: Reporter
 ) -> tuple[list[Finding | BrokenFile], int]:
     """Return what is known of each file, in order, and how many had to be read."""
     found: dict[Path, Finding | BrokenFile] = {}
     unread: list[Path] = []
     for file in files:
         known = _known(file, journal)
-        if known is None:
+        if known is None or (settings.deep and not known.is_deep):
             unread.append(file)
         else:
             found[file] = known
-    count = workers or os.cpu_count() or 1
+    count = settings.workers or os.cpu_count() or 1
     with (
         journal.appending() as lines,
         reporter.stage("read", total=len(unread), unit="files") as progress,
         ThreadPoolExecutor(count) as pool,
     ):
-        futures = {pool.submit(_look_into, file): file for file in unread}
+        futures = {pool.submit(_look_into, file, deep=settings.deep): file for file in unread}
         try:
             for done in as_completed(futures):
                 each = found[futures[done]] = done.result()
@@ -158,11 +159,17 @@ def _known(file: Path, journal: ScanJournal) -> Finding | None:
     return journal.find(str(file), size=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
-def _look_into(file: Path) -> Finding | BrokenFile:
+def _look_into(file: Path, *, deep: bool) -> Finding | BrokenFile:
     try:
         # Before it is read: a file that changes during the scan is read again by the next one.
         status = file.stat()
-        return Finding(path=str(file), size=status.st_size, mtime_ns=status.st_mtime_ns, facts=probe(file))
+        return Finding(
+            path=str(file),
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            facts=probe(file, deep=deep),
+            is_deep=deep,
+        )
     except OsoraError as error:
         reason = error.message
     except OSError as error:

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiny_clips import write_clip, write_rows
 
@@ -19,6 +22,7 @@ from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.preview import preview
 from opensora_cli.engine.data.scan import ScanResult, scan, shard
 from opensora_cli.media.containers import MediaFacts
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
 
@@ -79,7 +83,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read."""
     names: list[str] = []
     probe = scan_module.probe
-    monkeypatch.setattr(scan_module, "probe", lambda file: names.append(file.name) or probe(file))
+    monkeypatch.setattr(scan_module, "probe", lambda file, *, deep: names.append(file.name) or probe(file, deep=deep))
     return names
 
 
@@ -102,15 +106,37 @@ def test_a_second_scan_reads_only_what_is_new_or_changed(folder: Path, probed: l
     assert columns["text"][0] == "another caption"
 
 
+def test_a_deep_scan_finds_damage_in_the_middle_and_reads_what_was_not_decoded(tmp_path: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_clip(folder / "whole.mp4", num_frames=9)
+    damaged = folder / "damaged.mp4"
+    levels = torch.randint(256, (40, 96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    write_media(levels.split(1), damaged, fps=24, format="mp4")
+    content = bytearray(damaged.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 3000] = random.Random(0).randbytes(3000)
+    damaged.write_bytes(content)
+    shallow = run(folder)
+    assert (shallow.videos, shallow.read, shallow.broken) == (2, 2, ())
+    deep = run(folder, deep=True)
+    assert (deep.videos, deep.read) == (1, 2)
+    (broken,) = deep.broken
+    assert broken.path == str(damaged)
+    assert re.search(r"damaged\.mp4 is damaged: frame \d+ of 40 cannot be decoded", broken.reason)
+    # What was decoded whole is known; what is damaged is tried again.
+    assert run(folder, deep=True).read == 1
+
+
 def test_what_could_not_be_read_is_tried_again_though_it_has_not_changed(
     folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe = scan_module.probe
 
-    def hiccup(file: Path) -> MediaFacts:
+    def hiccup(file: Path, *, deep: bool) -> MediaFacts:
         if file.name == "b.mp4":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return probe(file)
+        return probe(file, deep=deep)
 
     monkeypatch.setattr(scan_module, "probe", hiccup)
     failed = run(folder)
