@@ -12,12 +12,28 @@ from opensora_cli.core.exceptions import RequestError
 if TYPE_CHECKING:
     from opensora_cli.settings.train import TrainSettings
 
+RECIPES_SCHEMA = "osora.recipes/1"
+_FILES = (".yaml", ".yml", ".py")
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the recipes, folders and files of settings whose names begin so."""
+    from opensora_cli.settings.files import list_presets
+
+    begun = Path(incomplete)
+    folder, start = (begun, "") if not incomplete or incomplete.endswith(("/", os.sep)) else (begun.parent, begun.name)
+    found = sorted(path for path in folder.glob("*") if path.name.startswith(start) and not path.name.startswith("."))
+    files = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix in _FILES]
+    return [*(name for name in list_presets("train") if name.startswith(incomplete)), *files]
+
+
 Recipe = Annotated[
     Path | None,
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file of settings, or the name of a recipe that comes with osora.",
+        help="YAML file of settings, or the name of a recipe that comes with osora: see --list.",
+        autocompletion=complete_recipe,
     ),
 ]
 SavedSettings = Annotated[
@@ -48,6 +64,7 @@ CheckData = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be trained, and do nothing.")]
+ListRecipes = Annotated[bool, typer.Option("--list", help="List the recipes that come with osora and exit.")]
 
 
 def train(
@@ -60,6 +77,7 @@ def train(
     overwrite: Overwrite = False,
     check_data: CheckData = False,
     dry_run: DryRun = False,
+    list_: ListRecipes = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = None,
@@ -74,8 +92,13 @@ def train(
 
       osora train --config configs/train/demo_vae.yaml --resume
 
+      osora train --list
+
       osora train --config demo_lora --gpus 4 --set strategy=zero2 --set output=runs/mine
     """
+    if list_:
+        _print_recipes(as_json=json_)
+        return
     flags = {
         "device": ("--device", device),
         "parallel.gpus": ("--gpus", gpus),
@@ -119,6 +142,21 @@ def train(
             as_json=json_,
             quiet=quiet,
         )
+
+
+def _print_recipes(*, as_json: bool) -> None:
+    from opensora_cli.settings.files import describe_preset, list_presets, preset_path
+
+    recipes = {name: describe_preset("train", name) for name in list_presets("train")}
+    if as_json:
+        documents = [
+            {"name": name, "description": text, "file": str(preset_path("train", name))}
+            for name, text in recipes.items()
+        ]
+        output.print_json({"schema": RECIPES_SCHEMA, "recipes": documents})
+        return
+    width = max(map(len, recipes))
+    output.print_lines([f"{name:{width}}  {text}" for name, text in recipes.items()])
 
 
 def _check_data(settings: "TrainSettings", *, as_json: bool, quiet: bool) -> None:

@@ -45,6 +45,16 @@ class HardwareError(OsoraError):
     exit_code = 4
 
 
+def missing_library(need: str, *, extra: str) -> HardwareError:
+    """Return the error of a library that is not installed, with the line that installs it.
+
+    `need` says what needs which library, and `extra` is the name of the optional libraries that it is one of.
+    """
+    return HardwareError(
+        f"{need}, which is not installed", hint=f"in osora's checkout: pip install -c constraints.txt '.[{extra}]'"
+    )
+
+
 class TrainingError(OsoraError):
     """Training diverged: losses or weights are not finite.
 

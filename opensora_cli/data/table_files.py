@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError, missing_library
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.formatting import plain
 
@@ -187,5 +187,5 @@ def _pyarrow() -> Any:
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise HardwareError("parquet tables need pyarrow", hint="pip install 'osora[train]'") from error
+        raise missing_library("a parquet table needs pyarrow", extra="train") from error
     return importlib.import_module("pyarrow")

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.exceptions import missing_library
 from opensora_cli.core.files import atomic_path
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise HardwareError(f"charts need matplotlib ({error})", hint="pip install 'osora[plot]'") from error
+        raise missing_library("a chart needs matplotlib", extra="plot") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

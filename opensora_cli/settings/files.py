@@ -4,6 +4,7 @@ YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and drops duplic
 stays text, for the settings to type, and a duplicate key is an error.
 """
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def presets_folder() -> Path:
 def list_presets(kind: str) -> list[str]:
     """Return the names of the presets of a `kind`, which is a command such as `generate`."""
     return sorted(path.stem for path in (presets_folder() / kind).glob("*.yaml"))
+
+
+def describe_preset(kind: str, name: str) -> str:
+    """Return what a preset's file says of itself, in one line: the comment that it begins with, without the command."""
+    lines = preset_path(kind, name).read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    words = [line.removeprefix("#").strip() for line in comment]
+    return " ".join(word for word in words if not word.startswith("osora "))
 
 
 def preset_path(kind: str, name: str) -> Path:

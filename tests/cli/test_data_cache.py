@@ -1,6 +1,7 @@
 """`osora data cache`: what it prints, and with which exit code it ends."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,13 @@ def test_bad_requests(capsys):
     assert run("--config", "demo", *WEIGHTS, "--table", "missing.csv") == 3
     assert "missing.csv" in capsys.readouterr().err
     assert not Path("cache").exists()
+
+
+def test_a_missing_library_is_reported_before_anything_is_encoded(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert run("--config", "demo", *FEW, "--set", "init=demo", "--set", "lora.rank=4") == 4
+    assert capsys.readouterr().err == (
+        "error: lora.rank needs PEFT, which is not installed\n"
+        "       in osora's checkout: pip install -c constraints.txt '.[train]'\n"
+    )
+    assert list(tmp_path.iterdir()) == []

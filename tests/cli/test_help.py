@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import opensora_cli
 from opensora_cli.cli.app import main
+from opensora_cli.cli.train import complete_recipe
+from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
@@ -109,6 +112,31 @@ def test_completion_offers_options_and_modes() -> None:
 
     assert complete("osora generate --mo", 2) == ["--motion-score", "--model"]
     assert complete("osora generate --cond i2v", 3) == ["i2v_head", "i2v_tail", "i2v_loop"]
+
+
+def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo_mine.yaml", "demo.mp4", ".demo.yaml", "more/demo.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert complete_recipe("demo") == ["demo", "demo_lora", "demo_text", "demo_vae", "demo_mine.yaml"]
+    assert complete_recipe("more/") == ["more/demo.yaml"]
+    assert complete_recipe("m") == ["more/"]
+    assert complete_recipe("no") == []
+
+
+def test_list_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list_presets("train")
+    assert main(["train", "--list", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "osora.recipes/1"
+    for recipe, line in zip(document["recipes"], lines, strict=True):
+        assert recipe["description"].endswith(".")
+        assert "#" not in recipe["description"]
+        assert line.endswith(recipe["description"])
+        assert Path(recipe["file"]).stem == recipe["name"]
 
 
 def test_list_presets(capsys: pytest.CaptureFixture[str]) -> None:

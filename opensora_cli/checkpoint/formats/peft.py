@@ -1,4 +1,4 @@
-"""Reading the files of a PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`."""
+"""PEFT, and reading the files of its adapters: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.stream import Entry, reading
 from opensora_cli.checkpoint.strict_json import parse_object, shown
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
 from opensora_cli.core.formatting import first_few, plain
 
 CONFIG_FILE = "adapter_config.json"
@@ -51,6 +51,15 @@ _REFUSED = {
 }
 # Other ways to begin (PiSSA, OLoRA, LoftQ, ...) change the weights to which the adapter is then added.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def require_peft() -> Any:
+    """Return the module `peft`, which training an adapter takes. Raises HardwareError if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_library("lora.rank needs PEFT", extra="train") from error
+    return peft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, require_peft
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.engine.train.files import write_weights
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -21,17 +20,6 @@ from opensora_cli.settings.lora import LoraSettings, LoraTarget
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
-
-
-def require_peft() -> Any:
-    """Return the module `peft`. Raises HardwareError if it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise HardwareError(
-            "lora.rank needs PEFT, which is not installed", hint="pip install 'osora[train]'"
-        ) from error
-    return peft
 
 
 def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:

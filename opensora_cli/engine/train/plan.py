@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import first_few
@@ -12,7 +13,6 @@ from opensora_cli.engine.train.activations import ActivationPlan, plan_activatio
 from opensora_cli.engine.train.build import count_parameters, find_frozen_parts
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8
-from opensora_cli.engine.train.lora import require_peft
 from opensora_cli.engine.train.ranks import training_device
 from opensora_cli.engine.train.resuming import Resume, checkpoints_to_try
 from opensora_cli.engine.train.watching.logs import require_tensorboard

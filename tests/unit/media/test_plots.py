@@ -40,4 +40,4 @@ def test_a_missing_matplotlib_names_the_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(HardwareError) as caught:
         new_figure()
-    assert caught.value.hint == "pip install 'osora[plot]'"
+    assert caught.value.hint == "in osora's checkout: pip install -c constraints.txt '.[plot]'"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.core.exceptions import HardwareError, OutputError
+from opensora_cli.core.exceptions import OutputError, missing_library
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.watching.lines import Line
@@ -97,9 +97,7 @@ def require_tensorboard() -> "type[SummaryWriter]":
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise HardwareError(
-            "watching.tensorboard=true needs TensorBoard, which is not installed", hint="pip install 'osora[train]'"
-        ) from error
+        raise missing_library("watching.tensorboard=true needs TensorBoard", extra="train") from error
     return SummaryWriter
 
 

@@ -283,4 +283,4 @@ def test_parquet_without_pyarrow_names_what_to_install(tmp_path: Path, monkeypat
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(HardwareError) as caught:
         take(settings(tmp_path / "table.parquet"), 1)
-    assert caught.value.hint == "pip install 'osora[train]'"
+    assert caught.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_transformer import inputs, loss_of, transformer
 
-from opensora_cli.checkpoint.formats.peft import open_adapter
+from opensora_cli.checkpoint.formats.peft import open_adapter, require_peft
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.engine.train.lora import add_lora, require_peft, save_lora
+from opensora_cli.engine.train.lora import add_lora, save_lora
 from opensora_cli.engine.train.transformer import compile_blocks
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
@@ -154,7 +154,8 @@ class TestAddLora:
         monkeypatch.setitem(sys.modules, "peft", None)
         with pytest.raises(HardwareError, match=r"lora\.rank needs PEFT") as raised:
             require_peft()
-        assert (raised.value.exit_code, raised.value.hint) == (4, "pip install 'osora[train]'")
+        assert raised.value.exit_code == 4
+        assert raised.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"
 
 
 class TestSaveLora:

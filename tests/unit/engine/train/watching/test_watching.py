@@ -254,7 +254,7 @@ class TestTensorBoard:
         monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
         with pytest.raises(HardwareError, match="needs TensorBoard") as raised:
             TensorBoardLog(tmp_path)
-        assert raised.value.hint == "pip install 'osora[train]'"
+        assert raised.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"
 
 
 class TestTimers:
