@@ -98,11 +98,14 @@ class BucketSampler:
     samples: Samples
     seed: int
 
-    def __call__(self, epoch: int) -> EpochPlan:
+    def assigned(self, epoch: int) -> NDArray[np.int32]:
+        """Return the bucket of each sample in an epoch, or `NO_BUCKET`."""
         draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), self.buckets.num_resolutions))
+        return self.buckets.assign(self.samples, draws_NR)
+
+    def __call__(self, epoch: int) -> EpochPlan:
         sizes = np.array([self.buckets[index].batch_size for index in range(len(self.buckets))], dtype=np.int64)
-        assigned = self.buckets.assign(self.samples, draws_NR)
-        return EpochPlan(assigned, sizes, rng=_rng(self.seed, epoch, _ORDER))
+        return EpochPlan(self.assigned(epoch), sizes, rng=_rng(self.seed, epoch, _ORDER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

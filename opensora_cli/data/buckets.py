@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_BUCKET = -1
-_FILLED = 0.8
+FILLED = 0.8
 """A sample counts as large enough for a resolution if it has this part of its pixels."""
 
 
@@ -94,6 +94,11 @@ class Buckets:
         return self._all[index]
 
     @property
+    def resolutions(self) -> tuple[Resolution, ...]:
+        """Return them, the largest first."""
+        return tuple(self._resolutions)
+
+    @property
     def num_resolutions(self) -> int:
         """How many resolutions a sample may try."""
         return len(self._resolutions)
@@ -128,7 +133,7 @@ class Buckets:
         for column, resolution in enumerate(self._resolutions):
             lengths = _fitting_lengths(samples.num_frames, intervals, resolution)
             shapes = _nearest_shapes(samples.height, samples.width, resolution)
-            large_enough = pixels >= resolution.pixels * _FILLED
+            large_enough = pixels >= resolution.pixels * FILLED
             for length in resolution.lengths:
                 fits = large_enough & (lengths == length)
                 fitting_NR[fits, column] = self._first[resolution.name, length] + shapes[fits]

@@ -12,6 +12,7 @@ from opensora_cli.data.batches import BucketSampler, EpochPlan
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import BadRow, ClipTable
 from opensora_cli.engine.encode.datasets import TableRequests, open_dataset
+from opensora_cli.engine.encode.left_out import LeftOut, find_left_out
 from opensora_cli.engine.encode.loading import pixel_multiple
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -52,7 +53,9 @@ class DataReport(Document):
     bad_rows: tuple[BadRow, ...]
     without_caption: int
     without_bucket: int
-    """Good rows that are too small or too short for every bucket, whatever their probability."""
+    """Good rows that fit no bucket whose probability is over 0."""
+    left_out: tuple[LeftOut, ...]
+    """Good rows that the first epoch cannot use, by reason."""
     buckets: tuple[BucketReport, ...]
     micro_batches: int
     """Of the first epoch."""
@@ -74,13 +77,12 @@ class DataReport(Document):
         """Return the report for people."""
         more = len(self.bad_rows) - _LISTED
         updates = f"{self.updates:,} updates of {self.micro_batches_of_update}"
-        unfit = "rows without one: too small or too short for all"
         return [
             f"data      {self.source}: {self.rows:,} rows, of which {len(self.bad_rows):,} are bad",
             *(f"bad row   {bad.row}: {bad.path}: {bad.reason}" for bad in self.bad_rows[:_LISTED]),
             *([f"bad row   and {more:,} more"] if more > 0 else []),
             *([f"caption   {self.without_caption:,} rows without one"] if self.without_caption else []),
-            *([f"bucket    {self.without_bucket:,} {unfit}"] if self.without_bucket else []),
+            *(line for each in self.left_out for line in each.lines()),
             *(f"bucket    {bucket.line()}" for bucket in self.buckets),
             f"epoch     {self.micro_batches:,} micro-batches, {updates}",
         ]
@@ -97,7 +99,7 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
     dataset = open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=True)
     of_update = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
     if isinstance(dataset.requests, TableRequests):
-        return _table_report(data, dataset.requests, seed=settings.loop.seed, of_update=of_update, reporter=reporter)
+        return _table_report(settings, dataset.requests, of_update=of_update, reporter=reporter)
     plan = dataset.plan_epoch(0)
     buckets = tuple(_scene_buckets(data, plan))
     return _report("procedural scenes", rows=data.scenes.count, plan=plan, buckets=buckets, of_update=of_update)
@@ -113,6 +115,7 @@ def _report(
     bad_rows: tuple[BadRow, ...] = (),
     without_caption: int = 0,
     without_bucket: int = 0,
+    left_out: tuple[LeftOut, ...] = (),
 ) -> DataReport:
     problems = [
         f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
@@ -128,6 +131,7 @@ def _report(
         bad_rows=bad_rows,
         without_caption=without_caption,
         without_bucket=without_bucket,
+        left_out=left_out,
         buckets=buckets,
         micro_batches=len(plan),
         micro_batches_of_update=of_update,
@@ -137,8 +141,9 @@ def _report(
 
 
 def _table_report(
-    data: DataSettings, requests: TableRequests, *, seed: int, of_update: int, reporter: Reporter
+    settings: TrainSettings, requests: TableRequests, *, of_update: int, reporter: Reporter
 ) -> DataReport:
+    data = settings.data
     table, buckets = requests.table, requests.buckets
     is_there = _look_for_files(table, reporter=reporter)
     missing = [
@@ -146,7 +151,8 @@ def _table_report(
         for index in np.flatnonzero(~is_there).tolist()
     ]
     usable = table.samples.only(is_there)
-    plan = BucketSampler(buckets=buckets, samples=usable, seed=seed)(0)
+    sampler = BucketSampler(buckets=buckets, samples=usable, seed=settings.loop.seed)
+    plan = sampler(0)
     return _report(
         str(data.table),
         rows=len(table) + len(table.bad_rows),
@@ -156,6 +162,7 @@ def _table_report(
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=table.texts.num_empty,
         without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
+        left_out=find_left_out(requests, is_there, sampler.assigned(0), grid=settings.vae.grid),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -14,9 +15,10 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
-from opensora_cli.data.batches import ClipBatch, ClipRequest, MicroBatch, Replacement
+from opensora_cli.data.batches import BucketSampler, ClipBatch, ClipRequest, MicroBatch, Replacement
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.encode.datasets import ClipDataset, ClipRequests, TableRequests, open_dataset
+from opensora_cli.engine.encode.left_out import find_left_out
 from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import Fit, fit_frames
 from opensora_cli.settings.data import DataSettings
@@ -188,7 +190,7 @@ def open_clips(
     def stream(data: DataSettings) -> BatchStream[ClipBatch]:
         dataset = open_dataset(data, seed=seed, multiple=multiple, fixed_starts=load is not None)
         if data_rank == 0:
-            _warn_of_what_is_left_out(data, dataset, reporter=reporter)
+            _warn_of_what_is_left_out(data, dataset, seed=seed, reporter=reporter)
         return BatchStream(
             dataset.plan_epoch,
             ClipLoader(requests=dataset.requests, fit=data.fit, load=load, notes=notes),
@@ -217,13 +219,21 @@ def pixel_multiple(settings: TrainSettings) -> int:
     return compression * (settings.model.patch_size if settings.target is TrainTarget.MMDIT else 1)
 
 
-def _warn_of_what_is_left_out(data: DataSettings, dataset: ClipDataset, *, reporter: Reporter) -> None:
+def _warn_of_what_is_left_out(data: DataSettings, dataset: ClipDataset, *, seed: int, reporter: Reporter) -> None:
     requests = dataset.requests
     if not isinstance(requests, TableRequests):
         return
     if bad := len(requests.table.bad_rows):
         reporter.warn(f"{data.table}: bad rows left out: {bad}; osora train --check-data lists them")
-    batches = dataset.plan_epoch(0).batches_of_buckets
+    sampler = BucketSampler(buckets=requests.buckets, samples=requests.table.samples, seed=seed)
+    everything = np.ones(len(requests.table), dtype=bool)
+    left_out = find_left_out(requests, everything, sampler.assigned(0))
+    for each in left_out:
+        reporter.warn(
+            f"{data.table}: rows left out: {each.rows} of {len(requests.table)}, {each.reason} ({each.examples[0]}); "
+            "osora train --check-data lists them, and what takes them in"
+        )
+    batches = sampler(0).batches_of_buckets
     filled = {requests.buckets[index].kind for index in range(len(requests.buckets)) if batches[index]}
     for resolution, lengths in data.buckets.items():
         for length, bucket in lengths.items():

@@ -56,11 +56,59 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
         "bad",
         "bad",
         "caption",
-        "bucket",
+        *("left", "tiny.mp4:", "a"),
         "bucket",
         "bucket",
         "epoch",
     ]
+
+
+def test_rows_that_fall_out_are_counted_by_reason_with_what_takes_them_in(tmp_path: Path) -> None:
+    rows: list[list[object]] = [
+        # The clips that a recipe of 17 frames and 12 fps once left out without a word of why.
+        *([f"wide_{i}.mp4", "", 40, 360, 640, 30] for i in range(4)),
+        ["tiny.mp4", "", 100, 20, 20, 12],
+        ["short.mp4", "", 9, 64, 64, ""],
+        *([f"fits_{i}.mp4", "", 60, 64, 64, 12] for i in range(3)),
+        *([f"tall_{i}.mp4", "", 60, 128, 64, 12] for i in range(2)),
+        ["picture.png", "", 1, 64, 64, ""],
+    ]
+    for row in rows:
+        (tmp_path / str(row[0])).touch()
+    table = write_rows(tmp_path / "table.csv", rows)
+    data = {"table": str(table), "fps_max": 12, "buckets": {"64px": {17: (1.0, 3)}}}
+    report = check(data)
+    assert [(each.rows, each.reason, each.examples[0], each.fix) for each in report.left_out] == [
+        (1, "pictures, and all buckets are for videos", "picture.png: 64x64", "a bucket of 1 frame takes them"),
+        (
+            1,
+            "too small: 64px, the smallest, takes 3,277 pixels or more",
+            "tiny.mp4: 20x20",
+            "a resolution of 22px or less in data.buckets takes them",
+        ),
+        (
+            5,
+            "too short: the shortest bucket has 17 frames",
+            "wide_0.mp4: 40 frames at 30 fps, of which data.fps_max=12 leaves 13",
+            "a bucket of 9 frames takes them",
+        ),
+        (
+            2,
+            "too few of one shape for a micro-batch of 3 in data.buckets.64px.17",
+            "tall_0.mp4: 64x128, one of 2 of 1:2",
+            "a batch size of 2 takes them",
+        ),
+    ]
+    assert [len(each.examples) for each in report.left_out] == [1, 1, 3, 2]
+    assert report.without_bucket == 7
+    # Each fix takes in what it is for.
+    fixed = {**data, "buckets": {"64px": {1: (1.0, 1), 17: (1.0, 2), 9: (1.0, 1)}, "22px": {9: (1.0, 1)}}}
+    assert [each.rows for each in check(fixed).left_out] == []
+    faster = {**data, "fps_max": 15, "buckets": {"64px": {17: (1.0, 1)}}}
+    assert [each.rows for each in check(faster).left_out] == [1, 1, 1]
+    assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).left_out[-1].rows == 5
+    (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).left_out
+    assert (pictures_alone.rows, pictures_alone.reason) == (11, "videos, and all buckets are for pictures")
 
 
 def test_an_empty_bucket_is_a_problem(table: Path) -> None:

@@ -157,9 +157,11 @@ def test_what_is_left_out_is_warned_of(table: Path) -> None:
     wrong = table.with_name("wrong.csv")
     wrong.write_text(table.read_text() + "wrong.mp4,text,none,64,64,24\n")
     take(settings(wrong, buckets={"64px": {1: (1.0, 2), 5: (1.0, 7), 9: (0.0, 1)}}), 1, reporter=warned)
-    assert len(warned.texts) == 2
+    assert len(warned.texts) == 3
     assert "bad rows left out: 1;" in warned.texts[0]
-    assert warned.texts[1].startswith("data.buckets.64px.5 is empty")
+    assert "rows left out: 6 of 10, too few of one shape for a micro-batch of 7" in warned.texts[1]
+    assert "(clip_0.mp4: 64x64, one of 6 of 1:1); osora train --check-data" in warned.texts[1]
+    assert warned.texts[2].startswith("data.buckets.64px.5 is empty")
 
 
 def test_where_nothing_can_be_read_the_file_is_named(broken_table: Path) -> None:
