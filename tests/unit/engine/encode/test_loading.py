@@ -159,8 +159,7 @@ def test_what_is_left_out_is_warned_of(table: Path) -> None:
     take(settings(wrong, buckets={"64px": {1: (1.0, 2), 5: (1.0, 7), 9: (0.0, 1)}}), 1, reporter=warned)
     assert len(warned.texts) == 3
     assert "bad rows left out: 1;" in warned.texts[0]
-    assert "rows left out: 6 of 10, too few of one shape for a micro-batch of 7" in warned.texts[1]
-    assert "(clip_0.mp4: 64x64, one of 6 of 1:1); osora train --check-data" in warned.texts[1]
+    assert "rows left out: 6 of 10, their buckets have probability 0 (clip_0.mp4: 64x64);" in warned.texts[1]
     assert warned.texts[2].startswith("data.buckets.64px.5 is empty")
 
 
