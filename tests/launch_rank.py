@@ -4,13 +4,17 @@
 """
 
 import argparse
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+
+import psutil
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
 from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure
@@ -72,6 +76,16 @@ def all_reduce(context: RankContext) -> None:
     assert number.item() == context.world_size
 
 
+def print_ports() -> None:
+    """Print what reaches the store: at its own address, and at another of this machine; and where this rank listens."""
+    port = int(os.environ["MASTER_PORT"])
+    for host in ("127.0.0.1", "127.0.0.2"):
+        with socket.socket() as client:
+            print(host, errno.errorcode.get(client.connect_ex((host, port)), "reached"))
+    listening = [each for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    print(sorted({each.laddr.ip for each in listening}))
+
+
 def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
     if stage != asked.stage or asked.act == "none":
         return
@@ -82,6 +96,8 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
     while stage != "start" and not all((asked.mark / f"{stage}{rank}").exists() for rank in range(context.world_size)):
         time.sleep(0.01)
     match asked.act:
+        case "ports":
+            print_ports()
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "crash":

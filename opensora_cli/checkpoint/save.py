@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -34,9 +33,10 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.sharding import model_gathering, rank_and_count, record_model_param_shape
 from opensora_cli.checkpoint.shards import write_shards
 from opensora_cli.checkpoint.stream import HeldEntry
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, osora_error
 from opensora_cli.core.files import atomic_folder
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.rank_messages import broadcast_json
 
 OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
 LR_SCHEDULER_FILE = "lr_scheduler.pt"
@@ -290,15 +290,17 @@ def _do_on_first_rank(do: Callable[[], object]) -> None:
     if ranks == 1:
         do()
         return
-    errors: list[Exception | None] = [None]
+    raised: Exception | None = None
     if rank == 0:
         try:
             do()
         except Exception as error:
-            errors = [error]
-    dist.broadcast_object_list(errors, src=0)
-    if errors[0] is not None:
-        raise errors[0]
+            raised = error
+    report = broadcast_json(raised and [type(raised).__name__, str(raised), getattr(raised, "hint", None)])
+    if raised is not None:
+        raise raised
+    if report is not None:
+        raise osora_error(*report)
 
 
 def _refuse_to_replace(folder: Path) -> None:

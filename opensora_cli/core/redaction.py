@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # it ships none
+
 _RELEVANT = re.compile(
     r"(CUBLAS|CUDA|CUDNN|GLOO|HF|HUGGING_FACE|MKL|NCCL|NVIDIA|OMP|OSORA|PYTORCH|TORCH|TRANSFORMERS)_\w+|LD_LIBRARY_PATH"
 )
@@ -14,16 +16,22 @@ _HIDDEN = "<hidden>"
 _SECRET_NAME = re.compile(
     r"(?i)TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|_AUTH\b|_KEY\b"
 )
-_HOST_NAME = re.compile(r"(?i)(MASTER_ADDR|HOSTNAME|_HOST|_ADDR|ENDPOINT)\b")
+# NCCL's identify a host, or where its ranks meet; interfaces are often named after hardware addresses.
+_HOST_NAME = re.compile(r"(?i)(MASTER_ADDR|HOSTNAME|_HOST|_ADDR|ENDPOINT|_HOSTID|_COMM_ID|_IFNAME|_HCA)\b")
 _TOKENS = re.compile(
     r"\b(hf_\w{8,}|gh[opsur]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|sk-[\w-]{8,}|xox[abp]-[\w-]{8,}|AKIA\w{12,}|"
     r"eyJ[\w-]{8,}\.[\w.-]+|[0-9a-fA-F]{32,})"
 )
+_SERIALS = re.compile(
+    r"\b(GPU-|MIG-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\b(GPU|MIG)-[0-9a-fA-F]{8,}\b"
+)
+"""Of GPUs, as CUDA_VISIBLE_DEVICES may name them, whole or shortened."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
 _ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\S+)")
 _PART = r"[^\s/:,;'\"()<>]+"
 # Folders may have blanks in their names; before the last slash they are distinct from words that follow.
 _PATH = re.compile(rf"(?<![\w/<>.@-])(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
+_LOOPBACKS = ("lo", "lo0")
 _SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
 """Folders whose names do not identify a user."""
 
@@ -59,7 +67,7 @@ class Redactor:
 
     @classmethod
     def of_this_machine(cls, *, folders: Iterable[str]) -> "Redactor":
-        """Return one that knows the user, the home folder, the host, and `folders`."""
+        """Return one that knows the user, the home folder, the host, its network interfaces, and `folders`."""
         names = {}
         try:
             user = getpass.getuser()
@@ -69,12 +77,13 @@ class Redactor:
             names[user] = "<user>"
         host = socket.gethostname()
         names |= {host: "<host>", host.partition(".")[0]: "<host>"}
+        names |= {interface: "<interface>" for interface in psutil.net_if_addrs() if interface not in _LOOPBACKS}
         return cls(names, folders=[str(Path.home()), str(Path.cwd()), sys.prefix, *folders])
 
     def text(self, text: str) -> str:
         """Return `text` without anything that should stay here."""
         text = _ASSIGNED.sub(self._assigned, text)
-        text = _CREDENTIALS.sub(f"{_HIDDEN}@", _TOKENS.sub(_HIDDEN, text))
+        text = _SERIALS.sub(_HIDDEN, _CREDENTIALS.sub(f"{_HIDDEN}@", _TOKENS.sub(_HIDDEN, text)))
         for folder in self._folders:
             text = re.sub(rf"(?<![\w/]){re.escape(folder)}(?:/(?:{_PART}/?)*|(?!\w))", "<path>", text)
         text = _PATH.sub(self._path, text)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.rank_messages import broadcast_json
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device
 _SEGMENT_BYTES = 256 * 2**20
@@ -148,12 +149,11 @@ class SharedCopies:
         if not self._has_room:
             return
         path = _make_file(nbytes) if dist.get_rank(self._group) == 0 else None
-        names = [None if path is None else str(path)]
-        dist.broadcast_object_list(names, group=self._group, group_src=0)
-        if names[0] is None:
+        name = broadcast_json(path and str(path), self._group)
+        if name is None:
             self._has_room = False
             return
-        self._segment = torch.from_file(names[0], shared=True, size=nbytes, dtype=torch.uint8)
+        self._segment = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
         # All have it open: without its name, it goes when the last of them does.
         dist.barrier(self._group)
         if path is not None:

@@ -108,6 +108,16 @@ class TestDone:
         assert [log(tmp_path, rank) for rank in (1, 2)] == [f"result of rank {rank} of 3 on 1\n" for rank in (1, 2)]
         assert left(tmp_path) == []
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="only there the loopback has more than one address")
+    def test_only_this_machine_reaches_the_ranks(self, tmp_path, capfd):
+        run(tmp_path, "--gloo", "--rank", "1", "--stage", "decode", "--act", "ports")
+        assert log(tmp_path, 1).splitlines() == [
+            "127.0.0.1 reached",
+            "127.0.0.2 ECONNREFUSED",
+            "['127.0.0.1']",
+            "result of rank 1 of 2 on 1",
+        ]
+
     @pytest.mark.slow
     def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path, processes):
         assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\n")

@@ -9,6 +9,7 @@ from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Branch
+from opensora_cli.settings.devices import MemorySettings
 
 CPU = torch.device("cpu")
 
@@ -20,14 +21,15 @@ def ranks():
 def _agreed():
     rank = dist.get_rank()
     tensors = [torch.arange(6.0).view(2, 3), torch.ones(1, dtype=torch.bfloat16)] if rank == 0 else None
-    return ranks().is_main, agreed({"from": rank}), agreed_tensors(tensors, device=CPU), least(5 - rank)
+    own = MemorySettings(limit=f"{rank + 1}GiB")
+    return ranks().is_main, agreed(own), agreed_tensors(tensors, device=CPU), least(5 - rank)
 
 
 def test_the_value_of_rank_0_is_agreed(pool):
     answers = pool(2).run(_agreed)
     assert [main for main, *_ in answers] == [True, False]
     for _, value, (first, second), smallest in answers:
-        assert value == {"from": 0}
+        assert value == MemorySettings(limit="1GiB")
         assert first.tolist() == [[0, 1, 2], [3, 4, 5]]
         assert (second.dtype, second.tolist()) == (torch.bfloat16, [1])
         assert smallest == 4

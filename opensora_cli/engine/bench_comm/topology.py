@@ -14,6 +14,7 @@ import torch.distributed as dist
 import opensora_cli
 from opensora_cli.core.documents import Document
 from opensora_cli.core.gpus import LinkFacts, LinkKind, nvml_gpu, read_gpus, read_links, read_torch
+from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.redaction import shown_variables
 from opensora_cli.engine.bench_comm.links import (
     Expectation,
@@ -94,9 +95,8 @@ def gather_header(
     group: dist.ProcessGroup, device: torch.device, *, environment: Mapping[str, str], buffers: str
 ) -> Header:
     """Return the header, the same on all ranks; `buffers` is how the memory is known to the backend."""
-    reports: list[HostLinks | None] = [None] * group.size()
-    dist.all_gather_object(reports, _this_rank(group, device), group=group)
-    hosts = join_hosts([report for report in reports if report is not None])
+    reports = all_gather_json(_this_rank(group, device).to_json(), group)
+    hosts = join_hosts([HostLinks.model_validate(report) for report in reports])
     is_gpu = device.type == "cuda"
     kinds = [link.kind for host in hosts for link in host.links]
     ports = [port for host in hosts for port in host.ports]
@@ -115,9 +115,7 @@ def gather_header(
         between=slowest if is_gpu and len(hosts) > 1 else None,
     )
     # Variables may differ between machines: those of the first rank are shown.
-    shared: list[Header] = [header]
-    dist.broadcast_object_list(shared, group_src=0, group=group)
-    return shared[0]
+    return Header.model_validate(broadcast_json(header.to_json(), group))
 
 
 def _shown(environment: Mapping[str, str]) -> dict[str, str]:

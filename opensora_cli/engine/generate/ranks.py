@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
@@ -39,26 +40,27 @@ _TILES_AHEAD = 2
 def agreed_tensors(tensors: Sequence[Tensor] | None, *, device: torch.device) -> list[Tensor]:
     """Return rank 0's tensors, each on the device of its rank; what the others give does not matter."""
     is_main = dist.get_rank() == 0
-    outlines = agreed([(tensor.shape, tensor.dtype) for tensor in tensors or ()] if is_main else [])
+    outlines = broadcast_json([(tensor.shape, _dtype_name(tensor)) for tensor in tensors or ()] if is_main else [])
     if is_main:
         there = [tensor.to(device).contiguous() for tensor in tensors or ()]
     else:
-        there = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outlines]
+        there = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in outlines]
     for tensor in there:
         dist.broadcast(tensor, src=0)
     return there
 
 
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def least(number: int) -> int:
     """Return the smallest of the numbers that the ranks give."""
-    numbers: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return min(numbers)
+    return int(min(all_gather_json(number)))
 
 
 def _machine_group() -> dist.ProcessGroup:
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = all_gather_json(socket.gethostname())
     own = dist.group.WORLD
     assert own is not None
     if len(set(hosts)) == 1:

@@ -17,6 +17,7 @@ Without `wait` and `close` little more than `subprocess.Popen` would be left of 
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
@@ -40,6 +42,7 @@ from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = (sys.executable, "-m", "opensora_cli")
 _STORE_S = 300.0
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +150,7 @@ def launch(
         request.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
-    # It lives here, so that a rank that dies does not take it along; the system picks a free port.
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=_STORE_S), wait_for_workers=False)
+    store = _open_store()
     with _Run(pace) as run:
         try:
             run.start(request, [*command, *arguments], port=store.port)
@@ -162,6 +164,18 @@ def launch(
             hints = [failure.hint] if failure.hint else []
             hints += run.kept() or (run.failed() if is_interrupted else [])
             raise RankFailure(failure.message, hint="\n".join(hints) or None, exit_code=failure.exit_code)
+
+
+def _open_store() -> TCPStore:
+    """Return the store by which the ranks meet, at a free port.
+
+    It lives in this process, so that a rank that dies does not take it along. Left to itself it would listen at all
+    addresses of the machine, and whoever reaches it can write to it.
+    """
+    with socket.create_server((_LOOPBACK, 0)) as server:
+        port, descriptor = server.getsockname()[1], server.detach()
+    limit = timedelta(seconds=_STORE_S)
+    return TCPStore(_LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 @contextmanager
@@ -312,8 +326,9 @@ def _environment(request: LaunchRequest, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         # The launcher reports the errors that these warnings announce, in one message.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **_loopback_interfaces(),
         **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(request.gpus),
         "LOCAL_WORLD_SIZE": str(request.gpus),
@@ -328,3 +343,11 @@ def _environment(request: LaunchRequest, port: int) -> dict[str, str]:
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     return environment
+
+
+def _loopback_interfaces() -> dict[str, str]:
+    """Return the variables that keep the ranks' connections on this machine; none where it has no loopback."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == _LOOPBACK for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}

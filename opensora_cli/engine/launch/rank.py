@@ -13,9 +13,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, device_is_gpu, move
+from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.parallel.rendezvous import init_with_retry
+from opensora_cli.settings.base import Section
 from opensora_cli.settings.devices import DeviceSettings
 
 DeviceType = Literal["cpu", "cuda"]
@@ -30,8 +32,8 @@ class _Settings(Protocol):
     def replace(self, changes: Mapping[str, object], /) -> Self: ...
 
 
-T = TypeVar("T")
 S = TypeVar("S", bound=_Settings)
+M = TypeVar("M", bound=Section)
 
 TIMEOUT_S = 600.0
 
@@ -110,11 +112,9 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
     dist.destroy_process_group()
 
 
-def agreed(value: T) -> T:
-    """Return the value that rank 0 gives, on all ranks; it is pickled, so only for what osora itself has made."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+def agreed(settings: M) -> M:
+    """Return the settings that rank 0 gives, on all ranks."""
+    return settings.model_validate(broadcast_json(settings.model_dump(mode="json")))
 
 
 class WatchedReporter:

@@ -30,7 +30,7 @@ from opensora_cli.checkpoint.shared_folder import (
 from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.launch.rank import agreed
+from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.engine.train.state import files_of, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -100,7 +100,7 @@ class CheckpointWriter:
         self._distribution = distribution
         target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
         token = secrets.token_hex(4)
-        temporary = temporary_folder(target, token=agreed(token) if distribution.ranks > 1 else token)
+        temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
         running = _running_states(trainer, validation_loss, done)
         share = self._share(trainer, running)
         trainer.losses.clear()

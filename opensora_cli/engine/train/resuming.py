@@ -4,12 +4,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, TRAINING_FILE, all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
@@ -93,9 +92,7 @@ def _problems(folder: Path, distribution: Distribution) -> list[str]:
     problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
     if distribution.ranks == 1:
         return problems
-    found: list[list[str]] = [[] for _ in range(distribution.ranks)]
-    dist.all_gather_object(found, problems)
-    return sorted({problem for each in found for problem in each})
+    return sorted({problem for each in all_gather_json(problems) for problem in each})
 
 
 def with_recorded_micro_batches(

@@ -19,9 +19,10 @@ from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.folder_lock import locked_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
+from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
-from opensora_cli.engine.launch.rank import WatchedReporter, agreed
+from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
 from opensora_cli.engine.train.checkpoints import DONE, CheckpointWriter
@@ -172,7 +173,7 @@ class _Run:
             except OutputError as error:
                 refusal = error.message, error.hint
         if self._distribution.ranks > 1:
-            refusal = agreed(refusal)
+            refusal = broadcast_json(refusal)
         if refusal is not None:
             raise OutputError(refusal[0], hint=refusal[1])
 

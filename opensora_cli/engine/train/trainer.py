@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
 from opensora_cli.engine.train.optimizer import build_optimizers, set_rates
@@ -259,8 +259,7 @@ class Trainer(Generic[BatchT]):
         """Return the samples of all ranks whose loss was not finite; if all losses were, those of the whole step."""
         found = [(sums.suspects, sums.paths)]
         if self.distribution.ranks > 1:
-            found = [found[0] for _ in range(self.distribution.ranks)]
-            dist.all_gather_object(found, (sums.suspects, sums.paths))
+            found = all_gather_json([sums.suspects, sums.paths])
         suspects = [path for suspected, _ in found for path in suspected]
         return tuple(dict.fromkeys(suspects or (path for _, paths in found for path in paths)))
 

@@ -21,6 +21,13 @@ REDACTOR = Redactor(
         ("token hf_abcdefghijklmnop is no good", "token <hidden> is no good"),
         ("MY_API_KEY=1", "MY_API_KEY=<hidden>"),
         ("MASTER_ADDR=10.0.0.7", "MASTER_ADDR=<hidden>"),
+        ("NCCL_HOSTID=rack4-7 NCCL_COMM_ID=10.0.0.7:99", "NCCL_HOSTID=<hidden> NCCL_COMM_ID=<hidden>"),
+        (
+            "NCCL_SOCKET_IFNAME=enx0242ac11 GLOO_SOCKET_IFNAME=lab2",
+            "NCCL_SOCKET_IFNAME=<hidden> GLOO_SOCKET_IFNAME=<hidden>",
+        ),
+        ("CUDA_VISIBLE_DEVICES=GPU-8f3ad1c2-0a1b-2c3d-4e5f-0123456789ab", "CUDA_VISIBLE_DEVICES=<hidden>"),
+        ("CUDA_VISIBLE_DEVICES=0,GPU-8f3ad1c2", "CUDA_VISIBLE_DEVICES=0,<hidden>"),
         ("http://ada:secret@proxy:80/x", "http://<hidden>@proxy:80/x"),
         ("/data/secret-project/weights missing", "<path> missing"),
         ("LD_LIBRARY_PATH=/usr/local/cuda/lib64:/opt/acme/lib", "LD_LIBRARY_PATH=/usr/local/cuda/lib64:<path>"),

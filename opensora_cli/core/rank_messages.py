@@ -1,0 +1,57 @@
+"""What ranks tell each other beside tensors: JSON, so that nothing that arrives is ever run.
+
+`torch.distributed` sends objects as pickles: whoever reached the port of a run could send one of their own.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Json = Any
+"""None, booleans, numbers, text, lists, and mappings from text."""
+
+
+def broadcast_json(value: Json, group: dist.ProcessGroup | None = None) -> Json:
+    """Return the value that the first rank of the group gives, on all its ranks; None is the group of all.
+
+    What the others give does not matter. Tuples arrive as lists.
+    """
+    device = _device(group)
+    is_first = dist.get_rank(group) == 0
+    text = _encoded(value, device) if is_first else None
+    length = torch.tensor([0 if text is None else len(text)], device=device)
+    dist.broadcast(length, group_src=0, group=group)
+    if text is None:
+        text = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(text, group_src=0, group=group)
+    return value if is_first else _decoded(text)
+
+
+def all_gather_json(value: Json, group: dist.ProcessGroup | None = None) -> list[Json]:
+    """Return the values that the ranks give, in the order of ranks; None is the group of all."""
+    device = _device(group)
+    text = _encoded(value, device)
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
+    longest = max(map(int, lengths))
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
+    return [_decoded(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the group can send from: the CPU unless it has a backend for GPUs alone."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _encoded(value: Json, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+
+
+def _decoded(text: Tensor) -> Json:
+    return json.loads(bytes(text.cpu().numpy()))
