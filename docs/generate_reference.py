@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 import opensora_cli
 from opensora_cli.cli.app import app
+from opensora_cli.cli.command import describe
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings
@@ -71,6 +72,7 @@ def commands_page() -> str:
         parts.append(f"## `{name}`")
         parts.extend(_help_paragraphs(command.help or ""))
         panels: dict[str, list[tuple[str, ...]]] = {}
+        describe(command.params, command.defaults())
         for parameter in command.params:
             if not parameter.hidden and "--help" not in parameter.opts:
                 panel = getattr(parameter, "rich_help_panel", None) or "Arguments and options"

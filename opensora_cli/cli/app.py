@@ -11,24 +11,26 @@ import typer
 
 import opensora_cli
 from opensora_cli.cli import bench_comm, ckpt, data, env_check, errors, generate, mem_profile, train, vae
+from opensora_cli.cli.command import Command, Group
 
 app = typer.Typer(
     name="osora",
+    cls=Group,
     rich_markup_mode="rich",
     # errors.py reports errors; what is not ours keeps Python's own traceback.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("generate")(generate.generate)
-app.command("train")(train.train)
-app.command("env-check")(env_check.env_check)
-app.command("mem-profile")(mem_profile.mem_profile)
-app.command("bench-comm")(bench_comm.bench_comm)
+app.command("generate", cls=generate.GenerateCommand)(generate.generate)
+app.command("train", cls=Command)(train.train)
+app.command("env-check", cls=Command)(env_check.env_check)
+app.command("mem-profile", cls=Command)(mem_profile.mem_profile)
+app.command("bench-comm", cls=Command)(bench_comm.bench_comm)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
 app.add_typer(vae.app, name="vae")
-app.command("convert-ckpt", help="The same as osora ckpt convert.")(ckpt.convert)
+app.command("convert-ckpt", cls=Command, help="The same as osora ckpt convert.")(ckpt.convert)
 
 
 def _show_version(wanted: bool) -> None:

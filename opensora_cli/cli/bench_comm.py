@@ -90,7 +90,7 @@ def bench_comm(
 
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
 
-      osora bench-comm --gpus 4 --collective all_to_all --scaling strong --plot links.png
+      osora bench-comm --gpus 4 --scaling strong --plot links.png
     """
     with errors.interruptible():
         if csv and json_:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.command import Command, Group
 from opensora_cli.settings.enums import QKVLayout, RotaryLayout, TargetFormat, WeightDType, WeightSelection
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-app = typer.Typer(help="Convert, inspect, verify, compare, merge and download weights.")
+app = typer.Typer(cls=Group, help="Convert, inspect, verify, compare, merge and download weights.")
 
 _WEIGHTS = "Weights"
 _TARGET = "Output"
@@ -24,7 +25,7 @@ PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folde
 
 Select = Annotated[
     WeightSelection | None,
-    typer.Option("--select", help="Which weights of a training; model if not given.", rich_help_panel=_WEIGHTS),
+    typer.Option("--select", help="Which weights of a training. Default: model.", rich_help_panel=_WEIGHTS),
 ]
 Only = Annotated[
     list[str] | None,
@@ -81,7 +82,7 @@ Format = Annotated[
 ]
 ShardSize = Annotated[
     str | None,
-    typer.Option("--shard-size", metavar="SIZE", help="As in 4GB or 4096MiB (the default).", rich_help_panel=_TARGET),
+    typer.Option("--shard-size", metavar="SIZE", help="As in 4GB. Default: 4096MiB.", rich_help_panel=_TARGET),
 ]
 NoHash = Annotated[
     bool,
@@ -119,9 +120,9 @@ def convert(
 
       osora ckpt convert runs/demo transformer.safetensors --select ema
 
-      osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half --shard-size 4GB
+      osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half
 
-      osora ckpt convert Open_Sora_v2.safetensors small.safetensors --dtype fp8_e4m3
+      osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
     with errors.interruptible():
         from opensora_cli.settings.ckpt import ConvertSettings
@@ -254,7 +255,7 @@ def merge_lora(
         bool, typer.Option("--unmerge", help="Take the adapter out of BASE again, and print how exact that is.")
     ] = False,
     scale: Annotated[
-        float | None, typer.Option("--scale", metavar="X", help="Factor of the adapter; 1 is as trained.")
+        float | None, typer.Option("--scale", metavar="X", help="Factor of the adapter; 1 is as trained. Default: 1.")
     ] = None,
     format_: Format = None,
     shard_size: ShardSize = None,
@@ -267,9 +268,9 @@ def merge_lora(
 
     Examples:
 
-      osora ckpt merge-lora ckpts/Open_Sora_v2.safetensors my-adapter merged.safetensors
+      osora ckpt merge-lora Open_Sora_v2.safetensors my-adapter merged.safetensors
 
-      osora ckpt merge-lora merged.safetensors my-adapter restored.safetensors --unmerge
+      osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
     with errors.interruptible():
         from opensora_cli.settings.ckpt import MergeLoraSettings
@@ -341,7 +342,7 @@ for _name, _command in (
     ("merge-lora", merge_lora),
     ("download", download),
 ):
-    app.command(_name)(_command)
+    app.command(_name, cls=Command)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from opensora_cli.cli import errors, options, output, train
+from opensora_cli.cli.command import Command, Group
 
 if TYPE_CHECKING:
     from opensora_cli.settings.base import Section
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-app = typer.Typer(help="Make tables of pictures and videos, split them, preview them and encode them.")
+app = typer.Typer(cls=Group, help="Make tables of pictures and videos, split them, preview them and encode them.")
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder of pictures and videos.", show_default=False)]
 Table = Annotated[str, typer.Argument(metavar="TABLE", help="CSV or parquet table.", show_default=False)]
@@ -111,9 +112,9 @@ def preview(
         Path | None,
         typer.Option(
             "--config",
-            metavar="FILE",
+            metavar="NAME|FILE",
             help="Settings or recipe of osora train whose buckets are shown. Default: usual ones.",
-            autocompletion=train.complete_recipe,
+            autocompletion=options.completed_settings("train"),
         ),
     ] = None,
     count: Annotated[int | None, typer.Option("--count", metavar="N", help="Samples to show. Default: 24.")] = None,
@@ -214,10 +215,10 @@ def _validated(schema: type[SectionT], given: dict[str, tuple[str, object]]) -> 
     return validate(schema, {key: Given(value, flag) for key, (flag, value) in given.items() if value is not None})
 
 
-app.command("scan")(scan)
-app.command("shard")(shard)
-app.command("preview")(preview)
-app.command("cache")(cache)
+app.command("scan", cls=Command)(scan)
+app.command("shard", cls=Command)(shard)
+app.command("preview", cls=Command)(preview)
+app.command("cache", cls=Command)(cache)
 
 
 @app.callback(invoke_without_command=True)

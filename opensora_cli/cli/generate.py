@@ -1,12 +1,15 @@
 """`osora generate`: from a prompt to a video."""
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.settings.enums import ModelName
 
 if TYPE_CHECKING:
     from opensora_cli.settings.base import Section
@@ -14,12 +17,51 @@ if TYPE_CHECKING:
 
 PRESETS_SCHEMA = "osora.presets/1"
 
+_TEXT_ENDINGS = frozenset({".csv", ".jsonl", ".md", ".parquet", ".tsv", ".txt"})
+
+
+class GenerateCommand(Command):
+    """`osora generate`, whose defaults are those of the presets."""
+
+    def defaults(self) -> Mapping[str, str]:
+        """Return the values of the released model's presets, and the demo's where they are others."""
+        from opensora_cli.settings.files import list_presets
+        from opensora_cli.settings.load import load_preset
+
+        values = {name: load_preset(name, prompt="any").model_dump(mode="json") for name in list_presets("generate")}
+        demo, released = values.pop(ModelName.DEMO.value), next(iter(values.values()))
+        return {
+            flag: shown if shown == own else f"{shown}; of the demo {own}"
+            for flag, key in options.SETTINGS.items()
+            if key != "prompt" and (shown := _shown(released, key)) and (own := _shown(demo, key))
+        }
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    """Return a setting as it can be typed; empty where its being unset is explained in words."""
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values[section]
+    value = values[name]
+    if value is None:
+        return "none" if key == "prompt_suffix.motion_score" else ""
+    return (
+        ""
+        if value == "" or isinstance(value, bool | list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else f"{value}"
+    )
+
 
 def generate(
     prompt: options.Prompt = None,
+    prompt_text: options.PromptText = None,
     negative_prompt: options.NegativePrompt = None,
     res: options.Resolution = None,
     aspect_ratio: options.Aspect = None,
+    width: options.Width = None,
+    height: options.Height = None,
     num_frames: options.NumFrames = None,
     fps: options.Fps = None,
     motion_score: options.MotionScore = None,
@@ -71,41 +113,80 @@ def generate(
         return
     if lora and from_latents:
         raise RequestError("--lora has no effect with --from-latents, which the model has made already: drop --lora")
+    _check_prompt(prompt, prompt_text)
+    for flag, value in (("--res", res), ("--aspect-ratio", aspect_ratio)):
+        if value is not None and not (width is None and height is None):
+            raise RequestError(f"{flag} {value} has no effect with --width and --height: drop it, or these")
     flags = {
-        "prompt": ("PROMPT", prompt),
-        "negative_prompt": ("--negative-prompt", negative_prompt),
-        "from_latents": ("--from-latents", from_latents),
-        "video.resolution": ("--res", res),
-        "video.aspect_ratio": ("--aspect-ratio", aspect_ratio),
-        "video.num_frames": ("--num-frames", num_frames),
-        "video.fps": ("--fps", fps),
-        "prompt_suffix.motion_score": ("--motion-score", motion_score),
-        "sampling.num_inference_steps": ("--steps", steps),
-        "sampling.guidance_scale": ("--guidance-scale", guidance_scale),
-        "sampling.image_guidance_scale": ("--image-guidance-scale", image_guidance_scale),
-        "sampling.seed": ("--seed", seed),
-        "sampling.num_samples": ("--num-samples", num_samples),
-        "condition.mode": ("--cond", cond),
-        "condition.references": ("--ref", _joined(ref, "--ref", "a picture or a video")),
-        "condition.fit": ("--fit", fit),
-        "loras": ("--lora", _joined(lora, "--lora", "an adapter")),
-        "output.path": ("--out", out),
-        "output.format": ("--format", format_),
-        "output.overwrite": ("--overwrite", True if overwrite else None),
-        "output.metadata": ("--no-metadata", False if no_metadata else None),
-        "runtime.model_choice": ("--model", model),
-        "runtime.weights": ("--weights", weights),
-        "runtime.device": ("--device", device),
-        "runtime.dtype": ("--dtype", dtype),
-        "memory.offload": ("--offload", offload),
-        "memory.resident_blocks": ("--resident-blocks", resident_blocks),
-        "memory.limit": ("--memory-limit", memory_limit),
-        "parallel.gpus": ("--gpus", gpus),
-        "parallel.devices": ("--devices", devices),
+        "PROMPT": prompt,
+        "--prompt-text": prompt_text,
+        "--negative-prompt": negative_prompt,
+        "--from-latents": from_latents,
+        "--res": res,
+        "--aspect-ratio": aspect_ratio,
+        "--width": width,
+        "--height": height,
+        "--num-frames": num_frames,
+        "--fps": fps,
+        "--motion-score": motion_score,
+        "--steps": steps,
+        "--guidance-scale": guidance_scale,
+        "--image-guidance-scale": image_guidance_scale,
+        "--seed": seed,
+        "--num-samples": num_samples,
+        "--cond": cond,
+        "--ref": _joined(ref, "--ref", "a picture or a video"),
+        "--fit": fit,
+        "--lora": _joined(lora, "--lora", "an adapter"),
+        "--out": out,
+        "--format": format_,
+        "--overwrite": True if overwrite else None,
+        "--no-metadata": False if no_metadata else None,
+        "--model": model,
+        "--weights": weights,
+        "--device": device,
+        "--dtype": dtype,
+        "--offload": offload,
+        "--resident-blocks": resident_blocks,
+        "--memory-limit": memory_limit,
+        "--gpus": gpus,
+        "--devices": devices,
     }
     with errors.interruptible():
         request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)
         _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
+
+
+def _check_prompt(prompt: str | None, prompt_text: str | None) -> None:
+    if prompt is not None and prompt_text is not None:
+        raise RequestError(f"the prompt is there twice: drop {prompt!r}, or --prompt-text")
+    if prompt is not None and (hint := _hint_of_file(prompt)) is not None:
+        raise RequestError(
+            f"{prompt} is a file, and no prompt", hint=f"{hint}; --prompt-text {shlex.quote(prompt)} insists"
+        )
+
+
+def _hint_of_file(prompt: str) -> str | None:
+    """Return what a file that was given as the prompt may have been meant for; None where there is no such file."""
+    path = Path(prompt)
+    try:
+        if not path.is_file():
+            return None
+    except (OSError, ValueError):  # too long for a name, or with a null in it
+        return None
+    name = shlex.quote(prompt)
+    ending = path.suffix.lower()
+    if prompt.endswith(".latents.safetensors"):
+        return f"saved latents are decoded with --from-latents {name}"
+    if ending == ".safetensors":
+        return f"an adapter is added with --lora {name}"
+    if ending == ".json":
+        return f"the settings beside a result are used again with --from {name}"
+    if ending in (".yaml", ".yml", ".py"):
+        return f"settings are read with --config {name}"
+    if ending in _TEXT_ENDINGS:
+        return "give the words themselves, in quotes"
+    return f"a picture or a video is given with --ref {name}" if ending else "give the words themselves, in quotes"
 
 
 def _joined(files: list[str] | None, flag: str, what: str) -> str | None:
@@ -119,15 +200,15 @@ def _joined(files: list[str] | None, flag: str, what: str) -> str | None:
 
 
 def _request(
-    flags: Mapping[str, tuple[str, object]], *, assignments: Sequence[str], sidecar: Path | None, config: Path | None
+    flags: Mapping[str, object], *, assignments: Sequence[str], sidecar: Path | None, config: Path | None
 ) -> "GenerateRequest":
-    """Return what was asked for, from dotted keys to each flag and its value (None: not given)."""
+    """Return what was asked for; `flags` are the values of options, None where not given."""
     from opensora_cli.settings.explain import Given
     from opensora_cli.settings.generate import GenerateSettings
     from opensora_cli.settings.layers import collect_overrides
     from opensora_cli.settings.load import GenerateRequest, read_sidecar
 
-    given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
+    given = {options.SETTINGS[flag]: Given(value, flag) for flag, value in flags.items() if value is not None}
     return GenerateRequest(
         overrides=collect_overrides(GenerateSettings, given, assignments),
         saved=read_sidecar(sidecar) if sidecar else None,

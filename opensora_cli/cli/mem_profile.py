@@ -14,14 +14,15 @@ Config = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        metavar="FILE",
-        help="YAML file of settings, or the name of a recipe or preset. One of training profiles training. "
-        "Default: the demo, generating.",
+        metavar="NAME|FILE",
+        help="Recipe, preset, YAML file of settings, or .py configuration of the reference. One of training profiles "
+        "training. Default: the demo, generating.",
+        autocompletion=options.completed_settings("train", "generate"),
     ),
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting of what is profiled. Repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting of what is profiled. Repeatable."),
 ]
 Compare = Annotated[
     bool, typer.Option("--compare", help="Measure techniques that save memory, one by one, and kinds of attention.")

@@ -3,6 +3,8 @@
 An option that is not given is None (or False, or empty), so that presets and files decide.
 """
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +27,33 @@ _OUTPUT = "Output"
 MACHINES = "Several devices"
 _MACHINE = "Model and machine"
 _SETTINGS = "Settings"
+_FILES = (".json", ".py", ".yaml", ".yml")
+
+
+def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
+    """Return what completes `--config` in a shell: packaged settings of these kinds by name, folders, and files."""
+
+    def complete(incomplete: str) -> list[str]:
+        from opensora_cli.settings.files import list_presets
+
+        begun = Path(incomplete)
+        inside = not incomplete or incomplete.endswith(("/", os.sep))
+        folder, start = (begun, "") if inside else (begun.parent, begun.name)
+        found = sorted(
+            path for path in folder.glob("*") if path.name.startswith(start) and not path.name.startswith(".")
+        )
+        files = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix in _FILES]
+        return [*(name for kind in kinds for name in list_presets(kind) if name.startswith(incomplete)), *files]
+
+    return complete
+
 
 # What is made.
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="What the video shows.", show_default=False)]
+PromptText = Annotated[
+    str | None,
+    typer.Option("--prompt-text", metavar="TEXT", help="The prompt, also where a file has that name."),
+]
 NegativePrompt = Annotated[
     str | None, typer.Option("--negative-prompt", metavar="TEXT", help="What it should not show.")
 ]
@@ -39,6 +65,24 @@ Aspect = Annotated[
     AspectRatio | None,
     typer.Option(
         "--aspect-ratio", metavar="W:H", help=f"Width to height: {', '.join(AspectRatio)}.", rich_help_panel=_VIDEO
+    ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        "--width",
+        metavar="N",
+        help="Pixels, with --height: in place of --res and --aspect-ratio.",
+        rich_help_panel=_VIDEO,
+    ),
+]
+Height = Annotated[
+    int | None,
+    typer.Option(
+        "--height",
+        metavar="N",
+        help="Pixels, with --width: in place of --res and --aspect-ratio.",
+        rich_help_panel=_VIDEO,
     ),
 ]
 NumFrames = Annotated[
@@ -81,7 +125,7 @@ Condition = Annotated[
     typer.Option(
         "--cond",
         metavar="MODE",
-        help=f"Which part of the video is given: {', '.join(CONDITION_MODES)}. Without it, what suits the references.",
+        help=f"Which part of the video is given: {', '.join(CONDITION_MODES)}. Default: what suits the references.",
         autocompletion=lambda: list(CONDITION_MODES),
         rich_help_panel=_REFERENCE,
     ),
@@ -91,7 +135,7 @@ References = Annotated[
     typer.Option(
         "--ref",
         metavar="FILE",
-        help="Reference picture or video; repeat it, or join with ;",
+        help="Reference picture or video. Repeatable.",
         rich_help_panel=_REFERENCE,
     ),
 ]
@@ -104,7 +148,7 @@ Loras = Annotated[
     typer.Option(
         "--lora",
         metavar="FILE[:SCALE]",
-        help="Adapter (PEFT's folder, or the file in it) that is added to the model, SCALE times; repeat it.",
+        help="Adapter (PEFT's folder, or the file in it) that is added to the model, SCALE times. Repeatable.",
         rich_help_panel=_SAMPLING,
     ),
 ]
@@ -114,8 +158,9 @@ Out = Annotated[
     str | None,
     typer.Option(
         "--out",
+        "-o",
         metavar="PATH",
-        help="A folder, or a file name that ends in .mp4, .gif, .webp or .png. Default: samples/",
+        help="A folder, or a file name that ends in .mp4, .gif, .webp or .png.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -140,7 +185,7 @@ Model = Annotated[
     ModelChoice | None,
     typer.Option(
         "--model",
-        help="auto (the default) takes open-sora-v2 where its weights and a CUDA device are there, else demo.",
+        help="auto takes open-sora-v2 where its weights and a CUDA device are there, else demo.",
         rich_help_panel=_MACHINE,
     ),
 ]
@@ -154,17 +199,22 @@ Weights = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MACHINE)
+    str | None,
+    typer.Option(
+        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N. Default: auto.", rich_help_panel=_MACHINE
+    ),
 ]
 Dtype = Annotated[
     DType | None,
-    typer.Option("--dtype", help="auto is bfloat16 on CUDA, float32 on a CPU.", rich_help_panel=_MACHINE),
+    typer.Option(
+        "--dtype", help="auto is bfloat16 on CUDA, float32 on a CPU. Default: auto.", rich_help_panel=_MACHINE
+    ),
 ]
 Offload = Annotated[
     OffloadChoice | None,
     typer.Option(
         "--offload",
-        help="What waits outside the device's memory; auto (the default) is the least that fits. It changes no result.",
+        help="What waits outside the device's memory; auto is the least that fits. It changes no result.",
         rich_help_panel=_MACHINE,
     ),
 ]
@@ -209,14 +259,19 @@ DryRun = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="YAML file of settings; flags win over it.", rich_help_panel=_SETTINGS
+        "--config",
+        "--preset",
+        metavar="NAME|FILE",
+        help="Preset, YAML file of settings, or .py configuration of the reference; flags win over it.",
+        autocompletion=completed_settings("generate"),
+        rich_help_panel=_SETTINGS,
     ),
 ]
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="SECTION.KEY=VALUE",
+        metavar="KEY=VALUE",
         help="Any setting, as in sampling.flow_shift=3. Repeatable.",
         rich_help_panel=_SETTINGS,
     ),
@@ -239,3 +294,40 @@ FromLatents = Annotated[
 ListPresets = Annotated[
     bool, typer.Option("--list-presets", help="List the presets and exit.", rich_help_panel=_SETTINGS)
 ]
+
+SETTINGS = {
+    "PROMPT": "prompt",
+    "--prompt-text": "prompt",
+    "--negative-prompt": "negative_prompt",
+    "--from-latents": "from_latents",
+    "--res": "video.resolution",
+    "--aspect-ratio": "video.aspect_ratio",
+    "--width": "video.width",
+    "--height": "video.height",
+    "--num-frames": "video.num_frames",
+    "--fps": "video.fps",
+    "--motion-score": "prompt_suffix.motion_score",
+    "--steps": "sampling.num_inference_steps",
+    "--guidance-scale": "sampling.guidance_scale",
+    "--image-guidance-scale": "sampling.image_guidance_scale",
+    "--seed": "sampling.seed",
+    "--num-samples": "sampling.num_samples",
+    "--cond": "condition.mode",
+    "--ref": "condition.references",
+    "--fit": "condition.fit",
+    "--lora": "loras",
+    "--out": "output.path",
+    "--format": "output.format",
+    "--overwrite": "output.overwrite",
+    "--no-metadata": "output.metadata",
+    "--model": "runtime.model_choice",
+    "--weights": "runtime.weights",
+    "--device": "runtime.device",
+    "--dtype": "runtime.dtype",
+    "--offload": "memory.offload",
+    "--resident-blocks": "memory.resident_blocks",
+    "--memory-limit": "memory.limit",
+    "--gpus": "parallel.gpus",
+    "--devices": "parallel.devices",
+}
+"""The setting of each option of `osora generate`."""

@@ -13,27 +13,14 @@ if TYPE_CHECKING:
     from opensora_cli.settings.train import TrainSettings
 
 RECIPES_SCHEMA = "osora.recipes/1"
-_FILES = (".yaml", ".yml", ".py")
-
-
-def complete_recipe(incomplete: str) -> list[str]:
-    """Return the recipes, folders and files of settings whose names begin so."""
-    from opensora_cli.settings.files import list_presets
-
-    begun = Path(incomplete)
-    folder, start = (begun, "") if not incomplete or incomplete.endswith(("/", os.sep)) else (begun.parent, begun.name)
-    found = sorted(path for path in folder.glob("*") if path.name.startswith(start) and not path.name.startswith("."))
-    files = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix in _FILES]
-    return [*(name for name in list_presets("train") if name.startswith(incomplete)), *files]
-
 
 Recipe = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        metavar="FILE",
-        help="YAML file of settings, or the name of a recipe that comes with osora: see --list.",
-        autocompletion=complete_recipe,
+        metavar="NAME|FILE",
+        help="Recipe that comes with osora (see --list), YAML file of settings, or .py configuration of the reference.",
+        autocompletion=options.completed_settings("train"),
     ),
 ]
 SavedSettings = Annotated[
@@ -42,9 +29,7 @@ SavedSettings = Annotated[
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Any setting, as in loop.steps=400; wins over FILE. Repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in loop.steps=400; wins over FILE. Repeatable."),
 ]
 ResumeNewest = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the output.")]
 ResumeFrom = Annotated[
@@ -94,7 +79,7 @@ def train(
 
       osora train --list
 
-      osora train --config demo_lora --gpus 4 --set strategy=zero2 --set output=runs/mine
+      osora train --config demo_lora --gpus 4 --set strategy=zero2
     """
     if list_:
         _print_recipes(as_json=json_)
@@ -150,7 +135,7 @@ def _print_recipes(*, as_json: bool) -> None:
     recipes = {name: describe_preset("train", name) for name in list_presets("train")}
     if as_json:
         documents = [
-            {"name": name, "description": text, "file": str(preset_path("train", name))}
+            {"name": name, "description": text, "file": str(preset_path(name, "train"))}
             for name, text in recipes.items()
         ]
         output.print_json({"schema": RECIPES_SCHEMA, "recipes": documents})

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from opensora_cli.cli import errors, options, output
+from opensora_cli.cli.command import Command, Group
 
-app = typer.Typer(help="See what an autoencoder makes of pictures and videos.")
+app = typer.Typer(cls=Group, help="See what an autoencoder makes of pictures and videos.")
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Pictures and videos.", show_default=False)]
 Out = Annotated[
@@ -18,9 +19,10 @@ Config = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        metavar="NAME",
-        help="Autoencoder: demo (the default), hunyuan, dc_ae or flux_ae; a YAML file of settings; or what osora train "
-        "was given or wrote (settings.json), for the autoencoder that it trained.",
+        metavar="NAME|FILE",
+        help="demo, hunyuan, dc_ae or flux_ae; a YAML file of settings; a .py configuration of the reference; or what "
+        "osora train was given or wrote (settings.json), for the autoencoder that it trained. Default: demo.",
+        autocompletion=options.completed_settings("vae", "train"),
     ),
 ]
 Weights = Annotated[
@@ -35,7 +37,7 @@ ClipFrames = Annotated[
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, as in vae.temporal_tiling=true. Repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in vae.temporal_tiling=true. Repeatable."),
 ]
 NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Write no sidecar beside a result.")]
 
@@ -83,16 +85,19 @@ def reconstruct(
 
         given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
         overrides = collect_overrides(ReconstructSettings, given, set_ or [])
-        settings = load_reconstruct_settings(config=config, overrides=overrides, environment=os.environ)
+        reporter = output.make_reporter(quiet=quiet)
+        settings = load_reconstruct_settings(
+            config=config, overrides=overrides, environment=os.environ, report=reporter.note
+        )
         with errors.uninterrupted():
             from opensora_cli.engine.vae import reconstruct as engine
 
-        result = engine.reconstruct(settings, reporter=output.make_reporter(quiet=quiet))
+        result = engine.reconstruct(settings, reporter=reporter)
         output.print_result(result, as_json=json_)
         result.require_whole()
 
 
-app.command("reconstruct")(reconstruct)
+app.command("reconstruct", cls=Command)(reconstruct)
 
 
 @app.callback(invoke_without_command=True)

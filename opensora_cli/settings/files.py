@@ -32,21 +32,29 @@ def list_presets(kind: str) -> list[str]:
 
 def describe_preset(kind: str, name: str) -> str:
     """Return what a preset's file says of itself, in one line: the comment that it begins with, without the command."""
-    lines = preset_path(kind, name).read_text(encoding="utf-8").splitlines()
+    lines = preset_path(name, kind).read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     words = [line.removeprefix("#").strip() for line in comment]
     return " ".join(word for word in words if not word.startswith("osora "))
 
 
-def preset_path(kind: str, name: str) -> Path:
-    """Return the file of a preset. Raises RequestError if there is no such preset."""
-    names = list_presets(kind)
+def settings_path(name: Path, *kinds: str) -> Path:
+    """Return the file that `name` means: itself, or the preset of that name, of the first of `kinds` that has it.
+    Raises RequestError if it looks like the name of a preset, and there is none.
+    """
+    return name if name.suffix or name.is_file() else preset_path(str(name), *kinds)
+
+
+def preset_path(name: str, *kinds: str) -> Path:
+    """Return the file of a preset, of the first of `kinds` that has it; a RequestError if none has."""
+    names = {preset: kind for kind in reversed(kinds) for preset in list_presets(kind)}
     if name not in names:
         close = nearest(name, names)
         raise RequestError(
-            f"preset {name!r} is not one of {', '.join(names)}", hint=f"did you mean {close}?" if close else None
+            f"preset {name!r} is not one of {', '.join(sorted(names))}",
+            hint=f"did you mean {close}?" if close else None,
         )
-    return presets_folder() / kind / f"{name}.yaml"
+    return presets_folder() / names[name] / f"{name}.yaml"
 
 
 def generate_preset(model: ModelName, *, resolution: str | None) -> str:

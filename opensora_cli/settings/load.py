@@ -8,8 +8,10 @@ what differs between machines, the place of the weights and what is offloaded, g
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
@@ -17,9 +19,11 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.devices import ParallelSettings, RuntimeSettings, without_retired_keys
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import generate_preset, preset_path, read_yaml
+from opensora_cli.settings.files import generate_preset, preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.reference import read_settings
+from opensora_cli.settings.reference_inference import read_reference_generation
 
 SIDECAR_SCHEMA = "osora.generate/1"
 MACHINE_KEYS = frozenset(
@@ -45,7 +49,8 @@ class GenerateRequest:
     """What was asked for, before a model is chosen and anything is validated.
 
     `overrides` is what the command line gave (see `layers.collect_overrides`), and `saved` the settings of an earlier
-    run. Variables `OSORA_*` of `environment` are read, but not those of `others`, the settings of other commands.
+    run. `config` is the name of a preset, a YAML file, or a `.py` file of the reference implementation. Variables
+    `OSORA_*` of `environment` are read, but not those of `others`, the settings of other commands.
     """
 
     overrides: Layer = field(default_factory=dict)
@@ -72,14 +77,18 @@ def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:
     return runtime.replace({"model_choice": named.value})
 
 
-def load_generate_settings(request: GenerateRequest, *, model: ModelName) -> GenerateSettings:
+def load_generate_settings(
+    request: GenerateRequest, *, model: ModelName, report: Callable[[str], None] = lambda line: None
+) -> GenerateSettings:
     """Return the settings for `model`, from its preset and everything that was asked for.
+
+    `report` gets a line for each setting of a `.py` file that has no place here.
 
     Raises:
         RequestError: a key is unknown, or a value breaks a rule; one line each.
         FileProblem: the settings file is missing or broken.
     """
-    given = _given(request)
+    given = _given(request, report)
     resolution = given.get("video.resolution")
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
     return validate(GenerateSettings, given, below=_preset(preset))
@@ -118,11 +127,11 @@ class _RuntimeOnly(Section):
 
 
 def _preset(name: str) -> Layer:
-    path = preset_path("generate", name)
+    path = preset_path(name, "generate")
     return read_sections(GenerateSettings, read_yaml(path), source=str(path))
 
 
-def _given(request: GenerateRequest) -> dict[str, Given]:
+def _given(request: GenerateRequest, report: Callable[[str], None] = lambda line: None) -> dict[str, Given]:
     """Return everything above the preset."""
     if request.saved and request.config:
         raise RequestError(
@@ -131,10 +140,26 @@ def _given(request: GenerateRequest) -> dict[str, Given]:
         )
     config: dict[str, Given] = {}
     if request.config:
-        config = read_sections(GenerateSettings, read_yaml(request.config), source=str(request.config))
+        path = settings_path(request.config, "generate")
+        read_reference = partial(read_reference_generation, num_devices=_num_devices(request.overrides))
+        config = read_sections(GenerateSettings, read_settings(path, read_reference, report), source=str(path))
     environment = read_environment(GenerateSettings, request.environment, others=request.others)
     saved: dict[str, Given] = {}
     if request.saved:
         saved = read_sections(GenerateSettings, without_retired_keys(request.saved.values), source=request.saved.source)
+        # What it left out took no part in it, and must not come from the shell now.
+        environment = {key: given for key, given in environment.items() if key in MACHINE_KEYS}
     machine = {key: saved.pop(key) for key in MACHINE_KEYS & saved.keys()}
-    return {**config, **machine, **environment, **saved, **request.overrides}
+    below = {**config, **machine, **environment, **saved}
+    if not request.overrides.keys().isdisjoint(("video.resolution", "video.aspect_ratio")):
+        # A size in pixels below would win over the one that was asked for.
+        below = {key: given for key, given in below.items() if key not in ("video.height", "video.width")}
+    return {**below, **request.overrides}
+
+
+def _num_devices(overrides: Layer) -> int:
+    """Return how many devices the command line asks for; what is wrong in it is an error later."""
+    counts = [overrides[key].value for key in ("parallel.gpus", "parallel.nnodes") if key in overrides]
+    if "parallel.devices" in overrides and "parallel.gpus" not in overrides:
+        counts.append(len(str(overrides["parallel.devices"].value).split(",")))
+    return prod(int(str(count)) if str(count).isdigit() else 1 for count in counts)

@@ -11,10 +11,11 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.base import ByteSize, PlotFile, Section
 from opensora_cli.settings.enums import ModelChoice
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path, read_yaml
+from opensora_cli.settings.files import read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import GenerateRequest
+from opensora_cli.settings.reference import is_for_training
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _ANY_PROMPT = "a boat on the sea"
@@ -46,9 +47,9 @@ def profiled_settings(
 ) -> GenerateRequest | TrainSettings:
     """Return what is to be profiled: a request to generate, or a training.
 
-    `config` is a YAML file, or the name of a packaged recipe or preset; one with the key `target` is a training. None:
-    the demo, generating. Raises RequestError if there is no such recipe, a key is unknown, or a value breaks a rule,
-    and FileProblem if the file is missing or broken.
+    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe or preset;
+    one with the key `target` is a training. None: the demo, generating. Raises RequestError if there is no such recipe,
+    a key is unknown, or a value breaks a rule, and FileProblem if the file is missing or broken.
     """
     if config is not None and _is_training(config):
         if device not in (None, "auto", "cpu"):
@@ -63,15 +64,11 @@ def profiled_settings(
     if config is None:
         overrides.setdefault("runtime.model_choice", Given(ModelChoice.DEMO.value, "mem-profile"))
         return GenerateRequest(overrides=overrides, environment=environment, others=(TrainSettings,))
-    path = config if config.suffix or config.is_file() else preset_path("generate", str(config))
-    return GenerateRequest(overrides=overrides, config=path, environment=environment, others=(TrainSettings,))
+    return GenerateRequest(overrides=overrides, config=config, environment=environment, others=(TrainSettings,))
 
 
 def _is_training(config: Path) -> bool:
-    if config.suffix or config.is_file():
-        return "target" in read_yaml(config)
-    name = str(config)
-    known = [*list_presets("train"), *list_presets("generate")]
-    if name not in known:
-        raise RequestError(f"--config {name} is neither a file nor one of {', '.join(dict.fromkeys(known))}")
-    return name in list_presets("train")
+    path = settings_path(config, "train", "generate")
+    if path.suffix == ".py":
+        return is_for_training(path)
+    return "target" in read_yaml(path)

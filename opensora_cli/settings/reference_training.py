@@ -1,25 +1,24 @@
 """Training configurations of the reference implementation as settings of `osora train`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.settings.python_config import read_python_config
-
-_AUTOENCODERS = {"hunyuan_vae": "hunyuan", "dc_ae": "dc_ae", "autoencoder_2d": "flux_ae"}
+from opensora_cli.settings.reference import (
+    TRANSFORMER_SIZES,
+    ReferenceConfig,
+    ReferenceValues,
+    autoencoder,
+    carried_over,
+    plugin_degrees,
+)
 
 # Of the same meaning and form in both.
 _SAME = {
-    **{
-        f"model.{key}": f"model.{key}"
-        for key in (
-            *("in_channels", "vec_in_dim", "context_in_dim", "hidden_size", "mlp_ratio", "num_heads", "depth"),
-            *("depth_single_blocks", "axes_dim", "theta", "qkv_bias", "guidance_embed", "patch_size"),
-        )
-    },
+    **TRANSFORMER_SIZES,
     "dataset.data_path": "data.table",
     "dataset.fps_max": "data.fps_max",
     "num_workers": "data.workers",
@@ -51,23 +50,11 @@ _SAME = {
     "disc_loss_config.disc_start": "train_vae.discriminator.start_step",
     "optim_discriminator.lr": "train_vae.discriminator.learning_rate",
 }
-_OF_AUTOENCODER = {
-    "use_spatial_tiling": "vae.spatial_tiling",
-    "use_temporal_tiling": "vae.temporal_tiling",
-    "scaling_factor": "vae.dc_ae.scaling_factor",
-    "spatial_tile_size": "vae.dc_ae.spatial_tile_size",
-    "temporal_tile_size": "vae.dc_ae.temporal_tile_size",
-    "tile_overlap_factor": "vae.dc_ae.tile_overlap_factor",
-    "layers_per_block": "vae.layers_per_block",
-    "latent_channels": "vae.latent_channels",
-}
 # Values that are the default here.
 _IMPLIED: dict[str, tuple[object, ...]] = {
     "dataset.type": ("video_text",),
     "dataset.transform_name": ("resize_crop",),
     "model.type": ("flux",),
-    "ae.in_channels": (3,),
-    "ae.out_channels": (3,),
     "t5.type": ("text_embedder",),
     "clip.type": ("text_embedder",),
     "optim.cls": ("HybridAdam", "AdamW", "Adam"),
@@ -115,26 +102,21 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceTraining:
-    """A configuration in the terms of `TrainSettings`."""
-
-    sections: dict[str, Any]
-    """Nested, as a YAML file has them."""
-    left: tuple[str, ...]
-    """A line for each setting that was not carried over: its name, value, and why."""
-
-
-def read_reference_training(path: Path) -> ReferenceTraining:
-    """Read a `.py` file of the reference implementation.
+def read_reference_training(path: Path) -> ReferenceConfig:
+    """Read a `.py` file of the reference implementation in the terms of `TrainSettings`.
 
     What decides nothing, or is so here in any case, is left out without a word.
-    Raises FileProblem if the file is missing, is not data, or is of another kind of model.
+    Raises FileProblem if the file is missing, is not data, is of another kind of model, or is not for training.
     """
-    values = _Values(read_python_config(path))
+    values = ReferenceValues(read_python_config(path))
+    if values.has("sampling_option"):
+        raise FileProblem(f"{path} is for sampling", hint=f"use osora generate --config {path}")
     trains_vae = values.has("vae_loss_config")
+    section = "model" if trains_vae else "ae"
     found: dict[str, object] = {"target": "vae" if trains_vae else "mmdit"}
-    found.update(_autoencoder(values, "model" if trains_vae else "ae", path))
+    if values.has(section):
+        found.update(autoencoder(values, section, path))
+        found.update(_weights(values, section))
     if trains_vae:
         found.update(_vae_training(values, found))
     else:
@@ -143,81 +125,10 @@ def read_reference_training(path: Path) -> ReferenceTraining:
         for name in ("lr", "eps", "patch_size"):
             values.take(name)
     found.update(_training(values))
-    for theirs, ours in _SAME.items():
-        if values.has(theirs):
-            found[ours] = values.take(theirs)
-    for name, usual in _IMPLIED.items():
-        if values.has(name) and values.peek(name) in usual:
-            values.take(name)
-    return ReferenceTraining(_nested(found), tuple(values.left()))
+    return carried_over(values, found, same=_SAME, implied=_IMPLIED, reasons=_REASONS)
 
 
-class _Values:
-    """The settings of a file by dotted names, of which some have been taken."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self._taken: set[str] = set()
-        self._notes: list[str] = []
-
-    def has(self, name: str) -> bool:
-        return self._find(name) is not _NOTHING
-
-    def peek(self, name: str, default: Any = None) -> Any:
-        value = self._find(name)
-        return default if value is _NOTHING else value
-
-    def take(self, name: str, default: Any = None) -> Any:
-        self._taken.add(name)
-        return self.peek(name, default)
-
-    def note(self, line: str) -> None:
-        self._notes.append(line)
-
-    def left(self) -> Iterator[str]:
-        yield from self._notes
-        for name, value in self._leaves(self._values, ""):
-            reason = next((why for start, why in _REASONS.items() if f"{name}.".startswith(f"{start}.")), None)
-            yield f"{name}={_shown(value)}: {reason or 'has no counterpart'}"
-
-    def _leaves(self, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            name = f"{prefix}{key}"
-            if name in self._taken:
-                continue
-            if isinstance(value, dict) and value and all(isinstance(below, str) for below in value):
-                yield from self._leaves(value, f"{name}.")
-            else:
-                yield name, value
-
-    def _find(self, name: str) -> Any:
-        value: Any = self._values
-        for key in name.split("."):
-            if not isinstance(value, dict) or key not in value:
-                return _NOTHING
-            value = value[key]
-        return value
-
-
-_NOTHING = object()
-
-
-def _autoencoder(values: _Values, section: str, path: Path) -> Iterator[tuple[str, object]]:
-    if not values.has(section):
-        return
-    theirs = values.take(f"{section}.type")
-    if theirs not in _AUTOENCODERS:
-        raise FileProblem(
-            f"{path}: {section}.type={theirs} is no autoencoder that osora knows",
-            hint=f"these are: {', '.join(_AUTOENCODERS)}",
-        )
-    kind = _AUTOENCODERS[theirs]
-    yield "vae.kind", kind
-    for key, ours in _OF_AUTOENCODER.items():
-        # Sizes of one kind are not those of another.
-        is_own = "dc_ae" in ours if kind == "dc_ae" else "dc_ae" not in ours
-        if values.has(f"{section}.{key}") and (is_own or "tiling" in ours):
-            yield ours, values.take(f"{section}.{key}")
+def _weights(values: ReferenceValues, section: str) -> Iterator[tuple[str, object]]:
     file = values.take(f"{section}.from_pretrained")
     if file is not None and section == "model":
         yield "init", file
@@ -229,7 +140,7 @@ def _autoencoder(values: _Values, section: str, path: Path) -> Iterator[tuple[st
         values.take("model.model_name")
 
 
-def _transformer(values: _Values) -> Iterator[tuple[str, object]]:
+def _transformer(values: ReferenceValues) -> Iterator[tuple[str, object]]:
     weights = values.take("model.from_pretrained")
     if weights is not None:
         yield "init", weights
@@ -249,7 +160,7 @@ def _transformer(values: _Values) -> Iterator[tuple[str, object]]:
             yield "memory.activation_buffer", buffer
 
 
-def _vae_training(values: _Values, found: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _vae_training(values: ReferenceValues, found: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     weight = values.take("vae_loss_config.kl_loss_weight", 0)
     # Theirs is summed over latents and divided by pixels: 16 channels for 3 x 4 x 8 x 8 of them.
     yield "train_vae.kl_weight", weight * 16 / 768 if found.get("vae.kind") == "hunyuan" else weight
@@ -264,7 +175,7 @@ def _vae_training(values: _Values, found: Mapping[str, object]) -> Iterator[tupl
             values.take(f"optim_discriminator.{key}")
 
 
-def _training(values: _Values) -> Iterator[tuple[str, object]]:
+def _training(values: ReferenceValues) -> Iterator[tuple[str, object]]:
     if values.has("bucket_config"):
         yield "data.buckets", _buckets(values)
     yield from zip(("optimizer.beta1", "optimizer.beta2"), values.take("optim.betas", (0.9, 0.999)), strict=True)
@@ -276,7 +187,7 @@ def _training(values: _Values) -> Iterator[tuple[str, object]]:
         yield from _strategy(values)
 
 
-def _buckets(values: _Values) -> dict[str, Any]:
+def _buckets(values: ReferenceValues) -> dict[str, Any]:
     found = {}
     for resolution, lengths in values.take("bucket_config").items():
         name, _, ratio = resolution.partition("_ar")
@@ -286,7 +197,7 @@ def _buckets(values: _Values) -> dict[str, Any]:
     return found
 
 
-def _strategy(values: _Values) -> Iterator[tuple[str, object]]:
+def _strategy(values: ReferenceValues) -> Iterator[tuple[str, object]]:
     plugin = values.take("plugin")
     if values.has("vae_loss_config"):
         values.note(f"plugin={plugin}: autoencoders are small, and trained with strategy=ddp")
@@ -295,30 +206,7 @@ def _strategy(values: _Values) -> Iterator[tuple[str, object]]:
     if plugin != "hybrid":
         yield "strategy", plugin
         return
-    tensor, sequence = values.take("plugin_config.tp_size", 1), values.take("plugin_config.sp_size", 1)
     stage = values.take("plugin_config.zero_stage", 0)
-    yield "strategy", "hybrid" if tensor * sequence > 1 else ("ddp", "zero1", "zero2", "zero3")[stage]
-    if values.peek("plugin_config.pp_size") == 1:
-        values.take("plugin_config.pp_size")
-    values.take("plugin_config.enable_sequence_parallelism")
-    scheme = values.take("plugin_config.sequence_parallelism_mode")
-    if tensor > 1:
-        yield "parallel.tensor_parallel_degree", tensor
-    if sequence > 1:
-        yield f"parallel.{'ring' if scheme == 'ring_attn' else 'ulysses'}_degree", sequence
-
-
-def _nested(found: Mapping[str, object]) -> dict[str, Any]:
-    sections: dict[str, Any] = {}
-    for key, value in found.items():
-        *path, name = key.split(".")
-        place = sections
-        for section in path:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return sections
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    degrees = plugin_degrees(values)
+    yield "strategy", "hybrid" if degrees else ("ddp", "zero1", "zero2", "zero3")[stage]
+    yield from degrees.items()

@@ -15,11 +15,12 @@ from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import without_retired_keys
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path, read_yaml
+from opensora_cli.settings.files import list_presets, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.ignored import ignored_settings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.lora import LoraSettings
+from opensora_cli.settings.reference import read_settings
 from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
 from opensora_cli.settings.train_loop import (
@@ -118,13 +119,6 @@ class TrainSettings(Section):
         return f"cuda:{devices[0]}" if devices and self.device != "cpu" else self.device
 
 
-def find_recipe(name: Path) -> Path:
-    """Return the settings file that `name` means: itself, or the packaged recipe of that name.
-    Raises RequestError if it looks like a recipe's name, and there is none of that name.
-    """
-    return name if name.suffix or name.is_file() else preset_path("train", str(name))
-
-
 def load_train_settings(
     *,
     config: Path | None,
@@ -156,8 +150,9 @@ def load_train_settings(
     ours = {name: value for name, value in environment.items() if name != "OSORA_WEIGHTS"}
     variables = read_environment(TrainSettings, ours, others=(GenerateSettings,))
     if config is not None:
-        path = find_recipe(config)
-        given = {**read_sections(TrainSettings, _read_config(path, report), source=str(path)), **variables}
+        path = settings_path(config, "train")
+        sections = read_settings(path, read_reference_training, report)
+        given = {**read_sections(TrainSettings, sections, source=str(path)), **variables}
         if path.suffix == ".py" and "data.table" not in {*given, *overrides}:
             raise RequestError(f"{path} names no table of clips", hint="give one: --set data.table=clips.csv")
     else:
@@ -165,15 +160,6 @@ def load_train_settings(
     settings = validate(TrainSettings, {**given, **overrides})
     _refuse_without_effect(overrides, settings)
     return settings
-
-
-def _read_config(path: Path, report: Callable[[str], None]) -> Mapping[str, object]:
-    if path.suffix != ".py":
-        return read_yaml(path)
-    found = read_reference_training(path)
-    for line in found.left:
-        report(f"{path}: not carried over: {line}")
-    return found.sections
 
 
 def _read_saved(path: Path) -> Layer:

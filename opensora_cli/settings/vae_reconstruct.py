@@ -1,6 +1,6 @@
 """Settings of `osora vae reconstruct`: which autoencoder, on which files, and where to."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import Field, PositiveInt
@@ -9,9 +9,11 @@ from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path, read_yaml
+from opensora_cli.settings.files import preset_path, read_yaml, settings_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.reference import read_settings
+from opensora_cli.settings.reference_inference import read_reference_autoencoder
 from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
@@ -56,18 +58,24 @@ class ReconstructSettings(Section):
 
 
 def load_reconstruct_settings(
-    *, config: Path | None, overrides: Layer, environment: Mapping[str, str]
+    *,
+    config: Path | None,
+    overrides: Layer,
+    environment: Mapping[str, str],
+    report: Callable[[str], None] = lambda line: None,
 ) -> ReconstructSettings:
     """Return the settings of a run: `overrides` above the environment above the file above the defaults.
 
-    `config` is a YAML file, or the name of a packaged preset; None: the demo's. Of a recipe of `osora train`, or the
-    `settings.json` of its run, the autoencoder is taken, and the folder in which the run leaves it. `OSORA_WEIGHTS`,
-    the folder of the released models, is not meant for weights that come from elsewhere, and then left alone. Raises
+    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged preset; None: the
+    demo's. `report` gets a line for each setting of a `.py` file that has no place here. Of a recipe of `osora train`,
+    or the `settings.json` of its run, the autoencoder is taken, and the folder in which the run leaves it.
+    `OSORA_WEIGHTS`, the folder of the released models, is not meant for weights that come from elsewhere, and then left
+    alone. Raises
     RequestError if there is no such preset, a key is unknown, or a value breaks a rule, and FileProblem if the file is
     missing or broken.
     """
-    path = preset_path("vae", _DEFAULT_PRESET) if config is None else _find(config)
-    file = _read(path)
+    path = preset_path(_DEFAULT_PRESET, "vae") if config is None else settings_path(config, "vae", "train")
+    file = _read(path, report)
     given_repo = {**file, **overrides}.get("weights.hub_repo")
     if given_repo is None or given_repo.value is None:
         environment = {name: value for name, value in environment.items() if name not in _RELEASED_WEIGHTS}
@@ -75,16 +83,14 @@ def load_reconstruct_settings(
     return validate(ReconstructSettings, {**file, **variables, **overrides})
 
 
-def _find(config: Path) -> Path:
-    if config.suffix or config.is_file():
-        return config
-    name = str(config)
-    kind = "train" if name in list_presets("train") and name not in list_presets("vae") else "vae"
-    return preset_path(kind, name)
-
-
-def _read(path: Path) -> dict[str, Given]:
-    values = read_yaml(path)
-    if "target" in values:
+def _read(path: Path, report: Callable[[str], None]) -> dict[str, Given]:
+    values = read_settings(path, read_reference_autoencoder, report)
+    is_trained = "target" in values
+    if is_trained:
         values = {"vae": values.get("vae", {}), "runtime": {"weights": values.get("output")}}
-    return read_sections(ReconstructSettings, values, source=str(path))
+    found = read_sections(ReconstructSettings, values, source=str(path))
+    if path.suffix == ".py" and not is_trained:
+        # Where the released weights of its kind are, unless the file names others.
+        preset = preset_path(str(found["vae.kind"].value), "vae")
+        found = {**read_sections(ReconstructSettings, read_yaml(preset), source=str(preset)), **found}
+    return found

@@ -32,6 +32,9 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--negative-prompt", "blurry"], "negative_prompt", "blurry"),
         (["--res", "768px"], "video.resolution", "768px"),
         (["--aspect-ratio", "9:16"], "video.aspect_ratio", "9:16"),
+        (["--width", "512", "--height", "288"], "video.width", 512),
+        (["--config", "768px"], "video.resolution", "768px"),
+        (["--preset", "768px"], "video.resolution", "768px"),
         (["--num-frames", "33"], "video.num_frames", 33),
         (["--fps", "16"], "video.fps", 16),
         (["--motion-score", "7"], "prompt_suffix.motion_score", 7),
@@ -54,6 +57,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         ),
         (["--set", "loras=a:2;b"], "loras", (LoraFile(path="a", scale=2.0), LoraFile(path="b"))),
         (["--out", "x.webp"], "output.path", "x.webp"),
+        (["-o", "x.webp"], "output.path", "x.webp"),
         (["--format", "gif"], "output.format", "gif"),
         (["--overwrite"], "output.overwrite", True),
         (["--no-metadata"], "output.metadata", False),
@@ -76,7 +80,71 @@ def test_option_reaches_its_setting(engine: FakeEngine, args: list[str], key: st
     related = {"condition.references": changed.condition.references} if key == "condition.mode" else {}
     if key == "model.depth_single_blocks":
         related["model.depth"] = 1
+    if key == "video.width":
+        related["video.height"] = 288
     assert changed == plain.replace({key: value, **related})
+
+
+def test_a_preset_is_chosen_by_name(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = load_preset("768px", prompt="sea")
+    assert settings_of(engine, "sea", "--config", "768px") == expected
+    assert settings_of(engine, "sea", "--preset", "768px", "--res", "256px") == load_preset("256px", prompt="sea")
+    assert settings_of(engine, "sea", "--preset", "demo") == load_preset("demo", prompt="sea")
+    capsys.readouterr()
+    assert main(["generate", "sea", "--preset", "786px"]) == 2
+    assert capsys.readouterr().err.startswith("error: preset '786px' is not one of 256px, 768px, demo\n")
+    assert main(["generate", "sea", "--preset", "gone.yaml"]) == 3
+
+
+@pytest.mark.parametrize("args", [["--res", "768px"], ["--aspect-ratio", "1:1"]], ids=" ".join)
+def test_a_size_in_pixels_and_another_one(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    assert main(["generate", "sea", *RELEASED, "--width", "512", "--height", "288", *args]) == 2
+    assert f"{args[0]} {args[1]} has no effect with --width and --height" in capsys.readouterr().err
+    assert main(["generate", "sea", *RELEASED, "--width", "512"]) == 2
+    assert "video.width=512 must come with video.height" in capsys.readouterr().err
+    # Of two layers, the upper one decides.
+    config = tmp_path / "a.yaml"
+    config.write_text("video:\n  height: 288\n  width: 512\n")
+    video = settings_of(engine, "sea", *RELEASED, "--config", str(config), *args).video
+    assert (video.height, video.width) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("boat.png", "--ref boat.png"),
+        ("a clip.mp4", "--ref 'a clip.mp4'"),
+        ("mine.yaml", "--config mine.yaml"),
+        ("256px.py", "--config 256px.py"),
+        ("sea_seed42.mp4.json", "--from sea_seed42.mp4.json"),
+        ("sea_seed42.latents.safetensors", "--from-latents sea_seed42.latents.safetensors"),
+        ("style.safetensors", "--lora style.safetensors"),
+        ("clips.csv", "give the words themselves, in quotes"),
+        ("sea", "give the words themselves, in quotes"),
+    ],
+)
+def test_a_file_is_not_a_prompt(
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    hint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settings_of(engine, name).prompt == name  # there is no such file
+    (tmp_path / name).write_text("any")
+    capsys.readouterr()
+    assert main(["generate", name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {name} is a file, and no prompt\n")
+    assert hint in captured.err
+    assert settings_of(engine, "--prompt-text", name).prompt == name
+    assert main(["generate", "a sea", "--prompt-text", name]) == 2
+    assert "the prompt is there twice" in capsys.readouterr().err
 
 
 def test_from_latents_needs_no_prompt(engine: FakeEngine) -> None:

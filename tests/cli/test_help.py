@@ -8,18 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import opensora_cli
-from opensora_cli.cli.app import main
-from opensora_cli.cli.train import complete_recipe
+from opensora_cli.cli import options
+from opensora_cli.cli.app import app, main
+from opensora_cli.cli.command import unwrapped
+from opensora_cli.settings.bench_comm import BenchCommSettings
+from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "imageio", "safetensors", "huggingface_hub"}
 OPTIONS = {
     "--model",
     "--res",
     "--aspect-ratio",
+    "--width",
+    "--height",
     "--num-frames",
     "--steps",
     "--guidance-scale",
@@ -39,6 +46,8 @@ OPTIONS = {
     "--device",
     "--dtype",
     "--config",
+    "--preset",
+    "--prompt-text",
     "--set",
     "--dry-run",
     "--json",
@@ -112,6 +121,9 @@ def test_completion_offers_options_and_modes() -> None:
 
     assert complete("osora generate --mo", 2) == ["--motion-score", "--model"]
     assert complete("osora generate --cond i2v", 3) == ["i2v_head", "i2v_tail", "i2v_loop"]
+    assert complete("osora generate --config 7", 3) == ["768px"]
+    assert complete("osora train --config stage2", 3) == ["stage2", "stage2_i2v"]
+    assert complete("osora vae reconstruct --config hun", 4) == ["hunyuan"]
 
 
 def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +131,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
     for name in ("demo_mine.yaml", "demo.mp4", ".demo.yaml", "more/demo.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    complete_recipe = options.completed_settings("train")
     assert complete_recipe("demo") == ["demo", "demo_lora", "demo_text", "demo_vae", "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]
@@ -153,3 +166,91 @@ def test_list_presets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [preset["name"] for preset in document["presets"]] == ["256px", "768px", "demo"]
     for preset in document["presets"]:
         assert GenerateSettings(prompt="x", **preset["settings"]).video.resolution in ("64px", "256px", "768px")
+
+
+def commands() -> dict[str, object]:
+    """Return every command and group by its words."""
+    found, waiting = {}, [("", typer.main.get_command(app))]
+    while waiting:
+        words, command = waiting.pop()
+        found[words] = command
+        waiting += [(f"{words} {name}".strip(), below) for name, below in getattr(command, "commands", {}).items()]
+    return found
+
+
+COMMANDS = commands()
+
+
+@pytest.fixture
+def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Return the lines of a command's help, as wide as asked for."""
+
+    def run(words: str, *, columns: int = 80) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main([*words.split(), "--help"]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_reads_well_in_80_columns(words: str, help_of) -> None:
+    lines = help_of(words)
+    assert max(map(len, lines)) <= 80
+    assert not re.search(r"<\w+(\[\w+\])?>", "\n".join(lines))
+    text = unwrapped(COMMANDS[words].help)
+    examples = [line for line in text.partition("Examples:")[2].splitlines() if line]
+    for example in examples:
+        assert any(line.strip() == example for line in lines), f"{example} is broken over lines"
+    # Most of a row is for the meaning, not for the kind of value.
+    for parameter in COMMANDS[words].params:
+        assert len(parameter.metavar or "") <= 18, parameter.name
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_has_no_line_breaks_of_the_source(words: str, help_of) -> None:
+    wide = "\n".join(help_of(words, columns=2000))
+    paragraphs = unwrapped(COMMANDS[words].help).partition("Examples:")[0].split("\n\n")
+    assert [paragraph for paragraph in paragraphs if paragraph not in wide] == []
+    for command in getattr(COMMANDS[words], "commands", {}).values():
+        assert unwrapped(command.help).split("\n\n")[0] in wide
+
+
+def test_help_of_generate_has_the_defaults(help_of) -> None:
+    lines = help_of("generate", columns=400)
+    released, demo = (load_preset(name, prompt="x").model_dump(mode="json") for name in ("256px", "demo"))
+    shown = {}
+    for flag, key in options.SETTINGS.items():
+        section, _, name = key.partition(".")
+        if (
+            name
+            and isinstance(released[section][name], int | float | str)
+            and not isinstance(released[section][name], bool)
+        ):
+            [line] = [line for line in lines if re.search(rf"{flag}\b[ ,]", line) and "Default: " in line]
+            shown[flag] = line.split("Default: ")[1].rstrip("│ .")
+            expected = [f"{values[section][name]}".removesuffix(".0") for values in (released, demo)]
+            assert shown[flag] == (expected[0] if len(set(expected)) == 1 else "{}; of the demo {}".format(*expected))
+    assert shown["--steps"] == "50; of the demo 30"
+    assert shown["--seed"] == "42"
+    assert {"--res", "--fps", "--num-frames", "--guidance-scale", "--fit", "--out", "--offload"} <= shown.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "flags"),
+    [
+        ("bench-comm", BenchCommSettings, {"--min-bytes": "min_bytes", "--iters": "iters", "--warmup": "warmup"}),
+        ("data preview", PreviewSettings, {"--count": "count", "--seed": "seed"}),
+    ],
+)
+def test_help_of_others_has_the_defaults(words: str, settings, flags: dict[str, str], help_of) -> None:
+    lines = help_of(words, columns=400)
+    for flag, key in flags.items():
+        [line] = [line for line in lines if flag in line]
+        assert f"Default: {settings.model_fields[key].default}." in line
+
+
+def test_every_out_has_its_short_form() -> None:
+    outs = [option for command in COMMANDS.values() for option in command.params if "--out" in option.opts]
+    assert len(outs) >= 5
+    assert [option for option in outs if "-o" not in option.opts] == []

@@ -21,7 +21,7 @@ def test_preset_parses(name: str) -> None:
     settings = load_preset(name, prompt="raining, sea")
     assert (settings.model.name is ModelName.DEMO) == (name == "demo")
     assert settings.video.resolution == ("64px" if name == "demo" else name)
-    assert read_yaml(preset_path("generate", name))
+    assert read_yaml(preset_path(name, "generate"))
 
 
 def test_released_presets_differ_only_in_resolution() -> None:
@@ -31,7 +31,7 @@ def test_released_presets_differ_only_in_resolution() -> None:
 
 def test_unknown_preset() -> None:
     with pytest.raises(RequestError, match="preset 'dmeo' is not one of 256px, 768px, demo") as caught:
-        preset_path("generate", "dmeo")
+        preset_path("dmeo", "generate")
     assert caught.value.hint == "did you mean demo?"
 
 

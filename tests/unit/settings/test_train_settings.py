@@ -10,8 +10,8 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path
-from opensora_cli.settings.train import TrainSettings, TrainTarget, find_recipe, load_train_settings
+from opensora_cli.settings.files import list_presets, preset_path, settings_path
+from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
 from opensora_cli.settings.train_objectives import ModeWeights
 
 RECIPES = list_presets("train")
@@ -31,7 +31,7 @@ def test_recipe_parses(recipe: str, target: str) -> None:
     settings = load(recipe)
     assert settings.target is TrainTarget(target)
     assert settings.output == f"runs/{recipe}"
-    assert load(str(preset_path("train", recipe))) == settings
+    assert load(str(preset_path(recipe, "train"))) == settings
 
 
 def test_the_demo_learns_from_what_the_other_recipes_make() -> None:
@@ -145,14 +145,14 @@ class TestFindRecipe:
     def test_a_file_goes_first_and_a_folder_is_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         Path("demo_vae").mkdir()
-        assert find_recipe(Path("demo_vae")) == preset_path("train", "demo_vae")
+        assert settings_path(Path("demo_vae"), "train") == preset_path("demo_vae", "train")
         Path("demo_vae").rmdir()
         Path("demo_vae").write_text("target: vae")
-        assert find_recipe(Path("demo_vae")) == Path("demo_vae")
+        assert settings_path(Path("demo_vae"), "train") == Path("demo_vae")
 
     def test_unknown(self) -> None:
         with pytest.raises(RequestError, match="'dmeo' is not one of demo, demo_lora, demo_text, demo_vae"):
-            find_recipe(Path("dmeo"))
+            settings_path(Path("dmeo"), "train")
         with pytest.raises(FileProblem, match=r"dmeo\.yaml does not exist"):
             load("dmeo.yaml")
 

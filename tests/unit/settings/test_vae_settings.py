@@ -136,7 +136,7 @@ def test_the_autoencoder_of_a_packaged_recipe_can_be_taken(name: str) -> None:
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"preset 'dcae' is not one of dc_ae, demo, flux_ae, hunyuan"):
+    with pytest.raises(RequestError, match=r"preset 'dcae' is not one of dc_ae, demo, .*, flux_ae, .*, hunyuan"):
         load("dcae")
     with pytest.raises(FileProblem, match=r"gone\.yaml"):
         load(tmp_path / "gone.yaml")

@@ -1,0 +1,263 @@
+"""The reference implementation's `.py` configurations for sampling as settings of `osora generate` and `osora vae`."""
+
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.cli.app import main
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, load_runtime_settings
+from opensora_cli.settings.reference_training import read_reference_training
+from opensora_cli.settings.vae_reconstruct import load_reconstruct_settings
+
+BASE = """save_dir = "made"
+seed = 42
+batch_size = 1
+dtype = "bf16"
+cond_type = "t2v"
+dataset = dict(type="text")
+sampling_option = dict(resolution="256px", aspect_ratio="16:9", num_frames=129, num_steps=50, shift=True,
+                       temporal_reduction=4, is_causal_vae=True, guidance=7.5, guidance_img=3.0, text_osci=True,
+                       image_osci=True, scale_temporal_osci=True, method="i2v", seed=None)
+motion_score = "4"
+fps_save = 24
+model = dict(type="flux", from_pretrained="./ckpts/Open_Sora_v2.safetensors", guidance_embed=False, fused_qkv=False,
+             use_liger_rope=True, in_channels=64, vec_in_dim=768, context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0,
+             num_heads=24, depth=19, depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10_000, qkv_bias=True,
+             cond_embed=True)
+ae = dict(type="hunyuan_vae", from_pretrained="./ckpts/hunyuan_vae.safetensors", in_channels=3, out_channels=3,
+          layers_per_block=2, latent_channels=16, use_spatial_tiling=True, use_temporal_tiling=False)
+t5 = dict(type="text_embedder", from_pretrained="./ckpts/google/t5-v1_1-xxl", max_length=512, shardformer=True)
+clip = dict(type="text_embedder", from_pretrained="./ckpts/openai/clip-vit-large-patch14", max_length=77)
+"""
+SPLIT = """plugin = "hybrid"
+plugin_config = dict(tp_size={tensor}, pp_size=1, sp_size={sequence}, sequence_parallelism_mode="ring_attn",
+                     enable_sequence_parallelism=True, static_graph=True)
+plugin_ae = "hybrid"
+plugin_config_ae = dict(tp_size=8, pp_size=1, sp_size=1)
+"""
+PICTURES_FIRST = """use_t2i2v = True
+img_flux = dict(type="flux", from_pretrained="./ckpts/flux1-dev.safetensors", guidance_embed=True)
+img_flux_ae = dict(type="autoencoder_2d", from_pretrained="./ckpts/flux1-dev-ae.safetensors")
+img_resolution = "768px"
+"""
+FILES = {
+    "256px.py": BASE,
+    "plugins/sp.py": SPLIT.format(tensor=1, sequence=8),
+    "plugins/tp.py": SPLIT.format(tensor=8, sequence=1),
+    "plugins/t2i2v.py": PICTURES_FIRST,
+    "768px.py": "_base_ = ['256px.py', 'plugins/sp.py']\nsampling_option = dict(resolution='768px')\n",
+    "256px_tp.py": "_base_ = ['256px.py', 'plugins/tp.py']\n",
+    "t2i2v_768px.py": "_base_ = ['768px.py', 'plugins/t2i2v.py']\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "plugins").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def loaded(path: Path, **overrides: object):
+    """Return the settings, and the lines about what was not carried over."""
+    lines: list[str] = []
+    given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
+    request = GenerateRequest(overrides={"prompt": Given("sea", "the test"), **given}, config=path)
+    choice = load_runtime_settings(request).model_choice
+    assert choice == ModelName.OPEN_SORA_V2
+    settings = load_generate_settings(request, model=ModelName(choice), report=lines.append)
+    assert all(line.startswith(f"{path}: not carried over: ") for line in lines)
+    return settings, [line.split("not carried over: ")[1] for line in lines]
+
+
+def own(folder: Path, text: str) -> Path:
+    path = folder / "own.py"
+    path.write_text(f"_base_ = '256px.py'\n{text}\n")
+    return path
+
+
+@pytest.mark.parametrize("resolution", ["256px", "768px"])
+def test_the_published_configurations_are_the_presets(folder: Path, resolution: str) -> None:
+    settings, lines = loaded(folder / f"{resolution}.py")
+    assert settings == load_preset(resolution, prompt="sea").replace(
+        {"output.path": "made", "runtime.dtype": "bfloat16"}
+    )
+    named = [line.split(": ")[0] for line in lines]
+    split = ["plugin_ae, plugin_config_ae"], ["plugin_config.static_graph=True"]
+    before, after = split if resolution == "768px" else ([], [])
+    assert named == [
+        *before,
+        *("seed=42", "sampling_option.seed=None", "model.fused_qkv=False", "model.use_liger_rope=True"),
+        "t5.shardformer=True",
+        *after,
+    ]
+
+
+def test_every_value_has_its_place(folder: Path) -> None:
+    settings, lines = loaded(
+        own(
+            folder,
+            "dtype = 'fp16'\ncond_type = 'i2v_head'\nref = 'a.png;b.png'\nref = 'a.png'\nfps_save = 16\n"
+            "motion_score = 7\nnum_sample = 3\n"
+            "sampling_option = dict(num_frames=33, num_steps=5, guidance=2.5, guidance_img=1.5, text_osci=False,"
+            " image_osci=False, scale_temporal_osci=False, seed=9, shift=False)\n"
+            "t5 = dict(max_length=256)\nae = dict(use_temporal_tiling=True)",
+        )
+    )
+    assert (settings.runtime.dtype, settings.condition.mode, settings.condition.references) == (
+        *("float16", "i2v_head"),
+        ("a.png",),
+    )
+    assert (settings.video.fps, settings.video.num_frames, settings.prompt_suffix.motion_score) == (16, 33, 7)
+    sampling = settings.sampling
+    assert (sampling.num_samples, sampling.num_inference_steps, sampling.seed) == (3, 5, 9)
+    assert (sampling.guidance_scale, sampling.image_guidance_scale, sampling.flow_shift) == (2.5, 1.5, 1)
+    assert (sampling.text_oscillation, sampling.image_oscillation, sampling.temporal_image_scaling) == (False,) * 3
+    assert (settings.text.t5_max_length, settings.vae.temporal_tiling) == (256, True)
+    assert not [line for line in lines if line.startswith("sampling_option")]
+
+
+def test_what_is_not_written_is_as_there(folder: Path) -> None:
+    path = folder / "bare.py"
+    path.write_text(
+        "sampling_option = dict(resolution='256px', aspect_ratio='1:1', num_frames=5)\nmodel = dict(type='flux')\n"
+    )
+    settings, lines = loaded(path)
+    assert (settings.video.fps, settings.prompt_suffix.motion_score, settings.model.cond_embed) == (16, None, False)
+    assert lines == []
+
+
+def test_names_that_stand_alone_win(folder: Path) -> None:
+    settings, _ = loaded(own(folder, "num_steps = 7\nresolution = '768px'\nckpt_path = '/w/mine.safetensors'"))
+    assert (settings.sampling.num_inference_steps, settings.video.resolution) == (7, "768px")
+    assert (settings.files.transformer, settings.runtime.weights) == ("mine.safetensors", "/w")
+    assert settings.files.vae == "ckpts/hunyuan_vae.safetensors"
+
+
+def test_a_size_in_pixels(folder: Path) -> None:
+    text = "sampling_option = dict(_delete_=True, height=288, width=512, num_frames=5)"
+    settings, _ = loaded(own(folder, text))
+    assert (settings.video.height, settings.video.width) == (288, 512)
+    _, lines = loaded(own(folder, "sampling_option = dict(height=288, width=512)"))
+    assert "sampling_option.height=288: resolution and aspect_ratio win over it" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "degrees"),
+    [
+        ("768px.py", None, {}),
+        ("768px.py", 8, {"ring_degree": 8}),
+        ("768px.py", 4, {"ring_degree": 4}),
+        ("256px_tp.py", 2, {"tensor_parallel_degree": 2}),
+        ("256px.py", 8, {}),
+    ],
+)
+def test_a_model_is_split_over_the_devices_that_there_are(
+    folder: Path, name: str, gpus: int | None, degrees: dict[str, int]
+) -> None:
+    given = {} if gpus is None else {"parallel.gpus": gpus}
+    settings, lines = loaded(folder / name, **given)
+    assert settings.parallel.degrees == degrees
+    assert ("plugin_ae, plugin_config_ae: devices share decoding by themselves" in lines) == (name != "256px.py")
+
+
+def test_a_plugin_alone(folder: Path) -> None:
+    request = GenerateRequest(
+        overrides={"prompt": Given("sea", "x"), "parallel.devices": Given("0,1,2,3", "--devices")},
+        config=folder / "plugins" / "sp.py",
+    )
+    demo = load_generate_settings(request, model=ModelName.DEMO)
+    assert demo.parallel.ring_degree == 4
+    assert demo.replace({"parallel": {}}) == load_preset("demo", prompt="sea")
+
+
+def test_a_picture_first(folder: Path) -> None:
+    _, lines = loaded(folder / "t2i2v_768px.py")
+    [line] = [line for line in lines if "img_flux" in line]
+    assert line.startswith("use_t2i2v, img_flux, img_flux_ae, img_resolution: no picture is made first")
+
+
+def test_another_autoencoder_is_refused(folder: Path) -> None:
+    text = "patch_size = 1\nmodel = dict(in_channels=128, patch_size=1)\nae_spatial_compression = 32\n"
+    text += "ae = dict(_delete_=True, type='dc_ae', model_name='dc-ae-f32t4c128', from_scratch=True)"
+    with pytest.raises(RequestError, match=r"vae\.kind=dc_ae is not made for generating: use hunyuan"):
+        loaded(own(folder, text))
+
+
+def test_files_for_the_other_command(folder: Path) -> None:
+    path = folder / "train.py"
+    path.write_text("model = dict()\nbucket_config = {}\noptim = dict(lr=1)\n")
+    with pytest.raises(FileProblem, match=r"train\.py is not for sampling") as caught:
+        load_runtime_settings(GenerateRequest(config=path))
+    assert "osora train" in str(caught.value.hint)
+    with pytest.raises(FileProblem, match=r"256px\.py is for sampling") as caught:
+        read_reference_training(folder / "256px.py")
+    assert "osora generate --config" in str(caught.value.hint)
+
+
+def reconstruct(path: Path, text: str):
+    path.write_text(text)
+    lines: list[str] = []
+    files = {"files": Given(("a.mp4",), "FILE")}
+    settings = load_reconstruct_settings(config=path, overrides=files, environment={}, report=lines.append)
+    return settings, [line.split("not carried over: ")[1].split("=")[0] for line in lines]
+
+
+def test_autoencoders(tmp_path: Path) -> None:
+    common = (
+        "dtype = 'bf16'\nbatch_size = 1\nseed = 42\nsave_dir = 'there'\nplugin = 'zero2'\nnum_workers = 24\n"
+        "dataset = dict(type='video_text', data_path='clips.csv')\nbucket_config = {'512px_ar1:1': {97: (1.0, 1)}}\n"
+    )
+    causal = (
+        "model = dict(type='hunyuan_vae', from_pretrained='./ckpts/hunyuan_vae.safetensors', in_channels=3,\n"
+        "out_channels=3, layers_per_block=2, latent_channels=16, scale_factor=0.476986, shift_factor=0,\n"
+        "use_spatial_tiling=True, use_temporal_tiling=True, time_compression_ratio=4, encoder_add_residual=False)\n"
+    )
+    settings, left = reconstruct(tmp_path / "a.py", common + causal)
+    assert settings.vae.kind == "hunyuan"
+    assert (settings.vae.temporal_tiling, settings.clip.num_frames, settings.output.folder) == (True, 97, "there")
+    assert (settings.weights.file, settings.runtime.weights) == ("hunyuan_vae.safetensors", None)
+    assert (settings.weights.hub_repo, settings.runtime.dtype) == ("hpcai-tech/Open-Sora-v2", "bfloat16")
+    named = ["batch_size", "seed", "plugin", "num_workers", "dataset.type", "dataset.data_path"]
+    assert left == [*named, "bucket_config.512px_ar1:1"]
+    deep = (
+        "model = dict(type='dc_ae', model_name='dc-ae-f32t4c128', from_scratch=True, use_spatial_tiling=True,\n"
+        "spatial_tile_size=128, temporal_tile_size=32, tile_overlap_factor=0.25)\n"
+    )
+    settings, _ = reconstruct(tmp_path / "b.py", common + deep)
+    assert (settings.vae.kind, settings.vae.dc_ae.spatial_tile_size) == ("dc_ae", 128)
+    assert settings.weights.file == "F32T4C128_AE.safetensors"
+    flat = (
+        "model = dict(type='autoencoder_2d', from_pretrained='/w/flux/ae.safetensors', resolution=256, in_channels=3,\n"
+        "ch=128, out_ch=3, ch_mult=[1, 2, 4, 4], num_res_blocks=2, z_channels=16, scale_factor=1.0, shift_factor=0.0)\n"
+    )
+    settings, left = reconstruct(tmp_path / "c.py", flat)
+    assert (settings.vae.flux_ae.scale_factor, settings.vae.flux_ae.shift_factor) == (1, 0)
+    assert (settings.weights.file, settings.runtime.weights, left) == ("ae.safetensors", "/w/flux", [])
+    other = "model = dict(type='dc_ae', model_name='dc-ae-f128c512-sana-1.0', from_scratch=True)\n"
+    assert reconstruct(tmp_path / "d.py", other)[1] == ["model.model_name", "model.from_scratch"]
+
+
+def test_the_autoencoder_that_a_training_makes(tmp_path: Path) -> None:
+    text = "model = dict(type='dc_ae')\nbucket_config = {'256px': {32: (1.0, 1)}}\nvae_loss_config = dict()\n"
+    settings, _ = reconstruct(tmp_path / "a.py", f"{text}outputs = 'runs/x'\n")
+    assert (settings.vae.kind, settings.runtime.weights, settings.weights.file) == (
+        *("dc_ae", "runs/x"),
+        "vae.safetensors",
+    )
+
+
+def test_a_file_without_an_autoencoder(folder: Path) -> None:
+    with pytest.raises(FileProblem, match=r"256px\.py is not for an autoencoder"):
+        load_reconstruct_settings(config=folder / "256px.py", overrides={}, environment={})
+
+
+def test_the_command_lists_what_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "sea", "--config", str(folder / "t2i2v_768px.py"), "--set", "video.num_frames=5"]
+    assert main([*command, "--gpus", "5", "--set", "parallel.ring_degree=3", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "parallel.ring_degree=3 must divide the 5 devices" in error
