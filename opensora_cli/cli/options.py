@@ -43,7 +43,8 @@ def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
             path for path in folder.glob("*") if path.name.startswith(start) and not path.name.startswith(".")
         )
         files = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix in _FILES]
-        return [*(name for kind in kinds for name in list_presets(kind) if name.startswith(incomplete)), *files]
+        names = [name for kind in kinds for name in list_presets(kind) if name.startswith(incomplete)]
+        return [*dict.fromkeys(names), *files]
 
     return complete
 

@@ -77,10 +77,11 @@ class LineReporter:
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run a stage; one that fails ends without a line, since the error will follow."""
+        """Run a stage; one that fails ends without a line, since the error will follow, and one of no time, too."""
         running = _LineStage(self, name, unit, Pace(total, clock=self._clock), every=self._every)
         yield running
-        self.note(_summary(name, unit, running.pace))
+        if _took_time(running.pace):
+            self.note(_summary(name, unit, running.pace))
 
 
 class _LineStage:
@@ -123,7 +124,7 @@ class BarReporter:
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run a stage; one that fails ends without a line, since the error will follow."""
+        """Run a stage; one that fails ends without a line, since the error will follow, and one of no time, too."""
         pace = Pace(total, clock=self._clock)
         progress = self._started()
         task = progress.add_task(name, total=total, pace=pace, unit=unit)
@@ -134,7 +135,8 @@ class BarReporter:
             if not progress.tasks:
                 progress.stop()
                 self._progress = None
-        self.note(_summary(name, unit, pace))
+        if _took_time(pace):
+            self.note(_summary(name, unit, pace))
 
     def _started(self) -> "_Bars":
         if self._progress is None:
@@ -194,6 +196,11 @@ class _PaceColumn(ProgressColumn):
         pace: Pace = task.fields["pace"]
         count = _count(pace, task.fields["unit"])
         return Text(", ".join(filter(None, (count, _times(pace)))))
+
+
+def _took_time(pace: Pace) -> bool:
+    """Return whether the time of a stage is shown as more than 0."""
+    return duration(pace.elapsed) != duration(0)
 
 
 def _count(pace: Pace, unit: str) -> str:

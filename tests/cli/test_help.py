@@ -227,9 +227,11 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
             and isinstance(released[section][name], int | float | str)
             and not isinstance(released[section][name], bool)
         ):
-            [line] = [line for line in lines if re.search(rf"{flag}\b[ ,]", line) and "Default: " in line]
+            [line] = [line for line in lines if re.match(rf"│ +{flag}[ ,]", line) and "Default: " in line]
             shown[flag] = line.split("Default: ")[1].rstrip("│ .")
-            expected = [f"{values[section][name]}".removesuffix(".0") for values in (released, demo)]
+            expected = [
+                f"{values[section][name]}".removesuffix(".0").replace("None", "none") for values in (released, demo)
+            ]
             assert shown[flag] == (expected[0] if len(set(expected)) == 1 else "{}; of the demo {}".format(*expected))
     assert shown["--steps"] == "50; of the demo 30"
     assert shown["--seed"] == "42"

@@ -74,7 +74,7 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
             "--device cuda is not possible: a training is profiled on the CPU",
         ),
         (["--config", "missing.yaml"], 3, "missing.yaml"),
-        (["--config", "demoo"], 2, "--config demoo is neither a file nor one of "),
+        (["--config", "demoo"], 2, "preset 'demoo' is not one of 256px, 768px, demo, "),
         (["--memory-limit", "1GiB"], 2, "memory_limit=1073741824 has no effect without adaptive_batch"),
         (["--adaptive-batch", "--memory-limit", "much"], 2, "memory_limit='much' is not a size"),
         (["--snapshot", "."], 3, "is a folder"),

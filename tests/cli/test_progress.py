@@ -108,9 +108,20 @@ def test_bytes_are_shown_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with LineReporter(clock=Clock()).stage("load"):
-        pass
-    assert capsys.readouterr().err == "load: 0.0 s\n"
+    clock = Clock()
+    with LineReporter(clock=clock).stage("load"):
+        clock.now += 0.06
+    assert capsys.readouterr().err == "load: 0.1 s\n"
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_stage_of_no_time_is_not_printed(bars: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    clock, text = Clock(), io.StringIO()
+    reporter = BarReporter(Console(file=text), clock=clock) if bars else LineReporter(clock=clock)
+    with reporter.stage("save", total=3) as stage:
+        clock.now += 0.04
+        stage.advance(3)
+    assert "save" not in text.getvalue() + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bars", [False, True])
@@ -130,25 +141,27 @@ def test_failed_stage_leaves_no_line(bars: bool, capsys: pytest.CaptureFixture[s
 
 def test_bars_on_a_terminal() -> None:
     text = io.StringIO()
-    reporter = BarReporter(Console(file=text, force_terminal=True, color_system=None, width=120), clock=Clock())
+    clock = Clock()
+    reporter = BarReporter(Console(file=text, force_terminal=True, color_system=None, width=120), clock=clock)
     with reporter.stage("denoise", total=3, unit="steps") as outer:
         outer.advance(2)
         reporter.note("[not markup]")
         with reporter.stage("save") as inner:
+            clock.now += 1
             inner.advance()
     shown = text.getvalue()
     assert "2/3 steps" in shown
     assert "[not markup]" in shown
-    assert "save: 0.0 s" in shown
-    assert "denoise: 2 steps, 0.0 s" in shown
+    assert "save: 1.0 s" in shown
+    assert "denoise: 2 steps, 1.0 s" in shown
 
 
 def test_bars_take_several_stages_one_after_the_other() -> None:
-    text = io.StringIO()
-    reporter = BarReporter(Console(file=text))
+    text, clock = io.StringIO(), Clock()
+    reporter = BarReporter(Console(file=text), clock=clock)
     for name in ("load", "text"):
         with reporter.stage(name):
-            pass
+            clock.now += 1
     reporter.warn("odd")
     assert [line.split(":")[0] for line in text.getvalue().splitlines() if line.strip()] == ["load", "text", "warning"]
 

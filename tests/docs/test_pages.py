@@ -118,6 +118,22 @@ def _parse(command: Any, arguments: Sequence[str]) -> None:
     command.make_context("osora", [])
 
 
+def test_the_table_for_those_who_come_from_the_reference_names_options_that_there_are() -> None:
+    page = PAGES_BY_NAME["docs/how_to/coming_from_the_reference.md"].read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    assert "| `torchrun --nproc_per_node 8 scripts/diffusion/inference.py FILE --prompt P` |" in sections["Generating"]
+    commands = {
+        "Generating": OSORA.commands["generate"],
+        "Autoencoders": OSORA.commands["vae"].commands["reconstruct"],
+        "Training": OSORA.commands["train"],
+    }
+    for section, command in commands.items():
+        rows = [line.split("|")[2] for line in sections[section].splitlines() if line.startswith("| ")][1:]
+        named = {name for row in rows for name in re.findall(r"(?<=[ `])--[a-z][a-z-]+", row)}
+        assert len(named) >= 3, section
+        assert named <= {option for parameter in command.params for option in parameter.opts}, section
+
+
 def test_every_fence_of_a_page_is_read_as_a_block() -> None:
     for name, page in PAGES_BY_NAME.items():
         fences = re.findall(r"^[ \t]*(?:```|~~~).*$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.progress import Reporter
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings
 from opensora_cli.settings.enums import ModelChoice, ModelName
@@ -217,9 +216,3 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
     if lacks_cuda:
         reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
     return ModelDecision(ModelName.DEMO, " and ".join(reasons))
-
-
-def report_decision(decision: ModelDecision, choice: ModelChoice, reporter: Reporter) -> None:
-    """Report in one line which model was chosen and why, where it was not asked for by name."""
-    if choice is ModelChoice.AUTO:
-        reporter.note(decision.line())

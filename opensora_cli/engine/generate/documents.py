@@ -1,5 +1,6 @@
 """A plan as `osora generate --dry-run` prints it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field, InstanceOf
@@ -9,10 +10,13 @@ from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
+
+_LISTED_FILES = 5
 
 
 class PlannedStage(Document):
@@ -35,6 +39,14 @@ class PlannedLora(Document):
     layers: int
     rank: int
     """The largest of its layers."""
+
+
+class PlannedFile(Document):
+    """A file that will be written."""
+
+    path: Path
+    sidecar: Path | None
+    """The settings beside it; none where no metadata is wanted."""
 
 
 class PlanDocument(Document):
@@ -73,6 +85,7 @@ class PlanDocument(Document):
     weights: dict[Component, Path]
     loras: tuple[PlannedLora, ...]
     missing_weights: tuple[str, ...]
+    outputs: tuple[PlannedFile, ...]
     settings: GenerateSettings
     plan: InstanceOf[ExecutionPlan] = Field(exclude=True, repr=False)
 
@@ -126,6 +139,7 @@ class PlanDocument(Document):
                 for lora in plan.loras
             ),
             missing_weights=tuple(name for names in plan.weights.missing.values() for name in names),
+            outputs=tuple(PlannedFile(path=sample.media, sidecar=sample.sidecar) for sample in sample_files(plan)),
             settings=settings,
             plan=plan,
         )
@@ -151,7 +165,15 @@ class PlanDocument(Document):
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
             *(f"lora      {lora.line()}" for lora in plan.loras),
             *(f"missing   {name}" for name in self.missing_weights),
+            *(f"writes    {path}" for path in self._first_files()),
         ]
+
+    def _first_files(self) -> Iterator[str]:
+        """Yield the files of the first samples, and how many more there are."""
+        for file in self.outputs[:_LISTED_FILES]:
+            yield str(file.path) if file.sidecar is None else f"{file.path}, {file.sidecar.name}"
+        if len(self.outputs) > _LISTED_FILES:
+            yield f"and so on, up to {self.outputs[-1].path}"
 
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""

@@ -23,6 +23,7 @@ from opensora_cli.media.names import file_stem
 from opensora_cli.media.write import media_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
+from opensora_cli.settings.used import used_settings
 
 # Room for the result beside its latents: a compressed video rarely takes more than a tenth of a byte a pixel.
 _BYTES_PER_PIXEL = 0.1
@@ -211,7 +212,7 @@ def write_sidecar(
         "mesh": asdict(plan.mesh),
         "offload": asdict(plan.offload),
         "versions": versions(),
-        "settings": sample_settings(plan, sample).model_dump(mode="json"),
+        "settings": used_settings(sample_settings(plan, sample)),
     }
     write_json_atomic(sample.sidecar, document)
 

@@ -23,7 +23,7 @@ from opensora_cli.engine.components.hardware import (
     start_peak_memory,
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
-from opensora_cli.engine.components.weights import Component, choose_model, report_decision
+from opensora_cli.engine.components.weights import Component, choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
@@ -45,9 +45,9 @@ from opensora_cli.engine.generate.references import (
     with_mode,
 )
 from opensora_cli.engine.generate.stages import RunRecord, retried
-from opensora_cli.engine.generate.text import encode_text
+from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
-from opensora_cli.settings.enums import DType, ModelName
+from opensora_cli.settings.enums import DType, ModelChoice, ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
@@ -100,13 +100,14 @@ def generate_from_request(
     """
     if context is not None:
         request = request_of_rank(request, context)
-    settings = resolve_generate_settings(request, reporter=reporter)
+    settings, choice = resolve_generate_settings(request, reporter=reporter)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         _check_before_ranks(settings)
+        _note(choice, reporter)
         start_ranks(settings, flags=rank_flags)
         return None
-    return generate(settings, reporter=reporter, context=context)
+    return _generate(settings, reporter=reporter, context=context, choice=choice)
 
 
 def plan_from_request(
@@ -115,16 +116,19 @@ def plan_from_request(
     """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
     if context is not None:
         request = request_of_rank(request, context)
-    settings = resolve_generate_settings(request, reporter=reporter)
+    settings, choice = resolve_generate_settings(request, reporter=reporter)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
-    return PlanDocument.of(plan_generation(settings, reporter=reporter))
+    plan = plan_generation(settings, reporter=reporter)
+    _note(choice, reporter)
+    return PlanDocument.of(plan)
 
 
-def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> GenerateSettings:
-    """Return the settings that a request means on this machine.
+def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
+    """Return the settings that a request means on this machine, and which model was chosen and why, where it was.
 
-    The model decides the preset, and saved latents bring the settings that made them.
+    The model decides the preset, and saved latents bring the settings that made them. What a `.py` file holds that has
+    no place here is reported.
 
     Raises:
         RequestError: a key is unknown, or a value breaks a rule.
@@ -137,8 +141,8 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
         request = dataclasses.replace(request, saved=saved)
     runtime = load_runtime_settings(request)
     decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
-    report_decision(decision, runtime.model_choice, reporter)
-    return load_generate_settings(request, model=decision.name)
+    settings = load_generate_settings(request, model=decision.name, report=reporter.note)
+    return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
 
 
 def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:
@@ -149,6 +153,7 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> Execut
     plan = make_plan(with_mode(settings, reporter))
     check_outputs(sample_files(plan), plan, create=False)
     references_of(plan, reporter)
+    warn_about_planned_prompts(plan, reporter)
     return plan
 
 
@@ -169,20 +174,31 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    reporter = reporter or SilentReporter()
+    return _generate(settings, reporter=reporter or SilentReporter(), context=context, choice=None)
+
+
+def _generate(
+    settings: GenerateSettings, *, reporter: Reporter, context: RankContext | None, choice: str | None
+) -> GenerateResult:
+    """Generate, and report the `choice` of the model once nothing is left to refuse."""
     if context is not None:
         reporter = WatchedReporter(reporter, on_device=ON_DEVICE)
         with planned_on_ranks(settings, context, reporter) as (plan, ranks):
-            return _carry_out(plan, reporter, ranks)
+            return _carry_out(plan, reporter, ranks, choice)
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None)
+    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None, choice)
 
 
-def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> GenerateResult:
+def _note(choice: str | None, reporter: Reporter) -> None:
+    if choice is not None:
+        reporter.note(choice)
+
+
+def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, choice: str | None) -> GenerateResult:
     is_main = ranks is None or ranks.is_main
     _require_weights(plan, reporter)
     plan.require_fit()
@@ -195,6 +211,7 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None) -> 
     saved = _saved_sample(plan, ranks)
     if is_main:
         check_outputs(files, plan, create=True)
+    _note(choice, reporter)
     record = RunRecord(reporter)
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))

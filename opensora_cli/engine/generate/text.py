@@ -15,7 +15,7 @@ from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -41,8 +41,8 @@ def encode_prompts(settings: GenerateSettings, t5: T5Encoder, clip: ClipEncoder)
 
 def warn_about_prompts(
     settings: GenerateSettings,
-    t5: T5Encoder,
-    clip: ClipEncoder,
+    t5: PromptReader,
+    clip: PromptReader,
     reporter: Reporter,
     *,
     vocabulary: Mapping[str, list[str]],
@@ -72,6 +72,16 @@ def warn_about_prompts(
     reporter.warn(
         f"the {settings.model.name} model does not know {words}{more}" + (f"; it knows {knows}" if knows else "")
     )
+
+
+def warn_about_planned_prompts(plan: ExecutionPlan, reporter: Reporter) -> None:
+    """Warn as the run will, without the weights of the encoders; not where there are none, or none are needed."""
+    if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
+        return
+    text, folder = plan.settings.text, plan.weights.path(Component.T5)
+    t5 = T5Encoder.reader(folder, max_length=text.t5_max_length)
+    clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=text.clip_max_length)
+    warn_about_prompts(plan.settings, t5, clip, reporter, vocabulary=read_vocabulary(folder.parent))
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:

@@ -51,7 +51,9 @@ def mem_profile(
     if settings.plot is not None:
         new_figure()  # without matplotlib, now and not after the measurement
     if isinstance(what, GenerateRequest):
-        what = resolve_generate_settings(what, reporter=reporter)
+        what, choice = resolve_generate_settings(what, reporter=reporter)
+        if choice is not None:
+            reporter.note(choice)
     with out_of_memory_reported(
         hint="profile fewer frames or a smaller batch with --set, or close what else uses the device"
     ):

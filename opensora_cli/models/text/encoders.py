@@ -13,21 +13,12 @@ from opensora_cli.models.text import folder as folders
 from opensora_cli.models.text.t5 import fuse_t5_norms
 
 
-class _FolderEncoder:
-    """A frozen text model with its tokenizer; texts are padded and cut to one length."""
+class PromptReader:
+    """How an encoder reads prompts: with its tokenizer, up to one length."""
 
-    _vocabularies: tuple[tuple[str, ...], ...] = ()
-
-    def __init__(self, *, model: Any, tokenizer: Any, max_length: int, device: torch.device | str) -> None:
-        self.model = model
+    def __init__(self, *, tokenizer: Any, max_length: int) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self.device = torch.device(device)
-
-    @classmethod
-    def missing_files(cls, path: str | Path) -> list[str]:
-        """Return the files that the folder lacks, as paths; a quick look that loads nothing."""
-        return folders.missing_files(Path(path), vocabularies=cls._vocabularies)
 
     def truncated(self, text: str) -> bool:
         """Whether `text` has more tokens, special ones included, than the encoder reads."""
@@ -42,6 +33,22 @@ class _FolderEncoder:
         words = dict.fromkeys(word for word in map(_bare, re.findall(r"\w+|[^\w\s]+", text)) if word)
         with folders.quiet():
             return [word for word in words if unknown_id in self.tokenizer(word, add_special_tokens=False).input_ids]
+
+
+class _FolderEncoder(PromptReader):
+    """A frozen text model with its tokenizer; texts are padded and cut to one length."""
+
+    _vocabularies: tuple[tuple[str, ...], ...] = ()
+
+    def __init__(self, *, model: Any, tokenizer: Any, max_length: int, device: torch.device | str) -> None:
+        super().__init__(tokenizer=tokenizer, max_length=max_length)
+        self.model = model
+        self.device = torch.device(device)
+
+    @classmethod
+    def missing_files(cls, path: str | Path) -> list[str]:
+        """Return the files that the folder lacks, as paths; a quick look that loads nothing."""
+        return folders.missing_files(Path(path), vocabularies=cls._vocabularies)
 
     def _input_ids(self, texts: list[str]) -> Tensor:
         with folders.quiet():
@@ -78,11 +85,9 @@ class T5Encoder(_FolderEncoder):
             HardwareError: the vocabulary needs a library that is not installed.
         """
         folder = Path(path)
-        folders.require_files(folder, vocabularies=cls._vocabularies)
-        from transformers import T5Config, T5EncoderModel
+        tokenizer = cls.reader(folder, max_length=max_length).tokenizer
+        from transformers import T5EncoderModel
 
-        config = folders.load_config(T5Config, folder)
-        tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
         ignored = ("decoder.", "lm_head.")
         model = folders.load_model(T5EncoderModel, folder, dtype=dtype, ignored_prefixes=ignored)
         fuse_t5_norms(model)
@@ -92,6 +97,18 @@ class T5Encoder(_FolderEncoder):
         model.to(device)
         model.encoder.block = blocks
         return cls(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
+
+    @classmethod
+    def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
+        """Return how the encoder in a folder reads prompts, without its weights; errors as `from_folder`."""
+        folder = Path(path)
+        folders.require_files(folder, vocabularies=cls._vocabularies)
+        from transformers import T5Config
+
+        config = folders.load_config(T5Config, folder)
+        return PromptReader(
+            tokenizer=folders.load_tokenizer(folder, vocab_size=config.vocab_size), max_length=max_length
+        )
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -126,8 +143,21 @@ class ClipEncoder(_FolderEncoder):
             RequestError: `max_length` is over the model's positions.
         """
         folder = Path(path)
+        tokenizer = cls.reader(folder, max_length=max_length).tokenizer
+        from transformers import CLIPTextModel
+
+        # Files of older versions carry the position ids, which are a constant.
+        position_ids = ("text_model.embeddings.position_ids", "embeddings.position_ids")
+        ignored = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale", *position_ids)
+        model = folders.load_model(CLIPTextModel, folder, dtype=dtype, ignored_prefixes=ignored)
+        return cls(model=model.to(device), tokenizer=tokenizer, max_length=max_length, device=device)
+
+    @classmethod
+    def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
+        """Return how the encoder in a folder reads prompts, without its weights; errors as `from_folder`."""
+        folder = Path(path)
         folders.require_files(folder, vocabularies=cls._vocabularies)
-        from transformers import CLIPTextConfig, CLIPTextModel
+        from transformers import CLIPTextConfig
 
         config = folders.load_config(CLIPTextConfig, folder)
         if max_length > config.max_position_embeddings:
@@ -136,11 +166,7 @@ class ClipEncoder(_FolderEncoder):
             )
         tokenizer = folders.load_tokenizer(folder, vocab_size=config.vocab_size)
         _require_end_token(folder, tokenizer, config.eos_token_id)
-        # Files of older versions carry the position ids, which are a constant.
-        position_ids = ("text_model.embeddings.position_ids", "embeddings.position_ids")
-        ignored = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale", *position_ids)
-        model = folders.load_model(CLIPTextModel, folder, dtype=dtype, ignored_prefixes=ignored)
-        return cls(model=model.to(device), tokenizer=tokenizer, max_length=max_length, device=device)
+        return PromptReader(tokenizer=tokenizer, max_length=max_length)
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> Tensor:

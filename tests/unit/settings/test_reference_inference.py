@@ -9,6 +9,7 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, load_runtime_settings
+from opensora_cli.settings.mem_profile import profiled_settings
 from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.vae_reconstruct import load_reconstruct_settings
 
@@ -261,3 +262,12 @@ def test_the_command_lists_what_is_left(folder: Path, capsys: pytest.CaptureFixt
     assert main([*command, "--gpus", "5", "--set", "parallel.ring_degree=3", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert "parallel.ring_degree=3 must divide the 5 devices" in error
+    listed = [line for line in error.splitlines() if "t2i2v_768px.py: not carried over: " in line]
+    assert len(listed) == 8
+    assert listed[0].endswith("give it with --ref")
+
+
+def test_a_configuration_is_profiled_as_what_it_is_for(folder: Path) -> None:
+    profiled = profiled_settings(folder / "768px.py", assignments=(), device=None, environment={})
+    assert isinstance(profiled, GenerateRequest)
+    assert load_generate_settings(profiled, model=ModelName.OPEN_SORA_V2).video.resolution == "768px"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, demo_settings, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
-from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
+from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
@@ -253,7 +253,7 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     assert document["prompt"] == "raining, sea"
     assert document["full_prompt"] == "raining, sea. 24 FPS. 4 motion score."
     assert (document["seed"], document["settings"]["sampling"]["seed"]) == (43, 43)
-    assert document["settings"]["output"]["overwrite"] is False
+    assert "overwrite" not in document["settings"]["output"]
     assert document["versions"]["torch"] == torch.__version__
     assert set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
     assert document["peak_resident_gib"] > 0
@@ -263,6 +263,22 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     again = generate_from_request(request, reporter=SilentReporter())
     assert [path.name for path in (video.path, again.videos[0].path)] == ["raining-sea_seed43.mp4"] * 2
     assert again.videos[0].path.read_bytes() == video.path.read_bytes()
+
+
+def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_path):
+    idle = {"sampling__image_guidance_scale": "9", "condition__fit": "pad", "condition__video_latent_frames": "3"}
+    settings = released_settings(world, tmp_path / "a", vae__sample_tsize="16", sampling__embedded_guidance="1", **idle)
+    video = generate(settings).videos[0]
+    saved = read_sidecar(video.sidecar)
+    assert set(saved.values["condition"]) == {"mode"}
+    assert not {"image_guidance_scale", "embedded_guidance"} & saved.values["sampling"].keys()
+    environment = {"OSORA_SAMPLING__IMAGE_GUIDANCE_SCALE": "5", "OSORA_VAE__SAMPLE_TSIZE": "64"}
+    request = GenerateRequest(
+        overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=saved, environment=environment
+    )
+    again = generate_from_request(request, reporter=SilentReporter()).videos[0]
+    assert again.path.read_bytes() == video.path.read_bytes()
+    assert json.loads(again.sidecar.read_text())["settings"]["vae"] == saved.values["vae"]
 
 
 def test_sidecar_knows_where_its_references_are(world, tmp_path, monkeypatch):
@@ -356,6 +372,18 @@ class TestPrompts:
         assert reporter.warnings == [
             'the demo model does not know "dragon", "Zebra"; it knows places: sea, desert; weathers: raining'
         ]
+
+    def test_a_dry_run_warns_as_the_run_does(self, world, tmp_path, reporter, monkeypatch):
+        monkeypatch.setattr(load.T5Encoder, "from_folder", lambda *_, **__: pytest.fail("nothing may be loaded"))
+        plan_generation(demo_settings(world, tmp_path, prompt="a dragon, raining, Zebra"), reporter=reporter)
+        plan_generation(released_settings(world, tmp_path, prompt="a dragon " * 9), reporter=reporter)
+        assert reporter.warnings == [
+            'the demo model does not know "dragon", "Zebra"; it knows places: sea, desert; weathers: raining',
+            "the prompt is too long and is cut: T5 after 16 tokens, CLIP after 16 tokens",
+        ]
+        nowhere = released_settings(world, tmp_path, prompt="a dragon " * 9, runtime__weights=str(tmp_path))
+        plan_generation(nowhere, reporter=reporter)
+        assert len(reporter.warnings) == 2
 
     @pytest.mark.slow
     def test_many_unknown_words_are_one_warning(self, world, tmp_path, reporter):
@@ -452,9 +480,26 @@ class TestRequests:
                 "runtime.weights": Given(str(world.released), "--weights"),
             }
         )
-        settings = resolve_generate_settings(request, reporter=reporter)
+        settings, choice = resolve_generate_settings(request, reporter=reporter)
         assert settings.model.name == "demo"
-        assert reporter.notes == ["model: demo (there is no CUDA device)"]
+        assert choice == "model: demo (there is no CUDA device)"
+        assert reporter.notes == []
+        plan_from_request(request, reporter=reporter)
+        assert reporter.notes == [choice]
+
+    def test_the_choice_is_not_reported_before_an_error(self, world, tmp_path, reporter, monkeypatch):
+        def request(**more):
+            given = {"prompt": "sea", "output.path": str(tmp_path), "runtime.device": "cpu", **more}
+            return GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
+
+        for wrong in ({"video.resolution": "768px"}, {"condition.references": str(tmp_path / "gone.png")}):
+            for run in (plan_from_request, generate_from_request):
+                with pytest.raises(OsoraError):
+                    run(request(**wrong), reporter=reporter)
+        (tmp_path / "sea_seed42.mp4").write_text("there already")
+        with pytest.raises(OutputError, match="exists already"):
+            generate_from_request(request(), reporter=reporter)
+        assert reporter.notes == []
 
     def test_weights_from_the_environment(self, world, tmp_path, reporter):
         request = GenerateRequest(

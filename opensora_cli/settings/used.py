@@ -1,0 +1,75 @@
+"""Which settings of a generation took part in it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from opensora_cli.core.conditions import Length, condition_mode
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.generate import GenerateSettings
+
+_GUIDANCE = ("guidance_scale", "image_guidance_scale", "text_oscillation", "image_oscillation")
+
+
+def used_settings(settings: GenerateSettings) -> dict[str, Any]:
+    """Return the settings that took part, as JSON has them; whatever the others are, the same file is made.
+
+    `settings` have their condition mode. What depends on the machine is left out where it was not set.
+    """
+    values = settings.model_dump(mode="json")
+    for key in _unused(settings):
+        *sections, name = key.split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        place.pop(name, None)
+    return values
+
+
+def _unused(settings: GenerateSettings) -> Iterator[str]:
+    # However many devices there are then: they change no more than rounding.
+    yield "parallel"
+    yield from ("from_latents", "output.overwrite")
+    yield from (f"memory.{name}" for name in _unset(settings.memory))
+    yield from (f"runtime.{name}" for name in _unset(settings.runtime))
+    if not settings.loras:
+        yield "loras"
+    yield from _unused_of_autoencoder(settings)
+    video = settings.video
+    if video.height is None or video.width is None:
+        yield from ("video.height", "video.width")
+    else:
+        yield from (f"video.{name}" for name in ("resolution", "resolutions", "aspect_ratio", "aspect_ratios"))
+    yield from _unused_of_sampling(settings)
+
+
+def _unset(section: Section) -> list[str]:
+    return [name for name in type(section).model_fields if getattr(section, name) is None]
+
+
+def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
+    vae = settings.vae
+    yield from (f"vae.{kind}" for kind in VAEKind if kind is not vae.kind and kind in type(vae).model_fields)
+    if not vae.spatial_tiling:
+        yield "vae.sample_size"
+    if not vae.temporal_tiling:
+        yield "vae.sample_tsize"
+    if not (vae.spatial_tiling or vae.temporal_tiling):
+        yield "vae.tile_overlap_factor"
+
+
+def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
+    mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
+    if settings.model.guidance_embed:
+        yield from (f"sampling.{name}" for name in (*_GUIDANCE, "temporal_image_scaling"))
+    else:
+        yield "sampling.embedded_guidance"
+    if not mode.needs_reference:
+        yield from ("condition.references", "condition.fit")
+        yield from ("sampling.image_guidance_scale", "sampling.image_oscillation")
+    if not mode.gives_pictures:
+        yield "sampling.temporal_image_scaling"
+    if mode.length is not Length.VIDEO:
+        yield "condition.video_latent_frames"
+    if mode.length is not Length.EASY:
+        yield "condition.easy_latent_frames"

@@ -1,0 +1,95 @@
+"""The settings of a sidecar are those that took part, and are enough."""
+
+import pytest
+
+from opensora_cli.settings.enums import ModelName
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset
+from opensora_cli.settings.used import used_settings
+
+SIZE = {"video.height": 288, "video.width": 512}
+
+
+def made(preset: str = "256px", **changes: object) -> GenerateSettings:
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    return load_preset(preset, prompt="sea").replace({"condition.mode": "t2v", **changes})
+
+
+@pytest.mark.parametrize(
+    ("settings", "without", "there"),
+    [
+        (
+            made(),
+            {
+                *(
+                    "parallel",
+                    "loras",
+                    "from_latents",
+                    "output.overwrite",
+                    "vae.dc_ae",
+                    "vae.flux_ae",
+                    "vae.sample_tsize",
+                ),
+                *("condition.references", "condition.fit", "condition.video_latent_frames"),
+                *("condition.easy_latent_frames", "sampling.image_guidance_scale", "sampling.image_oscillation"),
+                *("sampling.temporal_image_scaling", "sampling.embedded_guidance", "video.height", "video.width"),
+                *("runtime.weights", "memory.limit", "memory.resident_blocks", "memory.host_weights"),
+            },
+            {
+                *("prompt", "negative_prompt", "condition.mode", "sampling.flow_shift", "sampling.guidance_scale"),
+                *(
+                    "video.resolution",
+                    "vae.sample_size",
+                    "prompt_suffix.motion_score",
+                    "runtime.dtype",
+                    "memory.offload",
+                ),
+            },
+        ),
+        (
+            made(condition__mode="i2v_head", condition__references=("a.png",), **SIZE),
+            {"video.resolution", "video.aspect_ratio", "condition.video_latent_frames"},
+            {
+                *("condition.references", "condition.fit", "sampling.image_guidance_scale", "video.height"),
+                "sampling.temporal_image_scaling",
+            },
+        ),
+        (
+            made(condition__mode="v2v_tail", condition__references=("a.mp4",), vae__temporal_tiling=True),
+            {"condition.easy_latent_frames", "sampling.temporal_image_scaling"},
+            {"condition.video_latent_frames", "sampling.image_oscillation", "vae.sample_tsize"},
+        ),
+        (
+            made(condition__mode="v2v_tail_easy", condition__references=("a.mp4",), vae__spatial_tiling=False),
+            {"condition.video_latent_frames", "vae.sample_size", "vae.tile_overlap_factor"},
+            {"condition.easy_latent_frames"},
+        ),
+        (
+            made(model__guidance_embed=True, loras=("a",)),
+            {"sampling.guidance_scale", "sampling.text_oscillation"},
+            {"sampling.embedded_guidance", "loras"},
+        ),
+        (made("demo"), {"vae.tile_overlap_factor"}, {"prompt_suffix.motion_score", "video.resolution"}),
+    ],
+    ids=["t2v", "i2v", "v2v", "v2v_easy", "distilled", "demo"],
+)
+def test_what_took_part(settings: GenerateSettings, without: set[str], there: set[str]) -> None:
+    def has(key: str) -> bool:
+        place = values
+        for name in key.split("."):
+            if name not in place:
+                return False
+            place = place[name]
+        return True
+
+    values = used_settings(settings)
+    assert {key for key in without if has(key)} == set()
+    assert {key for key in there if not has(key)} == set()
+    # Enough to make the same again, whatever the shell has set, and with the same settings beside it.
+    environment = {"OSORA_VIDEO__HEIGHT": "16", "OSORA_VIDEO__WIDTH": "16", "OSORA_CONDITION__FIT": "pad"}
+    request = GenerateRequest(saved=SavedSettings(source="s.json", values=values), environment=environment)
+    again = load_generate_settings(request, model=ModelName(settings.model.name))
+    assert used_settings(again) == values
+    # One of an earlier version has all settings.
+    saved = SavedSettings(source="s.json", values=settings.model_dump(mode="json"))
+    assert load_generate_settings(GenerateRequest(saved=saved), model=ModelName(settings.model.name)) == settings
