@@ -15,6 +15,7 @@ from types import FrameType
 import typer
 
 from opensora_cli.cli import output
+from opensora_cli.cli.options import OF_REFERENCE
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.ranks import RankContext, find_context
@@ -200,12 +201,21 @@ def explain_failure(error: Exception) -> Failure | None:
 
 
 def _usage_line(error: Exception) -> str:
-    # Best first here; Typer's own message sorts them by name.
-    possibilities = getattr(error, "possibilities", None)
-    if possibilities:
-        return f"no such option: {getattr(error, 'option_name', '')}. Did you mean {possibilities[0]}?"
+    if hasattr(error, "possibilities"):
+        option = getattr(error, "option_name", "")
+        # Best first here; Typer's own message sorts them by name.
+        likely = [*_named_by_reference(error, option), *(error.possibilities or ())]
+        if likely:
+            return f"no such option: {option}. Did you mean {likely[0]}?"
     describe: Callable[[], str] = getattr(error, "format_message", error.__str__)
     return describe().replace("Value error, ", "")
+
+
+def _named_by_reference(error: Exception, option: str) -> list[str]:
+    """Return what the command has for an option of the reference implementation's scripts, if it is one."""
+    ours = OF_REFERENCE.get(option.lstrip("-").replace("-", "_"))
+    parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", ())
+    return [ours] if ours is not None and any(ours in parameter.opts for parameter in parameters) else []
 
 
 def _usage_hint(error: Exception) -> str:

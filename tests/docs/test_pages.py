@@ -16,6 +16,7 @@ from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
 from small_stages import small_stages
 
 from opensora_cli.cli.app import app, main
+from opensora_cli.cli.options import OF_REFERENCE
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.generate import plan
 
@@ -131,7 +132,15 @@ def test_the_table_for_those_who_come_from_the_reference_names_options_that_ther
         rows = [line.split("|")[2] for line in sections[section].splitlines() if line.startswith("| ")][1:]
         named = {name for row in rows for name in re.findall(r"(?<=[ `])--[a-z][a-z-]+", row)}
         assert len(named) >= 3, section
-        assert named <= {option for parameter in command.params for option in parameter.opts}, section
+        there = {option for parameter in command.params for option in parameter.opts}
+        assert named <= there, section
+        if section == "Generating":
+            # Who types what is on the left is led to what is on the right.
+            for line in sections[section].splitlines():
+                theirs, ours = line.split("|")[1:3] if line.startswith("| `--") else ("", "")
+                for name in re.findall(r"--([a-z_.-]+)", theirs):
+                    known = f"--{name}" in there or OF_REFERENCE[name.replace("-", "_")] in ours
+                    assert known, name
 
 
 def test_every_fence_of_a_page_is_read_as_a_block() -> None:
