@@ -23,3 +23,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 @pytest.fixture(autouse=True)
 def _no_osora_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
+
+
+@pytest.fixture
+def every_stage_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stages of tiny models and files printed, which take no time that would be shown."""
+    monkeypatch.setattr("opensora_cli.cli.progress._took_time", lambda pace: True)

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -65,13 +64,15 @@ def osora(world, out, capsys):
     return run
 
 
-def test_a_video_is_written_and_its_path_printed(osora, out):
+def test_a_video_is_written_and_its_path_printed(osora, out, monkeypatch):
+    # So small a model takes no time that would be shown.
+    monkeypatch.setattr("opensora_cli.cli.progress._took_time", lambda pace: True)
     code, stdout, stderr = osora("raining, sea", "--seed", "3")
     assert code == 0
     assert stdout == f"{out}/raining-sea_seed3.mp4\n"
     assert len(read_video(out / "raining-sea_seed3.mp4").frames_THWC) == 9
-    assert re.findall(r"^(?:load|text|denoise|decode|save): .*", stderr, re.MULTILINE)
-    assert " 0.0 s" not in stderr
+    for stage in ("load", "text", "denoise", "decode", "save"):
+        assert f"{stage}: " in stderr
 
 
 def test_quiet_prints_the_path_alone(osora, out):
