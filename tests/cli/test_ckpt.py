@@ -116,6 +116,7 @@ def test_names_of_tensors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) 
         assert len(err.splitlines()) <= 1
 
 
+@pytest.mark.usefixtures("every_stage_takes_time")
 @pytest.mark.parametrize("command", [["ckpt", "convert"], ["convert-ckpt"]], ids=" ".join)
 def test_both_names_of_convert(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "good.safetensors", "new.pt", "--dtype", "bf16"]) == 0

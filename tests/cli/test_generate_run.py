@@ -64,9 +64,8 @@ def osora(world, out, capsys):
     return run
 
 
-def test_a_video_is_written_and_its_path_printed(osora, out, monkeypatch):
-    # So small a model takes no time that would be shown.
-    monkeypatch.setattr("opensora_cli.cli.progress._took_time", lambda pace: True)
+@pytest.mark.usefixtures("every_stage_takes_time")
+def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3")
     assert code == 0
     assert stdout == f"{out}/raining-sea_seed3.mp4\n"

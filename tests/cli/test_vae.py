@@ -33,9 +33,8 @@ def test_help_and_wrong_requests_need_no_torch(args: list[str]) -> None:
     assert modules & {"torch", "transformers", "numpy"} == set()
 
 
-def test_a_table_is_printed(picture: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # So small a picture takes no time that would be shown.
-    monkeypatch.setattr("opensora_cli.cli.progress._took_time", lambda pace: True)
+@pytest.mark.usefixtures("every_stage_takes_time")
+def test_a_table_is_printed(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vae", "reconstruct", picture, "-o", "compared", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     header, row = captured.out.splitlines()
