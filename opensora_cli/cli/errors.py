@@ -147,20 +147,29 @@ def run(command: Callable[[], object]) -> int:
     context = _context()
     with nullcontext() if context is None else rank_link.linked(context):
         try:
-            code = command()
-        except Exception as error:
-            failure = explain_failure(error)
-            if failure is None:
-                if rank_link.report_bug(error):
-                    return OsoraError.exit_code
-                if context is not None and rank_link.is_loss(error):
-                    output.print_failure((_lost(context.rank),), hint="the rank that ended first printed the reason")
-                    return HardwareError.exit_code
-                raise
-            message = "\n".join(failure.lines)
-            if not rank_link.report_failure(message, hint=failure.hint, exit_code=failure.exit_code):
-                output.print_failure(failure.lines, hint=failure.hint)
-            return failure.exit_code
+            return _run(command, context)
+        except KeyboardInterrupt:  # where no block is `interruptible`, such as while an error is reported
+            if not rank_link.report_failure("interrupted", hint=None, exit_code=INTERRUPTED):
+                output.print_failure(("interrupted",))
+            return INTERRUPTED
+
+
+def _run(command: Callable[[], object], context: RankContext | None) -> int:
+    try:
+        code = command()
+    except Exception as error:
+        failure = explain_failure(error)
+        if failure is None:
+            if rank_link.report_bug(error):
+                return OsoraError.exit_code
+            if context is not None and rank_link.is_loss(error):
+                output.print_failure((_lost(context.rank),), hint="the rank that ended first printed the reason")
+                return HardwareError.exit_code
+            raise
+        message = "\n".join(failure.lines)
+        if not rank_link.report_failure(message, hint=failure.hint, exit_code=failure.exit_code):
+            output.print_failure(failure.lines, hint=failure.hint)
+        return failure.exit_code
     return code if isinstance(code, int) else 0
 
 

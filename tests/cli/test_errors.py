@@ -192,6 +192,20 @@ def test_interrupt_that_turns_into_another_error(engine: FakeEngine, capsys: pyt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_interrupt_while_an_error_is_explained(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the launcher of a rank whose peer is gone: no traceback."""
+
+    def interrupted(error: Exception) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(errors, "explain_failure", interrupted)
+    engine.while_running = raising(ValueError("a bug"))
+    assert main(["generate", "a bay"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_interrupt_is_held_back() -> None:
     def hold() -> None:
         with errors.uninterrupted():
