@@ -57,8 +57,8 @@ def pages() -> dict[str, str]:
         ),
         "settings_vae.md": settings_page(
             ReconstructSettings,
-            "Settings of `osora vae reconstruct`",
-            "The configurations of the autoencoders are in `configs/vae/`.",
+            "Settings of `osora vae`",
+            "The configurations of the autoencoders are in `configs/vae/`. `osora vae stats` has all but `output`.",
         ),
         "json_documents.md": documents_page(),
     }

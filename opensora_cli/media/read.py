@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.exceptions import FileProblem, MediaError
 from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
+
+_VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv", ".wmv", ".gif"}
+_PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,24 @@ class VideoClip:
 
     frames_THWC: torch.Tensor
     fps: float
+
+
+def media_files(folder: Path) -> list[Path]:
+    """Return the pictures and videos in a folder and those below it, by their endings, in order, as absolute paths.
+
+    Names that begin with a dot are left out. Raises FileProblem if it is no folder, or has none.
+    """
+    if not folder.is_dir():
+        raise FileProblem(f"{folder} is not a folder")
+    found = []
+    for place, folders, names in os.walk(folder.absolute()):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES:
+                found.append(Path(place, name))
+    if not found:
+        raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
+    return found
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:

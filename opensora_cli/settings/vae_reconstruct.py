@@ -1,7 +1,8 @@
-"""Settings of `osora vae reconstruct`: which autoencoder, on which files, and where to."""
+"""Settings of `osora vae`: which autoencoder, on which files, and where results go."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import Field, PositiveInt
 
@@ -46,24 +47,33 @@ class VAEOutputSettings(Section):
     metadata: bool = Field(default=True, description="write a sidecar beside each result")
 
 
-class ReconstructSettings(Section):
-    """Everything that a reconstruction depends on."""
+class EncodeSettings(Section):
+    """An autoencoder, and the files that it encodes: everything that statistics of latents depend on."""
 
     files: tuple[str, ...] = Field(min_length=1, description="pictures and videos")
     vae: VAESettings = VAESettings()
     weights: VAEWeightsSettings = VAEWeightsSettings()
     clip: ClipSettings = ClipSettings()
     runtime: PlacementSettings = PlacementSettings()
+
+
+class ReconstructSettings(EncodeSettings):
+    """Everything that a reconstruction depends on."""
+
     output: VAEOutputSettings = VAEOutputSettings()
 
 
-def load_reconstruct_settings(
+EncodeSettingsT = TypeVar("EncodeSettingsT", bound=EncodeSettings)
+
+
+def load_vae_settings(
+    schema: type[EncodeSettingsT],
     *,
     config: Path | None,
     overrides: Layer,
     environment: Mapping[str, str],
     report: Callable[[str], None] = lambda line: None,
-) -> ReconstructSettings:
+) -> EncodeSettingsT:
     """Return the settings of a run: `overrides` above the environment above the file above the defaults.
 
     `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged preset; None: the
@@ -75,22 +85,23 @@ def load_reconstruct_settings(
     missing or broken.
     """
     path = preset_path(_DEFAULT_PRESET, "vae") if config is None else settings_path(config, "vae", "train")
-    file = _read(path, report)
+    file = _read(schema, path, report)
     given_repo = {**file, **overrides}.get("weights.hub_repo")
     if given_repo is None or given_repo.value is None:
         environment = {name: value for name, value in environment.items() if name not in _RELEASED_WEIGHTS}
-    variables = read_environment(ReconstructSettings, environment, others=(GenerateSettings, TrainSettings))
-    return validate(ReconstructSettings, {**file, **variables, **overrides})
+    others = (GenerateSettings, TrainSettings, ReconstructSettings)
+    variables = read_environment(schema, environment, others=others)
+    return validate(schema, {**file, **variables, **overrides})
 
 
-def _read(path: Path, report: Callable[[str], None]) -> dict[str, Given]:
+def _read(schema: type[EncodeSettings], path: Path, report: Callable[[str], None]) -> dict[str, Given]:
     values = read_settings(path, read_reference_autoencoder, report)
     is_trained = "target" in values
     if is_trained:
         values = {"vae": values.get("vae", {}), "runtime": {"weights": values.get("output")}}
-    found = read_sections(ReconstructSettings, values, source=str(path))
+    found = read_sections(schema, values, source=str(path))
     if path.suffix == ".py" and not is_trained:
         # Where the released weights of its kind are, unless the file names others.
         preset = preset_path(str(found["vae.kind"].value), "vae")
-        found = {**read_sections(ReconstructSettings, read_yaml(preset), source=str(preset)), **found}
+        found = {**read_sections(schema, read_yaml(preset), source=str(preset)), **found}
     return found

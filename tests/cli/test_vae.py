@@ -1,4 +1,4 @@
-"""`osora vae reconstruct`: what it prints, and its exit codes."""
+"""`osora vae`: what it prints, and its exit codes."""
 
 import json
 import subprocess
@@ -99,4 +99,40 @@ def test_existing_files_stay_without_overwrite(picture: str, capsys: pytest.Capt
 
 def test_the_group_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vae"]) == 0
-    assert "reconstruct" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "reconstruct" in out
+    assert "stats" in out
+
+
+def test_statistics_are_a_table_and_one_document(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vae", "stats", picture, "--device", "cpu", "--quiet"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["channel", "mean", "deviation"]
+    assert [line.split()[0] for line in table[1:18]] == [*map(str, range(16)), "all"]
+    # 12 x 8 latent pixels of 48 x 32.
+    assert table[18] == "latents    96 values a channel, of 1 frames in 1 files"
+    Path("bad.mp4").write_text("nothing", encoding="utf-8")
+    assert main(["vae", "stats", ".", "--device", "cpu", "--json", "--quiet"]) == 5
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["schema"] == "osora.vae-stats/1"
+    assert [len(document["channels"]), document["files"], len(document["failed"])] == [16, 1, 1]
+    assert f"{document['channels'][3]['mean']:.6f}" == table[4].split()[1]
+    assert set(document["settings"]) == {"vae.scale_factor", "vae.shift_factor"}
+    assert captured.err.splitlines()[0] == "error: 1 of 2 files could not be encoded, and do not count"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["boat.png", "--set", "output.folder=x"], 2, "output.folder (from --set) is not a setting"),
+        (["boat.png", "--config", "hunyuan", "--weights", "nowhere"], 3, "looked in nowhere"),
+        (["empty"], 3, "empty has no pictures or videos"),
+    ],
+)
+def test_statistics_that_cannot_be_made_are_refused(
+    picture: str, args: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    assert main(["vae", "stats", *args]) == code
+    assert message in " ".join(capsys.readouterr().err.split())

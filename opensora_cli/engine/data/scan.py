@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.table import COLUMNS
 from opensora_cli.data.table_files import check_table_name, split_table, write_table
 from opensora_cli.engine.data.journal import Finding, ScanJournal
-from opensora_cli.media.read import probe
+from opensora_cli.media.read import media_files, probe
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
-_VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv", ".wmv", ".gif"}
-_PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
 _CAPTION_KEYS = ("text", "caption", "prompt")
 
 
@@ -87,9 +84,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
             f"{table} exists already, and is not as osora data scan left it",
             hint="keep what you changed under another name, and scan with --overwrite or another --out",
         )
-    files = [*_media_files(folder)]
-    if not files:
-        raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
+    files = media_files(folder)
     found, read = _find(files, journal, settings, reporter=reporter or SilentReporter())
     rows, broken = _rows(found)
     write_table(table, COLUMNS, rows)
@@ -104,17 +99,6 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
         read=read,
         broken=tuple(broken),
     )
-
-
-def _media_files(folder: Path) -> Iterator[Path]:
-    """Yield the files to look into, in order."""
-    if not folder.is_dir():
-        raise FileProblem(f"{folder} is not a folder")
-    for place, folders, names in os.walk(folder.absolute()):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES:
-                yield Path(place, name)
 
 
 def _find(

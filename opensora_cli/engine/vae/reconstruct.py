@@ -32,7 +32,7 @@ from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings
+from opensora_cli.settings.vae_reconstruct import EncodeSettings, ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
@@ -148,12 +148,7 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     """
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
-    weights = find_autoencoder(
-        settings.vae.kind,
-        settings.weights.file,
-        hub_repo=settings.weights.hub_repo,
-        named=settings.runtime.weights,
-    )
+    weights = find_weights(settings)
     stems = _output_stems(settings.files)
     folder = _checked_folder(settings, stems)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
@@ -166,6 +161,16 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
         finished = [f"finished: {row.output}" for row in rows if isinstance(row, Reconstructed)]
         raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt
     return Reconstruction.of(rows, autoencoder=settings.vae.kind, weights=weights)
+
+
+def find_weights(settings: EncodeSettings) -> Path:
+    """Return where the weights of the autoencoder are; a CheckpointError names where they were looked for."""
+    return find_autoencoder(
+        settings.vae.kind,
+        settings.weights.file,
+        hub_repo=settings.weights.hub_repo,
+        named=settings.runtime.weights,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +188,7 @@ class _Job:
         try:
             return self._run(file, stem)
         except (OsoraError, MemoryError, RuntimeError) as error:
-            shown = error if isinstance(error, OsoraError) else _out_of_memory(error)
-            message = shown.message if file in shown.message else f"{file}: {shown.message}"
+            message = what_failed(file, error)
             self.reporter.warn(message)
             return Failed(file=file, error=message)
 
@@ -193,7 +197,7 @@ class _Job:
         facts = probe(file)
         height, width = self._cropped_size(facts)
         clip = self.autoencoder.grid.longest_clip(self.settings.clip.num_frames)
-        frames_HWC = (_centre(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
+        frames_HWC = (centre(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
         with self.reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
             comparing = _Comparing(progress)
             output = write_media(
@@ -239,15 +243,10 @@ class _Job:
         tiling = vae_tiling(self.settings.vae)
         with torch.inference_mode():
             # No name keeps the pixels, so that they make room for those that are decoded.
-            latents_1CTHW = self.autoencoder.encode(self._pixels(frames_THWC), tiling=tiling)
+            latents_1CTHW = self.autoencoder.encode(pixels(frames_THWC, self.hardware), tiling=tiling)
             decoded_1CTHW = self.autoencoder.decode(latents_1CTHW, tiling=tiling, canvas=torch.device("cpu"))
         num_new = min(window.num_new, num_frames)
         return frames_THWC[-num_new:], to_uint8(decoded_1CTHW[0, :, -num_new:])
-
-    def _pixels(self, frames_THWC: Tensor) -> Tensor:
-        """Return frames as the autoencoder takes them: (1,3,T,H,W) in [-1,1]."""
-        levels_1CTHW = frames_THWC.to(self.hardware.device).permute(3, 0, 1, 2)[None]
-        return levels_1CTHW.to(self.hardware.dtype).div_(127.5).sub_(1.0)
 
     def _report_crop(self, row: Reconstructed) -> None:
         if (row.height, row.width) != (row.source_height, row.source_width):
@@ -309,7 +308,14 @@ def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Window]:
         before_THWC = frames_THWC
 
 
-def _centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
+def pixels(frames_THWC: Tensor, hardware: Hardware) -> Tensor:
+    """Return uint8 frames as an autoencoder takes them: (1,3,T,H,W) in [-1,1]."""
+    levels_1CTHW = frames_THWC.to(hardware.device).permute(3, 0, 1, 2)[None]
+    return levels_1CTHW.to(hardware.dtype).div_(127.5).sub_(1.0)
+
+
+def centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
+    """Return the middle of a frame."""
     top, left = (frame_HWC.shape[0] - height) // 2, (frame_HWC.shape[1] - width) // 2
     return frame_HWC[top : top + height, left : left + width]
 
@@ -354,7 +360,10 @@ def _checked_folder(settings: ReconstructSettings, stems: Sequence[str]) -> Path
     return folder
 
 
-def _out_of_memory(error: MemoryError | RuntimeError) -> OsoraError:
-    if not is_out_of_memory(error):
-        raise error
-    return OutOfMemoryError("out of memory: use fewer clip.num_frames, vae.spatial_tiling=true or smaller tiles")
+def what_failed(file: str, error: OsoraError | MemoryError | RuntimeError) -> str:
+    """Return what was wrong with a file; an error that is a bug of ours is raised again."""
+    if not isinstance(error, OsoraError):
+        if not is_out_of_memory(error):
+            raise error
+        error = OutOfMemoryError("out of memory: use fewer clip.num_frames, vae.spatial_tiling=true or smaller tiles")
+    return error.message if file in error.message else f"{file}: {error.message}"

@@ -11,7 +11,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, load_runtime_settings
 from opensora_cli.settings.mem_profile import profiled_settings
 from opensora_cli.settings.reference_training import read_reference_training
-from opensora_cli.settings.vae_reconstruct import load_reconstruct_settings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
 
 BASE = """save_dir = "made"
 seed = 42
@@ -204,7 +204,7 @@ def reconstruct(path: Path, text: str):
     path.write_text(text)
     lines: list[str] = []
     files = {"files": Given(("a.mp4",), "FILE")}
-    settings = load_reconstruct_settings(config=path, overrides=files, environment={}, report=lines.append)
+    settings = load_vae_settings(ReconstructSettings, config=path, overrides=files, environment={}, report=lines.append)
     return settings, [line.split("not carried over: ")[1].split("=")[0] for line in lines]
 
 
@@ -254,7 +254,7 @@ def test_the_autoencoder_that_a_training_makes(tmp_path: Path) -> None:
 
 def test_a_file_without_an_autoencoder(folder: Path) -> None:
     with pytest.raises(FileProblem, match=r"256px\.py is not for an autoencoder"):
-        load_reconstruct_settings(config=folder / "256px.py", overrides={}, environment={})
+        load_vae_settings(ReconstructSettings, config=folder / "256px.py", overrides={}, environment={})
 
 
 def test_the_command_lists_what_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,14 +17,15 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings, load_train_settings
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_reconstruct_settings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
 
 
 def load(
     config: Path | str | None, *, environment: dict[str, str] | None = None, **given: object
 ) -> ReconstructSettings:
     overrides = {key.replace("__", "."): Given(value, "--set") for key, value in given.items()}
-    return load_reconstruct_settings(
+    return load_vae_settings(
+        ReconstructSettings,
         config=None if config is None else Path(config),
         overrides={"files": Given(("a.mp4",), "FILE"), **overrides},
         environment=environment or {},

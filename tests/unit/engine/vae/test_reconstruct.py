@@ -22,7 +22,7 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_reconstruct_settings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings, load_vae_settings
 
 TINY: dict[str, dict[str, Any]] = {
     "hunyuan": {
@@ -83,7 +83,7 @@ def tiny_settings(folder: Path, kind: str, files: list[str], **changes: object) 
 
 def demo_settings(folder: Path, files: list[str]) -> ReconstructSettings:
     overrides = {"files": Given(tuple(files), "FILE")}
-    settings = load_reconstruct_settings(config=None, overrides=overrides, environment={})
+    settings = load_vae_settings(ReconstructSettings, config=None, overrides=overrides, environment={})
     return settings.replace({"output.folder": str(folder / "out"), "runtime.device": "cpu"})
 
 

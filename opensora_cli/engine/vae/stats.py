@@ -1,0 +1,231 @@
+"""`osora vae stats`: mean and deviation of the latents of pictures and videos, channel by channel."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
+from opensora_cli.engine.components.hardware import Hardware, pick_hardware
+from opensora_cli.engine.vae.reconstruct import Failed, centre, find_weights, pixels, what_failed
+from opensora_cli.media.read import media_files, probe, read_cut
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.components import VAESettings
+from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.vae_reconstruct import EncodeSettings
+
+
+class ChannelStatistics(Document):
+    """One channel of the latents."""
+
+    mean: float
+    deviation: float | None
+    """Standard deviation, of a sample (n-1); None for a single value."""
+
+
+class LatentStatistics(Document):
+    """What the latents of all files are like."""
+
+    SCHEMA = "osora.vae-stats/1"
+
+    autoencoder: str
+    weights: Path
+    files: int
+    """That were encoded."""
+    frames: int
+    values_per_channel: int
+    """Latent frames x rows x columns, over all files."""
+    channels: tuple[ChannelStatistics, ...]
+    """Of latents as the settings scale them now."""
+    mean: float | None
+    """Over all channels; None where nothing was encoded."""
+    deviation: float | None
+    settings: dict[str, float]
+    """Settings of `osora train` that bring these latents to deviation 1, and to mean 0 where there is a shift."""
+    failed: tuple[Failed, ...]
+
+    def lines(self) -> list[str]:
+        """Return a table with a line for each channel, and the settings in the form of `--set`."""
+        rows = [("channel", "mean", "deviation")]
+        rows += [(str(index), *_shown(row.mean, row.deviation)) for index, row in enumerate(self.channels)]
+        if self.mean is not None:
+            rows.append(("all", *_shown(self.mean, self.deviation)))
+        found = [f"{name:>7}  {mean:>12}  {deviation:>12}" for name, mean, deviation in rows]
+        source = f"of {self.frames:,} frames in {self.files:,} files"
+        found.append(f"latents    {self.values_per_channel:,} values a channel, {source}")
+        if self.settings:
+            found.append(f"settings   {' '.join(f'--set {key}={value}' for key, value in self.settings.items())}")
+        return found
+
+    def require_whole(self) -> None:
+        """Raise BatchError if a file could not be encoded, with all of them."""
+        if self.failed:
+            total = self.files + len(self.failed)
+            raise BatchError(
+                "\n".join(
+                    [
+                        f"{len(self.failed)} of {total} files could not be encoded, and do not count",
+                        *(file.error for file in self.failed),
+                    ]
+                )
+            )
+
+
+def _shown(mean: float, deviation: float | None) -> tuple[str, str]:
+    return f"{mean:.6f}", "-" if deviation is None else f"{deviation:.6f}"
+
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Mean and variance of the values of each channel, as they pass: in fp64, merged pairwise (Chan et al. 1979)."""
+
+    count: int = 0
+    """Values of a channel."""
+    mean_C: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    squares_C: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """Sum of squared differences from the mean."""
+
+    @classmethod
+    def of(cls, values_CN: Tensor) -> "RunningMoments":
+        """Return the moments of these values, at least one a channel."""
+        values_CN = values_CN.double()
+        mean_C = values_CN.mean(dim=1)
+        squares_C = (values_CN - mean_C[:, None]).square().sum(dim=1)
+        return cls(values_CN.shape[1], mean_C.cpu(), squares_C.cpu())
+
+    def merge(self, other: "RunningMoments") -> None:
+        """Take in the values of `other`."""
+        total, step_C = self.count + other.count, other.mean_C - self.mean_C
+        if total:
+            self.squares_C = self.squares_C + other.squares_C + step_C.square() * (self.count * other.count / total)
+            self.mean_C = self.mean_C + step_C * (other.count / total)
+            self.count = total
+
+    def over_channels(self) -> "RunningMoments":
+        """Return the moments of all values, as of one channel."""
+        merged = RunningMoments()
+        for mean, squares in zip(self.mean_C, self.squares_C, strict=True) if self.count else ():
+            merged.merge(RunningMoments(self.count, mean[None], squares[None]))
+        return merged
+
+    def channels(self) -> list[ChannelStatistics]:
+        """Return mean and deviation of each channel; none before the first values."""
+        if not self.count:
+            return []
+        spread_C = (self.squares_C / (self.count - 1)).sqrt() if self.count > 1 else None
+        return [
+            ChannelStatistics(mean=mean, deviation=None if spread_C is None else float(spread_C[index]))
+            for index, mean in enumerate(self.mean_C.tolist())
+        ]
+
+
+def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = None) -> LatentStatistics:
+    """Encode all files, and return mean and deviation of their latents, over all values of each channel.
+
+    The mode of the posterior is taken, where there is one. Videos are cut into clips of `clip.num_frames`, one after
+    the other, of which one is in memory; what is left at the end is cut to a length that the autoencoder takes. A
+    folder stands for the pictures and videos in it. A file that fails does not stop the others, and counts in no part.
+
+    Raises:
+        RequestError: sizes of the autoencoder contradict each other.
+        FileProblem: a folder has neither pictures nor videos.
+        CheckpointError: weights are missing or broken, or do not fit the settings.
+        HardwareError: there is no such device.
+    """
+    reporter = reporter or SilentReporter()
+    hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
+    weights = find_weights(settings)
+    files = _files(settings.files)
+    autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
+    encoder = _Encoder(settings, autoencoder, hardware)
+    moments, failed, frames = RunningMoments(), [], 0
+    with reporter.stage("encode", total=len(files), unit="files") as progress:
+        for file in files:
+            try:
+                of_file, count = encoder.run(file)
+            except (OsoraError, MemoryError, RuntimeError) as error:
+                message = what_failed(file, error)
+                reporter.warn(message)
+                failed.append(Failed(file=file, error=message))
+            else:
+                moments.merge(of_file)
+                frames += count
+            progress.advance()
+    total = moments.over_channels().channels()
+    return LatentStatistics(
+        autoencoder=settings.vae.kind,
+        weights=weights,
+        files=len(files) - len(failed),
+        frames=frames,
+        values_per_channel=moments.count,
+        channels=tuple(moments.channels()),
+        mean=total[0].mean if total else None,
+        deviation=total[0].deviation if total else None,
+        settings=scaling_settings(settings.vae, total[0]) if total else {},
+        failed=tuple(failed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    settings: EncodeSettings
+    autoencoder: Autoencoder
+    hardware: Hardware
+
+    def run(self, file: str) -> tuple[RunningMoments, int]:
+        """Return the moments of a file's latents, and how many of its frames were encoded."""
+        facts, grid = probe(file), self.autoencoder.grid
+        multiple = grid.spatial_compression_ratio
+        height, width = (side // multiple * multiple for side in (facts.height, facts.width))
+        if not height or not width:
+            raise MediaError(
+                f"{facts.width}x{facts.height} pixels are too few for this autoencoder: it needs {multiple}x{multiple}"
+            )
+        longest, moments, count = grid.longest_clip(self.settings.clip.num_frames), RunningMoments(), 0
+        frames_HWC = read_cut(file, start=0, num_frames=facts.num_frames)
+        for clip_THWC in _clips((centre(frame, height, width) for frame in frames_HWC), longest):
+            kept_THWC = clip_THWC[: grid.longest_clip(len(clip_THWC))]
+            with torch.inference_mode():
+                latents_1CTHW = self.autoencoder.encode(
+                    pixels(kept_THWC, self.hardware), tiling=vae_tiling(self.settings.vae)
+                )
+            if not bool(latents_1CTHW.isfinite().all()):
+                raise MediaError(f"{file}: its latents are not finite", hint="use --dtype float32")
+            moments.merge(RunningMoments.of(latents_1CTHW[0].flatten(1)))
+            count += len(kept_THWC)
+        return moments, count
+
+
+def _clips(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Tensor]:
+    while chunk := list(islice(frames_HWC, length)):
+        yield torch.stack(chunk)
+
+
+def _files(named: Sequence[str]) -> list[str]:
+    """Return the files that are named, and those in the folders that are."""
+    found: list[str] = []
+    for name in named:
+        found += map(str, media_files(Path(name))) if Path(name).is_dir() else [name]
+    return found
+
+
+def scaling_settings(vae: VAESettings, latents: ChannelStatistics) -> dict[str, float]:
+    """Return the settings that scale latents to deviation 1, and mean 0 where there is a shift.
+
+    `latents` are those that `vae` scales as it does now. Empty where they do not vary.
+    """
+    if not latents.deviation:
+        return {}
+    if vae.kind is VAEKind.DC_AE:
+        return {"vae.dc_ae.scaling_factor": latents.deviation * (vae.dc_ae.scaling_factor or 1.0)}
+    section, key = (vae.flux_ae, "vae.flux_ae") if vae.kind is VAEKind.FLUX_AE else (vae, "vae")
+    return {
+        f"{key}.scale_factor": section.scale_factor / latents.deviation,
+        f"{key}.shift_factor": latents.mean / section.scale_factor + section.shift_factor,
+    }
