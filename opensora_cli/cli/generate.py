@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opensora_cli.settings.base import Section
     from opensora_cli.settings.load import GenerateRequest
 
+_PROFILED_RUNS = 3
 PRESETS_SCHEMA = "osora.presets/1"
 
 _TEXT_ENDINGS = frozenset({".csv", ".jsonl", ".md", ".parquet", ".tsv", ".txt"})
@@ -90,6 +91,8 @@ def generate(
     gpus: options.Gpus = None,
     devices: options.Devices = None,
     dry_run: options.DryRun = False,
+    profile: options.Profile = False,
+    profile_runs: options.ProfileRuns = None,
     config: options.Config = None,
     set_: options.Assignments = None,
     from_: options.FromSidecar = None,
@@ -117,6 +120,8 @@ def generate(
     for flag, value in (("--res", res), ("--aspect-ratio", aspect_ratio)):
         if value is not None and not (width is None and height is None):
             raise RequestError(f"{flag} {value} has no effect with --width and --height: drop it, or these")
+    if profile_runs is not None and not profile:
+        raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     flags = {
         "PROMPT": prompt,
         "--prompt-text": prompt_text,
@@ -154,7 +159,8 @@ def generate(
     }
     with errors.interruptible():
         request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)
-        _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
+        runs = (profile_runs or _PROFILED_RUNS) if profile else 0
+        _run(request, dry_run=dry_run, profiled_runs=runs, as_json=json_, quiet=quiet)
 
 
 def _check_prompt(prompt: str | None, prompt_text: str | None) -> None:
@@ -227,7 +233,7 @@ def _other_settings() -> tuple[type["Section"], ...]:
     return (TrainSettings,)
 
 
-def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def _run(request: "GenerateRequest", *, dry_run: bool, profiled_runs: int, as_json: bool, quiet: bool) -> None:
     from opensora_cli.core.ranks import find_context
 
     with errors.uninterrupted():
@@ -237,13 +243,19 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main)
     if dry_run:
+        if profiled_runs:
+            reporter.note(f"profile: everything is to be run {profiled_runs} times, and once before to warm up")
         plan = engine.plan_from_request(request, reporter=reporter, context=context)
         if is_main:
             output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    result = engine.generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
+    if profiled_runs:
+        flags += ["--profile", "--profile-runs", str(profiled_runs)]
+    result = engine.generate_from_request(
+        request, reporter=reporter, context=context, rank_flags=flags, profiled_runs=profiled_runs
+    )
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
 

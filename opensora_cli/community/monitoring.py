@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -83,5 +82,5 @@ def profile_model_performance(model: nn.Module, input_data: Any, num_runs: int =
     for _ in range(num_runs + 1):
         with profiler.profile("run"):
             model(input_data)
-    seconds = [phase.seconds for phase in profiler.phases[1:]]
-    return fmean(seconds), stdev(seconds) if num_runs > 1 else 0.0
+    spread = monitor.Spread.of([phase.seconds for phase in profiler.phases[1:]])
+    return spread.mean_s, spread.deviation_s

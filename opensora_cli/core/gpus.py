@@ -32,7 +32,9 @@ class TorchFacts:
     nccl: str | None = None
     cudnn: str | None = None
     matmul_precision: str = "none"
-    """`torch.backends.cuda.matmul.fp32_precision`."""
+    """What float32 products of matrices are computed in: ieee, tf32, or none (ieee)."""
+    conv_precision: str = "tf32"
+    """Likewise for convolutions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ def read_torch() -> TorchFacts:
         nccl=_nccl_version() if available else None,
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
         matmul_precision=torch.backends.cuda.matmul.fp32_precision,
+        conv_precision=torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
     )
 
 

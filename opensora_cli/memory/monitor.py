@@ -1,10 +1,11 @@
-"""Logging how much memory is in use, under the names that the Open-Sora community knows."""
+"""Time and memory of a program's phases and of a model's blocks, and logging how much memory is in use."""
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import torch
 from torch import nn
@@ -73,6 +74,90 @@ class AccelerationProfiler:
             torch.cuda.max_memory_allocated(self._cuda) / GIB,
             torch.cuda.max_memory_reserved(self._cuda) / GIB,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one thing, in seconds."""
+
+    count: int
+    mean_s: float
+    deviation_s: float
+    """Standard deviation, of a sample (n-1); 0 for a single one."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Spread":
+        """Return mean and deviation of at least one measurement."""
+        return cls(len(seconds), fmean(seconds), stdev(seconds) if len(seconds) > 1 else 0.0)
+
+
+class ModuleTimes:
+    """Times the forward calls of modules: on a CPU by its clock, on CUDA by events, so that nothing waits."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._is_cuda = torch.device(device).type == "cuda"
+        self._seconds: dict[str, list[float]] = {}
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+
+    @contextmanager
+    def watch(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside the block, time every call of these modules, each under its name."""
+        removers: list[Callable[[], None]] = []
+        for name, module in modules.items():
+            enter, leave = self._event_hooks(name) if self._is_cuda else self._clock_hooks(name)
+            # Around other hooks: what brings weights or offloads activations counts.
+            removers.append(module.register_forward_pre_hook(enter, prepend=True).remove)
+            removers.append(module.register_forward_hook(leave).remove)
+        try:
+            yield
+        finally:
+            for remove in removers:
+                remove()
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self._seconds.clear()
+        self._events.clear()
+
+    def spreads(self) -> dict[str, Spread]:
+        """Return mean and deviation over the calls of each module that was called; waits for the device."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        timed = {
+            name: [start.elapsed_time(end) / 1e3 for start, end in events] for name, events in self._events.items()
+        }
+        return {name: Spread.of(seconds) for name, seconds in {**self._seconds, **timed}.items() if seconds}
+
+    def _clock_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        starts: list[float] = []
+
+        def leave(*_: object) -> None:
+            self._seconds.setdefault(name, []).append(time.perf_counter() - starts.pop())
+
+        return lambda *_: starts.append(time.perf_counter()), leave
+
+    def _event_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        starts: list[torch.cuda.Event] = []
+
+        def recorded() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            return event
+
+        def leave(*_: object) -> None:
+            self._events.setdefault(name, []).append((starts.pop(), recorded()))
+
+        return lambda *_: starts.append(recorded()), leave
+
+
+def blocks_of(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Return the blocks of a model, the entries of its outermost `ModuleList`s, by paths that begin with `name`."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(prefix=name):
+        is_inside = any(f"{path}.".startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and not is_inside:
+            found |= {f"{path}.{index}": block for index, block in enumerate(module)}
+    return found
 
 
 def log_cuda_memory(stage: str | None = None) -> None:

@@ -16,6 +16,23 @@ _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\
 _KEYS_OF_ALL_KINDS = frozenset({"kind", "spatial_tiling", "temporal_tiling"})
 
 
+class Tf32Settings(Section):
+    """How float32 is computed with."""
+
+    tf32: bool | None = Field(
+        default=None,
+        description="multiply float32 matrices and convolve in TF32, which GPUs have from compute capability 8.0: a "
+        "mantissa of 10 bits is faster, and results in float32 differ in the third digit; false: neither; none: as "
+        "torch does, which is TF32 for convolutions alone. Half precision is not affected",
+    )
+
+    def tf32_problems(self, *, key: str, device: str) -> list[str]:
+        """Return why `tf32` has no effect on a device whose setting is called `key`."""
+        if self.tf32 is None or device != "cpu":
+            return []
+        return [f"precision.tf32={str(self.tf32).lower()} has no effect with {key}=cpu: use none"]
+
+
 class ModelSettings(Section):
     """Name and sizes of the MMDiT. The defaults are those of the released 11B model."""
 

@@ -17,6 +17,7 @@ from opensora_cli.settings.components import (
     LoraFile,
     ModelSettings,
     TextSettings,
+    Tf32Settings,
     VAESettings,
 )
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
@@ -192,6 +193,7 @@ class GenerateSettings(Section):
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
+    precision: Tf32Settings = Tf32Settings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
 
@@ -221,6 +223,7 @@ class GenerateSettings(Section):
             *_seed_problems(self),
             *_condition_problems(self),
             *_parallel_problems(self),
+            *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
         ]
         if problems:
             raise ValueError("\n".join(problems))

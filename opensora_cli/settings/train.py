@@ -94,6 +94,7 @@ class TrainSettings(Section):
             *self.watching.problems(device=self.device, steps=self.loop.steps),
             *self.validation.problems(self.data),
             *self.precision.problems(trains_transformer=self.target is TrainTarget.MMDIT),
+            *self.precision.tf32_problems(key="device", device=self.device),
             *self.lora.problems(
                 trains_transformer=self.target is TrainTarget.MMDIT,
                 init=self.init,

@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from opensora_cli.settings.base import ByteSize, Section
+from opensora_cli.settings.components import Tf32Settings
 
 
 class LoopSettings(Section):
@@ -129,7 +130,7 @@ class Compute(StrEnum):
     FP16 = "fp16"
 
 
-class PrecisionSettings(Section):
+class PrecisionSettings(Tf32Settings):
     """What training computes with. The weights themselves are kept in fp32, which are what mixed precision calls
     master weights.
     """

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -93,6 +94,35 @@ def test_json_goes_back_in(osora, out, tmp_path, capsys):
     capsys.readouterr()
     again = tmp_path / "again" / "raining-sea_seed43.mp4"
     assert again.read_bytes() == (out / "raining-sea_seed43.mp4").read_bytes()
+
+
+def test_profile_times_stages_and_blocks_over_runs_and_leaves_one_result(osora, out, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code, stdout, stderr = osora("raining, sea", "--profile", "--profile-runs", "2", "--json")
+    document = json.loads(stdout)
+    profile = document["profile"]
+    assert (code, profile["runs"]) == (0, 2)
+    stages = {stage["name"]: stage for stage in profile["stages"]}
+    assert set(stages) == set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
+    assert {stage["count"] for stage in stages.values()} == {2}
+    assert all(stage["mean_s"] > 0 and stage["deviation_s"] > 0 for stage in stages.values())
+    model = document["settings"]["model"]
+    names = [f"transformer.double_blocks.{index}" for index in range(model["depth"])]
+    names += [f"transformer.single_blocks.{index}" for index in range(model["depth_single_blocks"])]
+    assert [block["name"] for block in profile["blocks"]] == names
+    # The run to warm up does not count; branches of guidance are evaluated one by one.
+    assert {block["count"] for block in profile["blocks"]} == {2 * document["model_evaluations"]}
+    assert sum(block["mean_s"] * block["count"] for block in profile["blocks"]) <= 2 * stages["denoise"]["mean_s"]
+    assert "profile: a run to warm up, of 2" in stderr
+    assert sorted(path.name for path in out.iterdir()) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("osora-profile")] == []
+
+
+def test_a_profile_is_asked_for_and_planned(osora):
+    code, _, stderr = osora("raining, sea", "--profile-runs", "2")
+    assert (code, "--profile-runs has no effect without --profile" in stderr) == (2, True)
+    code, _, stderr = osora("raining, sea", "--profile", "--dry-run")
+    assert (code, "profile: everything is to be run 3 times" in stderr) == (0, True)
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):

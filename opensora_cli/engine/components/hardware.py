@@ -17,6 +17,7 @@ from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 
 GIB = 2**30
+_TF32_FROM = (8, 0)
 
 # Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
 _NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -100,6 +101,43 @@ def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+@contextmanager
+def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[[str], None]) -> Iterator[None]:
+    """Compute float32 products of matrices, and convolutions, in TF32 or not inside the block; None: as it is.
+
+    On a CPU there is no TF32: `note` gets a line that it has no effect. Afterwards everything is as before.
+    """
+    if allowed is not None and device.type != "cuda":
+        note(f"precision.tf32={str(allowed).lower()} has no effect on the device {device}")
+    if allowed is None or device.type != "cuda":
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]  # made at run time
+    before = [switch.fp32_precision for switch in switches]
+
+    def allow(products: bool, convolutions: bool) -> None:
+        # Not by `fp32_precision`: after that torch 2.13 refuses to read these two, which torch.compile does.
+        matmul.allow_tf32, cudnn.allow_tf32 = products, convolutions
+
+    allow(allowed, allowed)
+    try:
+        yield
+    finally:
+        allow(before[0] == "tf32", before[1] == "tf32")
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
+
+
+def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
+    """Return whether float32 products of matrices, and convolutions, are computed in TF32 now; None: there is none."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _TF32_FROM:
+        return None
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made at run time
+    kinds = {"products": torch.backends.cuda.matmul, "convolutions": convolutions}
+    return {name: kind.fp32_precision == "tf32" for name, kind in kinds.items()}
 
 
 def start_peak_memory(device: torch.device) -> None:

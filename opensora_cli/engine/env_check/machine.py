@@ -193,7 +193,7 @@ def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Fin
     """Judge in which precision GPUs compute."""
     check = Check("precision")
     if not gpus:
-        yield check.ok("float32 on the CPU; --dtype bfloat16 halves the memory")
+        yield check.ok("float32 on the CPU, where TF32 has no effect; --dtype bfloat16 halves the memory")
     for gpu in gpus:
         if gpu.capability < (8, 0):
             yield check.warning(
@@ -204,11 +204,16 @@ def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Fin
         else:
             yield check.ok(f"cuda:{gpu.index} computes in bfloat16")
     if any(gpu.capability >= (8, 0) for gpu in gpus):
-        state = torch.matmul_precision
+        products, convolutions = (
+            f"in {'TF32' if state == 'tf32' else 'full precision'} ({state})"
+            for state in (torch.matmul_precision, torch.conv_precision)
+        )
         yield check.note(
-            f"float32 products in {'TF32' if state == 'tf32' else 'full precision'} ({state})",
+            f"float32 products {products}, convolutions {convolutions}, unless precision.tf32 is set",
             why="TF32 has a mantissa of 10 bits: faster, but outputs in float32 differ in the third digit",
         )
+    elif gpus:
+        yield check.note("no GPU here has TF32, which precision.tf32 would use: that takes compute capability 8.0")
 
 
 def _number(capability: tuple[int, int]) -> str:

@@ -67,6 +67,7 @@ def denoise_samples(
                 group=None if ranks is None else ranks.tensor_group,
                 machine_group=None if ranks is None else ranks.machine_group,
             ) as transformer,
+            record.blocks_timed(transformer),
             record.stage(DENOISE, total=plan.evaluations_per_sample * len(missing), unit="evaluations") as progress,
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)

@@ -16,7 +16,7 @@ from safetensors.torch import save
 import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
-from opensora_cli.engine.components.hardware import versions
+from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.names import file_stem
@@ -207,6 +207,7 @@ def write_sidecar(
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
         "dtype": plan.hardware.dtype_name,
+        "tf32": tf32_in_use(plan.hardware.device),
         "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
         **peak_memory_gib,
         "mesh": asdict(plan.mesh),

@@ -2,7 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from opensora_cli.engine.components.hardware import (
     peak_memory_gib,
     release_memory,
     start_peak_memory,
+    tf32_products,
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component, choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import check_outputs, load_latents, sample_files
+from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, load_latents, sample_files
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
@@ -40,6 +43,7 @@ from opensora_cli.engine.generate.ranks import (
     start_ranks,
 )
 from opensora_cli.engine.generate.references import (
+    Reference,
     reference_latents,
     references_of,
     with_mode,
@@ -47,6 +51,7 @@ from opensora_cli.engine.generate.references import (
 from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
+from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import DType, ModelChoice, ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
@@ -74,6 +79,8 @@ class GenerateResult(Document):
     """The most memory in use on a CUDA device; left out on a CPU."""
     peak_resident_gib: float | None = None
     """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
+    profile: AccelerationReport | None = None
+    """Times over repeated runs, if they were asked for; else left out."""
     settings: GenerateSettings
 
     def to_json(self) -> dict[str, Any]:
@@ -81,8 +88,8 @@ class GenerateResult(Document):
         return {key: value for key, value in super().to_json().items() if value is not None}
 
     def lines(self) -> list[str]:
-        """Return the path of every result."""
-        return [str(video.path) for video in self.videos]
+        """Return the path of every result, and the times if they were asked for."""
+        return [*(str(video.path) for video in self.videos), *(self.profile.lines() if self.profile else ())]
 
 
 def generate_from_request(
@@ -91,6 +98,7 @@ def generate_from_request(
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
+    profiled_runs: int = 0,
 ) -> GenerateResult | None:
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
@@ -107,7 +115,7 @@ def generate_from_request(
         _note(choice, reporter)
         start_ranks(settings, flags=rank_flags)
         return None
-    return _generate(settings, reporter=reporter, context=context, choice=choice)
+    return _generate(settings, reporter=reporter, context=context, choice=choice, profiled_runs=profiled_runs)
 
 
 def plan_from_request(
@@ -158,13 +166,18 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> Execut
 
 
 def generate(
-    settings: GenerateSettings, *, reporter: Reporter | None = None, context: RankContext | None = None
+    settings: GenerateSettings,
+    *,
+    reporter: Reporter | None = None,
+    context: RankContext | None = None,
+    profiled_runs: int = 0,
 ) -> GenerateResult:
     """Make the videos that `settings` describe.
 
     Everything that can be checked is checked before the first weight is read. The latents of all samples are made first
     and saved; then they are decoded and saved as videos, one by one, and their files removed. With `from_latents` only
-    the latter happens, and that file stays. `context` is set in one of several ranks, all of which call this.
+    the latter happens, and that file stays. `context` is set in one of several ranks, all of which call this. Over 0
+    `profiled_runs`, everything is done so often, and once before to warm up, and timed; the last run leaves its files.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
@@ -174,23 +187,29 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    return _generate(settings, reporter=reporter or SilentReporter(), context=context, choice=None)
+    reporter = reporter or SilentReporter()
+    return _generate(settings, reporter=reporter, context=context, choice=None, profiled_runs=profiled_runs)
 
 
 def _generate(
-    settings: GenerateSettings, *, reporter: Reporter, context: RankContext | None, choice: str | None
+    settings: GenerateSettings,
+    *,
+    reporter: Reporter,
+    context: RankContext | None,
+    choice: str | None,
+    profiled_runs: int,
 ) -> GenerateResult:
     """Generate, and report the `choice` of the model once nothing is left to refuse."""
     if context is not None:
         reporter = WatchedReporter(reporter, on_device=ON_DEVICE)
         with planned_on_ranks(settings, context, reporter) as (plan, ranks):
-            return _carry_out(plan, reporter, ranks, choice)
+            return _carry_out(plan, reporter, ranks, choice, profiled_runs)
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None, choice)
+    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None, choice, profiled_runs)
 
 
 def _note(choice: str | None, reporter: Reporter) -> None:
@@ -198,7 +217,9 @@ def _note(choice: str | None, reporter: Reporter) -> None:
         reporter.note(choice)
 
 
-def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, choice: str | None) -> GenerateResult:
+def _carry_out(
+    plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, choice: str | None, profiled_runs: int
+) -> GenerateResult:
     is_main = ranks is None or ranks.is_main
     _require_weights(plan, reporter)
     plan.require_fit()
@@ -212,11 +233,58 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, cho
     if is_main:
         check_outputs(files, plan, create=True)
     _note(choice, reporter)
-    record = RunRecord(reporter)
+    start_peak_memory(plan.hardware.device)
+    times = ModuleTimes(plan.hardware.device) if profiled_runs else None
+    runs: list[dict[str, float]] = []
+    with tf32_products(plan.settings.precision.tf32, plan.hardware.device, note=reporter.note):
+        for number in range(profiled_runs):
+            reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {profiled_runs}")
+            with tempfile.TemporaryDirectory(prefix="osora-profile-") as folder:
+                trial = _into(plan, Path(folder))
+                _, record = _make_videos(trial, sample_files(trial), references, saved, reporter, ranks, times)
+            if times is not None and not number:
+                times.clear()
+            runs += [record.timings_s] if number else []
+        videos, record = _make_videos(plan, files, references, saved, reporter, ranks, times)
+    runs.append(record.timings_s)
+    return GenerateResult(
+        videos=videos,
+        model=plan.settings.model.name,
+        device=str(plan.hardware.device),
+        model_evaluations=plan.evaluations_per_sample * len(videos),
+        timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
+        **peak_memory_gib(plan.hardware.device),
+        profile=None if times is None else _report(runs, times),
+        settings=plan.settings,
+    )
+
+
+def _into(plan: ExecutionPlan, folder: Path) -> ExecutionPlan:
+    """Return the plan of a run whose only trace is a result in `folder`."""
+    name = f"video.{plan.settings.output.resolved_format}"
+    changes = {"output.path": str(folder / name), "output.metadata": False, "output.save_latents": False}
+    return dataclasses.replace(plan, settings=plan.settings.replace(changes))
+
+
+def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> AccelerationReport:
+    stages = {name: [run[name] for run in runs] for name in runs[0]}
+    return AccelerationReport.of(stages, times.spreads(), runs=len(runs))
+
+
+def _make_videos(
+    plan: ExecutionPlan,
+    files: tuple[SampleFiles, ...],
+    references: Sequence[Reference],
+    saved: DenoisedSample | None,
+    reporter: Reporter,
+    ranks: Ranks | None,
+    times: ModuleTimes | None,
+) -> tuple[tuple[GeneratedVideo, ...], RunRecord]:
+    """Do every stage once; return the results, and the record of the run."""
+    record = RunRecord(reporter, block_times=times)
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))
     vae = KeptVAE(plan, record)
-    start_peak_memory(plan.hardware.device)
     with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
         if saved is not None:
             denoised = [saved]
@@ -228,15 +296,7 @@ def _carry_out(plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, cho
         videos = decode_and_save(plan, files, denoised, references, vae, record, ranks=ranks)
     del vae
     release_memory(plan.hardware.device)
-    return GenerateResult(
-        videos=videos,
-        model=plan.settings.model.name,
-        device=str(plan.hardware.device),
-        model_evaluations=plan.evaluations_per_sample * len(videos),
-        timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
-        **peak_memory_gib(plan.hardware.device),
-        settings=plan.settings,
-    )
+    return videos, record
 
 
 def _check_before_ranks(settings: GenerateSettings) -> None:

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from torch import nn
+
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, release_memory
 from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 T = TypeVar("T")
 
@@ -17,8 +20,10 @@ T = TypeVar("T")
 class RunRecord:
     """Times and shows the stages of a run, and remembers what it has finished."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, reporter: Reporter, *, block_times: ModuleTimes | None = None) -> None:
         self.reporter = reporter
+        self.block_times = block_times
+        """Of the transformer; None: its blocks are not timed."""
         self.timings_s: dict[str, float] = {}
         self.finished: list[Path] = []
         self.kept_latents: list[Path] = []
@@ -44,6 +49,15 @@ class RunRecord:
         finally:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
+
+    @contextmanager
+    def blocks_timed(self, transformer: nn.Module) -> Iterator[None]:
+        """Time the blocks of the transformer inside the block, if that is wanted."""
+        if self.block_times is None:
+            yield
+            return
+        with self.block_times.watch(blocks_of(transformer, "transformer")):
+            yield
 
     def complete(self, result: Path, latents: Path | None) -> None:
         """Remember a complete result, and remove the latents that were saved for it."""

@@ -22,6 +22,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
+from opensora_cli.engine.components.hardware import tf32_products
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
@@ -136,6 +137,8 @@ class _Run:
             # Steps seed torch's global generator, whose state is the caller's.
             device = self._distribution.device
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            tf32 = self._settings.precision.tf32
+            stack.enter_context(tf32_products(tf32, device, note=self._reporter.note))
             trainer = self._build(stack)
             if folder is not None:
                 self._resume(trainer, folder)

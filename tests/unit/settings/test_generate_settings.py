@@ -66,6 +66,11 @@ def test_settings_survive_json() -> None:
         ),
         ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
+        (
+            {"precision.tf32": "true", "runtime.device": "cpu"},
+            "precision.tf32=true has no effect with runtime.device=cpu: use none",
+        ),
+        ({"precision.tf32": "maybe"}, "precision.tf32=maybe must be true or false"),
         ({"runtime.dtype": "float8"}, "runtime.dtype=float8 must be one of auto, float32, bfloat16, float16"),
         ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be runtime.model_choice=demo"),
         ({"condition.mode": "i2v-head"}, "condition.mode=i2v-head must be one of t2v, i2v_head,"),

@@ -233,7 +233,10 @@ def test_broken_files(tmp_path: Path) -> None:
         read_reference_training(path)
 
 
-def test_the_command_lists_what_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_what_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("opensora_cli.engine.train.plan.estimate_ranks", lambda settings, *, reporter: ())
     command = ["train", "--config", str(folder / "base.py"), "--dry-run", "--device", "cpu"]
     assert main(command) == 2
     assert "names no table of clips" in capsys.readouterr().err

@@ -165,6 +165,11 @@ class TestFindRecipe:
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
+        (
+            "demo_vae",
+            {"precision__tf32": "false", "device": "cpu"},
+            "precision.tf32=false has no effect with device=cpu: use none",
+        ),
         ("demo_vae", {"target": "audio"}, "target=audio must be one of vae, text, mmdit"),
         ("demo_vae", {"loop__steps": "0"}, "loop.steps=0 must be over 0 (from --set)"),
         ("demo_vae", {"loop__ema_decay": "1"}, "loop.ema_decay=1 must be under 1 (from --set)"),

@@ -257,6 +257,8 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     assert document["versions"]["torch"] == torch.__version__
     assert set(document["timings_s"]) == {"load", "text", "denoise", "decode", "save"}
     assert document["peak_resident_gib"] > 0
+    assert document["tf32"] is None
+    assert document["settings"]["precision"] == {"tf32": None}
     request = GenerateRequest(
         overrides={"output.path": Given(str(tmp_path / "b"), "--out")}, saved=read_sidecar(video.sidecar)
     )

@@ -1,0 +1,99 @@
+"""`precision.tf32`: what torch is told inside a run, and that it is as before afterwards."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from opensora_cli.core.gpus import GpuFacts, TorchFacts
+from opensora_cli.engine.components.hardware import tf32_in_use, tf32_products
+from opensora_cli.engine.env_check.machine import check_precision
+
+# Its flags are there without a GPU.
+CUDA = torch.device("cuda")
+
+
+def flags() -> tuple[str, str, str, bool, bool, str]:
+    """Return what all of torch's ways to ask for it say, which must not contradict each other."""
+    backends = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.rnn.fp32_precision,
+        backends.cuda.matmul.allow_tf32,
+        backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = flags()
+    yield
+    assert flags() == before
+
+
+def nothing(line: str) -> None:
+    pytest.fail(f"reported: {line}")
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(True, "tf32"), (False, "ieee")])
+def test_products_and_convolutions_are_set_together_and_restored(allowed: bool, expected: str) -> None:
+    with tf32_products(allowed, CUDA, note=nothing):
+        found = flags()
+    assert found[0] == expected
+    assert (found[1] == "tf32", found[2] == "tf32", *found[3:5]) == (allowed,) * 4
+    assert found[5] == ("high" if allowed else "highest")
+
+
+def test_a_run_that_fails_restores_them_too() -> None:
+    with pytest.raises(KeyError), tf32_products(True, CUDA, note=nothing):
+        raise KeyError
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_runs_nest(outer: bool) -> None:
+    with tf32_products(outer, CUDA, note=nothing):
+        before = flags()
+        with tf32_products(not outer, CUDA, note=nothing):
+            assert flags()[3] is not outer
+        assert flags() == before
+
+
+def test_what_a_program_has_chosen_before_is_restored() -> None:
+    matmul = torch.backends.cuda.matmul
+    try:
+        matmul.fp32_precision = "tf32"
+        with tf32_products(False, CUDA, note=nothing):
+            assert not matmul.allow_tf32
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.allow_tf32 = False
+        matmul.fp32_precision = "none"
+
+
+def test_without_a_choice_or_a_gpu_nothing_changes() -> None:
+    before, notes = flags(), []
+    with tf32_products(None, CUDA, note=nothing), tf32_products(True, torch.device("cpu"), note=notes.append):
+        assert flags() == before
+    assert notes == ["precision.tf32=true has no effect on the device cpu"]
+    assert tf32_in_use(torch.device("cpu")) is None
+
+
+def test_the_sidecar_records_what_is_in_use_on_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert tf32_in_use(CUDA) == {"products": False, "convolutions": True}
+    with tf32_products(True, CUDA, note=nothing):
+        assert tf32_in_use(CUDA) == {"products": True, "convolutions": True}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert tf32_in_use(CUDA) is None
+
+
+def test_env_check_shows_both() -> None:
+    gpu = GpuFacts(index=0, name="any", capability=(9, 0), total_bytes=1, free_bytes=1)
+    found = [finding.message for finding in check_precision(TorchFacts(version="2.13.0"), [gpu])]
+    assert found[-1] == (
+        "float32 products in full precision (none), convolutions in TF32 (tf32), unless precision.tf32 is set"
+    )
+    (on_cpu,) = check_precision(TorchFacts(version="2.13.0"), [])
+    assert "TF32 has no effect" in on_cpu.message
