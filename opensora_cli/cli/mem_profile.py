@@ -24,8 +24,22 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting of what is profiled. Repeatable."),
 ]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus", metavar="N", help="Predict for each of so many devices, which need not be there; nothing is measured."
+    ),
+]
 Compare = Annotated[
     bool, typer.Option("--compare", help="Measure techniques that save memory, one by one, and kinds of attention.")
+]
+Runs = Annotated[
+    int | None,
+    typer.Option(
+        "--runs",
+        metavar="N",
+        help="Runs that are timed after the measured one, by stage and block. Default: 3; 0: none.",
+    ),
 ]
 AdaptiveBatch = Annotated[bool, typer.Option("--adaptive-batch", help="Find the largest batch that fits.")]
 MemoryLimit = Annotated[
@@ -53,7 +67,9 @@ def mem_profile(
     config: Config = None,
     set_: Assignments = None,
     device: options.Device = None,
+    gpus: Gpus = None,
     compare: Compare = False,
+    runs: Runs = None,
     adaptive_batch: AdaptiveBatch = False,
     memory_limit: MemoryLimit = None,
     snapshot: Snapshot = None,
@@ -73,6 +89,8 @@ def mem_profile(
       osora mem-profile --config demo_vae --compare --plot memory.png
 
       osora mem-profile --config 768px --json
+
+      osora mem-profile --config stage1 --gpus 8
     """
     with errors.interruptible():
         from opensora_cli.settings.explain import Given
@@ -81,6 +99,7 @@ def mem_profile(
 
         given = {
             "compare": Given(compare, "--compare"),
+            "runs": Given(runs, "--runs"),
             "adaptive_batch": Given(adaptive_batch, "--adaptive-batch"),
             "memory_limit": Given(memory_limit, "--memory-limit"),
             "snapshot": Given(snapshot, "--snapshot"),
@@ -88,7 +107,7 @@ def mem_profile(
             "overwrite": Given(overwrite, "--overwrite"),
         }
         settings = validate(MemProfileSettings, {key: at for key, at in given.items() if at.value is not None})
-        what = profiled_settings(config, assignments=set_ or [], device=device, environment=os.environ)
+        what = profiled_settings(config, assignments=set_ or [], device=device, gpus=gpus, environment=os.environ)
         with errors.uninterrupted():
             from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 

@@ -48,7 +48,9 @@ CheckData = Annotated[
         "--check-data", help="Print buckets, batches and bad rows, and train nothing; exit 3 if any is empty."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be trained, and do nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be trained, and the memory of each rank; do nothing.")
+]
 ListRecipes = Annotated[bool, typer.Option("--list", help="List the recipes that come with osora and exit.")]
 
 
@@ -168,7 +170,7 @@ def _run(
 
     with errors.uninterrupted():
         from opensora_cli.engine.train import run
-        from opensora_cli.engine.train.plan import plan_training
+        from opensora_cli.engine.train.plan import plan_training, with_memory
         from opensora_cli.engine.train.resuming import Resume
 
     resume = Resume(folder=resume_from, allow_older=allow_older) if resumes else None
@@ -177,6 +179,7 @@ def _run(
     if dry_run:
         plan = plan_training(settings, resume=resume, overwrite=overwrite)
         if is_main:
+            plan = with_memory(plan, reporter=output.make_reporter(quiet=quiet))
             output.print_result(plan, as_json=as_json)
         return
     result = run.train(

@@ -134,6 +134,10 @@ class ActivationManager:
         self._entries.clear()
         self._regions = [[]]
 
+    def buffers(self) -> list[Tensor]:
+        """Return the host memory that was set up."""
+        return [] if self._stack is None else [self._stack.elements]
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffer."""

@@ -2,14 +2,19 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 NO_OWNER = ""
@@ -45,6 +50,7 @@ class _Counted:
     number: int
     num_bytes: int
     alive: "weakref.ref[torch.UntypedStorage]"
+    """Forgets it when it dies."""
 
 
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
@@ -52,7 +58,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     A storage counts once however many views share it, from the operation that makes it until its last tensor dies:
     also after the block, and also where only autograd holds it. Works forward and backward, in inference mode, on any
-    device, and on fake and meta tensors, which have sizes but no memory.
+    device, and on meta tensors, which have sizes but no memory; on fake ones where it is entered inside of their mode.
 
     Not counted: what a kernel allocates and frees within itself (workspaces), what an allocator rounds up or keeps,
     and a storage's change of size until an operation sees it again, if it is not followed.
@@ -60,8 +66,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     Args:
         device_type: count the tensors of this kind of device alone; None: all.
         limit: bytes above which an operation raises MemoryError, once it has made its result; None: there is none.
-        follow_sizes: after every operation ask all storages for their sizes, which takes time: FSDP2 empties and fills
-            storages by other ways than operations.
+        follow_sizes: also count what `UntypedStorage.resize_` does inside the block, as FSDP2 empties and fills
+            storages.
     """
 
     def __init__(self, *, device_type: str | None = None, limit: int | None = None, follow_sizes: bool = False) -> None:
@@ -80,6 +86,25 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._running: list[str] = []
         self._peak_position = 0
         self._peak_since_mark = 0
+        self._entered: list[ExitStack] = []
+        self._counts_fake = False
+
+    def __enter__(self) -> Self:
+        """Count from now on."""
+        stack = ExitStack()
+        if not self._entered:
+            self._counts_fake = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+        # It is entered again inside of itself, for the parts of an operation.
+        if self._follow_sizes and not self._entered:
+            stack.enter_context(_following_sizes(self._resized))
+        self._entered.append(stack)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more; tensors that were counted still count until they die."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.pop().close()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,8 +121,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        if self._follow_sizes:
-            self._look_again()
         is_fresh = func is torch.ops.aten.lift_fresh.default  # what `torch.tensor` has made
         if func.is_view and not is_fresh:
             return result
@@ -172,6 +195,16 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Return what was alive at a mark, owner to bytes."""
         return self._by_owner(mark.position)
 
+    def most_of(self, counts: Callable[[str], bool]) -> int:
+        """Return the most bytes that those owners had at any time for whom `counts` is true."""
+        live = most = 0
+        counted = [counts(owner) for owner in self._owners]
+        for change in self.changes:
+            if counted[change.storage]:
+                live += change.num_bytes
+                most = max(most, live)
+        return most
+
     def owner(self, change: Change) -> str:
         """Return the owner that a change counts for."""
         return self._owners[change.storage]
@@ -184,6 +217,9 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return {name: total for name, total in totals.items() if total}
 
     def _count(self, tensor: Tensor, storage: torch.UntypedStorage, *, owner: str | None = None) -> None:
+        # DTensor finds out about shapes on whole fake tensors, of which a rank holds nothing.
+        if isinstance(tensor, FakeTensor) and not self._counts_fake:
+            return
         # Of a fake tensor, only the tensor itself knows the device.
         if self._device_type is not None and tensor.device.type != self._device_type:
             return
@@ -203,11 +239,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             self._change(counted.number, num_bytes - counted.num_bytes)
             counted.num_bytes = num_bytes
 
-    def _look_again(self) -> None:
-        for counted in list(self._counted.values()):
-            storage = counted.alive()
-            if storage is not None:
-                self._resize(counted, storage.nbytes())
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        counted = self._counted.get(storage._cdata)
+        if counted is not None:
+            self._resize(counted, storage.nbytes())
 
     def _change(self, number: int, num_bytes: int) -> None:
         self.changes.append(Change(number, num_bytes))
@@ -216,6 +251,23 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self._peak_position = len(self.changes)
+
+
+@contextmanager
+def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `resized` with each storage that changes its size through `resize_` inside the block."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:

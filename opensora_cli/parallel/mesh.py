@@ -66,8 +66,9 @@ class ParallelMesh:
 
     def coordinate(self, axis: str) -> int:
         """Return where this rank lies along `axis`, from 0."""
-        place = (self._ranks == dist.get_rank()).nonzero()[0]
-        return int(place[AXES.index(axis)])
+        sizes = astuple(self.shape)
+        index = AXES.index(axis)
+        return int(dist.get_rank() // prod(sizes[index + 1 :]) % sizes[index])
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of those ranks that differ from this one along `axes` only, in the order of the mesh.

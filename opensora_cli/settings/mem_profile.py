@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.base import ByteSize, PlotFile, Section
@@ -29,6 +29,9 @@ class MemProfileSettings(Section):
     memory_limit: ByteSize | None = Field(
         default=None, description="memory that the batch must fit into, of what is free, as in 24GiB; none: all of it"
     )
+    runs: NonNegativeInt = Field(
+        default=3, le=1000, description="times that what is measured is run again, to be timed; 0: not timed"
+    )
     snapshot: str | None = Field(default=None, min_length=1, description="file for PyTorch's memory viewer")
     plot: PlotFile | None = Field(default=None, description="file for charts: .png, .svg or .pdf")
     overwrite: bool = Field(default=False, description="replace existing files")
@@ -43,7 +46,12 @@ class MemProfileSettings(Section):
 
 
 def profiled_settings(
-    config: Path | None, *, assignments: Sequence[str], device: str | None, environment: Mapping[str, str]
+    config: Path | None,
+    *,
+    assignments: Sequence[str],
+    device: str | None,
+    gpus: int | None,
+    environment: Mapping[str, str],
 ) -> GenerateRequest | TrainSettings:
     """Return what is to be profiled: a request to generate, or a training.
 
@@ -51,15 +59,16 @@ def profiled_settings(
     one with the key `target` is a training. None: the demo, generating. Raises RequestError if there is no such recipe,
     a key is unknown, or a value breaks a rule, and FileProblem if the file is missing or broken.
     """
+    shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
     if config is not None and _is_training(config):
         if device not in (None, "auto", "cpu"):
             raise RequestError(
                 f"--device {device} is not possible: a training is profiled on the CPU", hint="drop --device"
             )
-        overrides = collect_overrides(TrainSettings, {}, assignments)
+        overrides = collect_overrides(TrainSettings, shared, assignments)
         return load_train_settings(config=config, overrides=overrides, environment=environment)
     flags = {} if device is None else {"runtime.device": Given(device, "--device")}
-    overrides = collect_overrides(GenerateSettings, flags, assignments)
+    overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
     overrides.setdefault("prompt", Given(_ANY_PROMPT, "mem-profile"))
     if config is None:
         overrides.setdefault("runtime.model_choice", Given(ModelChoice.DEMO.value, "mem-profile"))

@@ -34,7 +34,7 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plot, snapshot = tmp_path / "memory.svg", tmp_path / "memory.pickle"
-    args = [*SMALL, "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
+    args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
     assert main(args) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "osora.mem-profile/1"
@@ -42,6 +42,13 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     for stage in document["stages"]:
         assert stage["predicted_bytes"] == pytest.approx(stage["measured_bytes"], rel=0.1)
         assert max(stage["timeline"]["live_bytes"]) <= stage["measured_bytes"]
+        [timed] = stage["times"]["stages"]
+        assert (timed["name"], timed["count"], stage["times"]["runs"]) == (stage["name"], 2, 2)
+        assert timed["mean_s"] > 0
+    blocks = {block["name"]: block["count"] for block in document["stages"][1]["times"]["blocks"]}
+    assert {name for name in blocks if "single" in name} == {"transformer.single_blocks.0"}
+    # Two steps in each of two runs.
+    assert all(count % 4 == 0 for count in blocks.values())
     assert document["device"] == "cpu"
     assert "without a GPU" in document["how"]
     assert document["files"] == {"plot": str(plot), "snapshot": str(snapshot)}
@@ -63,6 +70,19 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
     names = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     kinds = ["weights", "average", "gradients", "optimizer", "frozen parts", "activations", "held for backward", "peak"]
     assert names[:8] == kinds
+
+
+def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tiny_training.mmdit_settings(tmp_path / "run").replace({"optimizer.name": "adamw", "strategy": "zero3"})
+    config = recipe(settings, tmp_path)
+    assert main(["mem-profile", "--config", config, "--gpus", "2", "--quiet", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
+    [stage] = document["stages"]
+    assert stage["not_measured"] == "this is the first of 2 ranks, and the others do not run"
+    assert stage["predicted_bytes"] == document["ranks"][0]["peak_bytes"]
+    assert main(["mem-profile", "--config", config, "--gpus", "2", "--compare"]) == 2
+    assert "compare measures in one process, and parallel.gpus=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import tiny_training
 import yaml
 
 from opensora_cli.cli.app import main
+from opensora_cli.engine.train import plan
 from opensora_cli.engine.train.objectives.vae import VAETask
 
 
@@ -61,15 +62,28 @@ def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, capsys: pyte
     assert document["schema"] == "osora.train-plan/1"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
+    [rank] = document["memory"]
+    assert rank["weights_bytes"] == rank["ema_bytes"] >= 4 * document["parameters"]
+    assert rank["peak_bytes"] > rank["weights_bytes"] + rank["ema_bytes"] + rank["moments_bytes"]
     assert main([*recipe, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^parameters  [\d,]+$", out, re.MULTILINE)
     assert "target      vae\n" in out
+    head, row = out.splitlines()[-2:]
+    assert head.split()[3:] == ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
+    assert row.split()[:2] == ["rank", "0"]
     assert "steps       4, 2 clips each\n" in out
     assert f"output      {tmp_path / 'run'}: vae.safetensors\n" in out
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes seconds, and has tests of its own."""
+    monkeypatch.setattr(plan, "estimate_ranks", lambda settings, *, reporter: ())
+
+
+@pytest.mark.usefixtures("_no_estimates")
 def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = (f"output={tmp_path}", "memory.checkpointing=true", "memory.activation_offload=all")
     demo = ["train", "--config", "demo", "--dry-run", *(word for each in chosen for word in ("--set", each))]
@@ -107,6 +121,7 @@ def test_variables_of_generate_do_no_harm(
     assert "OSORA_SAMPLING__SEAD in the environment is not a setting" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_no_estimates")
 @pytest.mark.parametrize("recipe_name", ["demo", "demo_text", "demo_vae"])
 def test_packaged_recipes_by_name(
     recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

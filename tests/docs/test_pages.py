@@ -19,6 +19,7 @@ from opensora_cli.cli.app import app, main
 from opensora_cli.cli.options import OF_REFERENCE
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.generate import plan
+from opensora_cli.engine.train import plan as train_plan
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -99,6 +100,7 @@ def test_a_command_is_understood_and_planned(
 ) -> None:
     # Estimates take most of the time and have tests of their own.
     monkeypatch.setattr(plan, "estimate_generation", small_stages)
+    monkeypatch.setattr(train_plan, "estimate_ranks", lambda settings, *, reporter: ())
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
     if PRINTING & set(command) or command[0] in PLANNED:

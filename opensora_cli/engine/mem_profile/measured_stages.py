@@ -1,8 +1,8 @@
 """Profiling a generation: each of its stages runs for a moment with random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from opensora_cli.engine.components.autoencoders import vae_tiling, video_autoen
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
+from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, STREAMED_LAYERS, TEXT, StageMemory
@@ -28,6 +29,7 @@ from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, module_shares
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
@@ -51,10 +53,16 @@ class Measured:
     """The most that torch's allocator on CUDA had in use while it ran; 0 on a CPU."""
     reserved_bytes: int = 0
     """The most that it reserved on the GPU."""
+    seconds: tuple[float, ...] = ()
+    """Of runs that were not counted, after the one that was."""
+    blocks: Mapping[str, Spread] = field(default_factory=dict)
+    """Of the calls of blocks in these."""
 
 
-def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tuple[StageProfile, ...], list[Measured]]:
-    """Return every stage of a plan, and the raw counts of those that were measured.
+def profile_generation(
+    plan: ExecutionPlan, *, runs: int = 0, reporter: Reporter
+) -> tuple[tuple[StageProfile, ...], list[Measured]]:
+    """Return every stage of a plan, and the raw counts of those that were measured, and then timed in so many `runs`.
 
     Stages that would not fit, or would take too long, are only predicted. Weights may be missing.
     """
@@ -68,7 +76,7 @@ def profile_generation(plan: ExecutionPlan, *, reporter: Reporter) -> tuple[tupl
             if reason is not None:
                 profiles.append(_predicted(stage, reason))
             else:
-                result = unless_out_of_memory(partial(_profile_stage, plan, stage))
+                result = unless_out_of_memory(partial(_profile_stage, plan, stage, runs))
                 release_memory(plan.hardware.device)
                 if result is None:
                     profiles.append(_predicted(stage, OUT_OF_MEMORY))
@@ -91,27 +99,34 @@ def streamed_bytes(plan: ExecutionPlan, name: str) -> int:
     return count_parameters(plan.settings, plan.weights)[component] * plan.hardware.dtype.itemsize
 
 
-def measure_stage(plan: ExecutionPlan, name: str) -> tuple[Measured, dict[str, nn.Module]]:
+def measure_stage(plan: ExecutionPlan, name: str, *, runs: int = 0) -> tuple[Measured, dict[str, nn.Module]]:
     """Run one stage with random weights, for sampling two of its steps, and return what it took, and its models.
 
-    On CUDA the peak is the allocator's, without what was there before; on a CPU that of counted tensors.
+    On CUDA the peak is the allocator's, without what was there before; on a CPU that of counted tensors. Then `runs`
+    more are timed, uncounted.
     """
     device = plan.hardware.device
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if is_cuda else 0
-    with torch.inference_mode(), ExitStack() as stack, TensorBytes(device_type=device.type) as counter:
-        models, run = _STAGES[name](plan, stack)
-        for title, model in models.items():
-            stack.enter_context(counter.watch(model, title))
-        counter.mark(_READY)
-        counter.reset_peak()
-        start_peak_memory(device)
-        timed(run, device)
-        counter.mark("done")
+    with torch.inference_mode(), ExitStack() as stack:
+        with TensorBytes(device_type=device.type) as counter, ExitStack() as watched:
+            models, run = _STAGES[name](plan, stack)
+            for title, model in models.items():
+                watched.enter_context(counter.watch(model, title))
+            counter.mark(_READY)
+            counter.reset_peak()
+            start_peak_memory(device)
+            timed(run, device)
+            counter.mark("done")
+        measured = Measured(counter.peak_bytes, counter)
         if is_cuda:
             allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-            return Measured(allocated - before, counter, allocated, reserved), models
-        return Measured(counter.peak_bytes, counter), models
+            measured = Measured(allocated - before, counter, allocated, reserved)
+        blocks = {path: block for title, model in models.items() for path, block in blocks_of(model, title).items()}
+        times = ModuleTimes(device)
+        with times.watch(blocks):
+            seconds = tuple(timed(run, device) for _ in range(runs))
+        return replace(measured, seconds=seconds, blocks=times.spreads()), models
 
 
 def time_stage(plan: ExecutionPlan, name: str) -> float:
@@ -268,9 +283,9 @@ def _parts(stage: StageMemory, weights: int | None, others: int | None) -> tuple
     )
 
 
-def _profile_stage(plan: ExecutionPlan, stage: StageMemory) -> tuple[StageProfile, Measured]:
+def _profile_stage(plan: ExecutionPlan, stage: StageMemory, runs: int) -> tuple[StageProfile, Measured]:
     """Return the profile of a stage, whose models are gone then, and what it is made from."""
-    measured, models = measure_stage(plan, stage.name)
+    measured, models = measure_stage(plan, stage.name, runs=runs)
     counter = measured.counter
     weights = counter.marks[0].live_bytes
     sizes = {
@@ -285,5 +300,6 @@ def _profile_stage(plan: ExecutionPlan, stage: StageMemory) -> tuple[StageProfil
         measured_bytes=measured.peak_bytes,
         modules=module_shares(sizes, counter.peak_by_owner()),
         timeline=Timeline.of(counter),
+        times=AccelerationReport.of({stage.name: measured.seconds}, measured.blocks, runs=runs) if runs else None,
     )
     return profile, measured

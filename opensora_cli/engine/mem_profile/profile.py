@@ -3,10 +3,12 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
+from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
@@ -20,7 +22,15 @@ from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, 
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
-from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training, measure_training, measured_steps
+from opensora_cli.engine.train.estimate import (
+    TrainingMemory,
+    estimate_training,
+    measure_training,
+    measured_steps,
+    time_training,
+)
+from opensora_cli.engine.train.fake_ranks import BUFFERS
+from opensora_cli.engine.train.rank_memory import estimate_ranks
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
@@ -72,7 +82,7 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
     with ExitStack() as stack:
         if settings.snapshot is not None:
             stack.enter_context(recorded_history(hardware.device))
-        stages, measured = profile_generation(plan, reporter=reporter)
+        stages, measured = profile_generation(plan, runs=settings.runs, reporter=reporter)
         _write_snapshot(settings, [result.counter for result in measured], hardware)
     model = plan.settings.model
     profile = MemProfile(
@@ -98,13 +108,18 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
 
 
 def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
+    ranks = what.parallel.world_size
+    for name, is_on in (("compare", settings.compare), ("adaptive_batch", settings.adaptive_batch)):
+        if is_on and ranks > 1:
+            raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")
     hardware = pick_hardware("cpu", "auto")
     is_text = what.target is TrainTarget.TEXT
     batch_size = what.text.batch_size if is_text else largest_batch_shape(what).batch_size
-    stage, memory, buffer = _profile_training(what, hardware, reporter=reporter)
+    stage, memory, buffer = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
+    on_ranks = estimate_ranks(what, first=memory, reporter=reporter) if ranks > 1 else ()
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
-        of=f"training {what.target}, batch {batch_size}",
+        of=f"training {what.target}, batch {batch_size}{_shared(what)}",
         device=str(hardware.device),
         device_name=hardware.device_name,
         how=_how(hardware, f"{len(measured_steps(what))} steps", measured=stage.measured_bytes is not None),
@@ -112,6 +127,7 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
         parameters={str(what.target): count_trained(what)},
         buffer=buffer,
         allocator=None,
+        ranks=on_ranks,
         files=_files(settings),
     )
     if settings.compare:
@@ -127,9 +143,9 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
 
 
 def _profile_training(
-    settings: TrainSettings, hardware: Hardware, *, reporter: Reporter
+    settings: TrainSettings, hardware: Hardware, *, runs: int, reporter: Reporter
 ) -> tuple[StageProfile, TrainingMemory, BufferUse | None]:
-    """Return the profile of a step, what it is made from, and how the buffer of activations was used.
+    """Return the profile of a step, timed in so many `runs`, what it is made from, and how the buffer was used.
 
     A step that would not fit, or would take too long, is only predicted.
     """
@@ -137,12 +153,19 @@ def _profile_training(
         predicted = estimate_training(settings)
         progress.advance()
     reason = why_not_measured(predicted.peak_bytes, hardware)
+    if settings.parallel.world_size > 1:
+        reason = f"this is the first of {settings.parallel.world_size} ranks, and the others do not run"
     if reason is not None:
         return _training_stage(predicted, None, reason), predicted, _buffer(predicted)
     with reporter.stage("measure", total=1, unit="step") as progress:
         measured = measure_training(settings)
         progress.advance()
-    return _training_stage(predicted, measured, None), measured, _buffer(measured)
+    stage = _training_stage(predicted, measured, None)
+    if runs:
+        seconds, blocks = time_training(settings, runs=runs)
+        times = AccelerationReport.of({stage.name: seconds}, blocks, runs=runs)
+        stage = stage.model_copy(update={"times": times})
+    return stage, measured, _buffer(measured)
 
 
 def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
@@ -150,6 +173,7 @@ def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, 
     parts = [
         Part(name=name, predicted_bytes=size, measured_bytes=None if measured is None else measured.at_peak[name])
         for name, size in predicted.at_peak.items()
+        if name != BUFFERS or size
     ]
     held = None if measured is None else measured.held_for_backward
     parts.append(Part(name="held for backward", predicted_bytes=predicted.held_for_backward, measured_bytes=held))
@@ -165,6 +189,11 @@ def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, 
         modules=modules,
         timeline=Timeline.of(shown.counter),
     )
+
+
+def _shared(settings: TrainSettings) -> str:
+    described = settings.parallel.describe(settings.strategy)
+    return f", devices {described}" if settings.parallel.world_size > 1 else ""
 
 
 def _buffer(memory: TrainingMemory) -> BufferUse | None:

@@ -5,6 +5,8 @@ from itertools import pairwise, takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
+from opensora_cli.engine.components.timings import AccelerationReport
+from opensora_cli.engine.train.rank_memory import RankMemory, rank_lines
 from opensora_cli.memory.counting import TensorBytes
 
 MIB = 2**20
@@ -80,6 +82,8 @@ class StageProfile(Document):
     """Why."""
     modules: tuple[ModuleShare, ...] = ()
     timeline: Timeline | None = None
+    times: AccelerationReport | None = None
+    """Of runs after the measured one; None: it was not timed."""
 
     def lines(self) -> list[str]:
         """Return it for people: a table."""
@@ -93,7 +97,8 @@ class StageProfile(Document):
             found.append(f"  not measured: {self.not_measured}")
         if self.timeline:
             found.append(f"  timeline  {self.timeline.line()}")
-        return [*found, *_module_lines(self.modules)]
+        found += _module_lines(self.modules)
+        return [*found, *(f"  {line}" for line in self.times.lines())] if self.times else found
 
 
 class Technique(Document):
@@ -194,6 +199,8 @@ class MemProfile(Document):
     techniques: tuple[Technique, ...] = ()
     attention: tuple[AttentionCost, ...] = ()
     batch: LargestBatch | None = None
+    ranks: tuple[RankMemory, ...] = ()
+    """Predicted for each rank of a training on several devices."""
     files: dict[str, str]
     """What was written: kind -> path."""
 
@@ -212,6 +219,8 @@ class MemProfile(Document):
         ]
         for stage in self.stages:
             found += ["", *stage.lines()]
+        if self.ranks:
+            found += ["", *rank_lines(self.ranks)]
         found += ["", f"highest     {self.worst.name}", f"buffer      {_buffer_line(self.buffer)}"]
         found.append(f"allocator   {self._allocator_line()}")
         found += [f"note        {note}" for note in self.notes]

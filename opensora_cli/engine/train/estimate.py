@@ -3,7 +3,7 @@
 import time
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_til
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen_parts import find_frozen_parts, frozen_dtype
-from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights
+from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_device, give_fake_weights
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import (
     ActivationPlan,
@@ -21,24 +21,33 @@ from opensora_cli.engine.train.activations import (
     plan_activations,
     saved_activations,
 )
+from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task
+from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.precision import Precision
-from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
-WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN = "weights", "average", "gradients", "optimizer", "frozen parts"
+WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
+OFFLOADED = "offloaded"
+"""Buffers in the host's memory, beside a GPU: of activations, and of pieces of weights that are updated there."""
 ACTIVATIONS = "activations"
 """Everything else: what a forward pass keeps for the backward pass, and whatever is computed on the way."""
+_KEPT = (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)
+_MICRO_BATCHES = 2
+"""From the second one of an update on, gradients are there in a forward pass; more change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,11 @@ class TrainingMemory:
 
     peak_bytes: int
     at_peak: dict[str, int]
-    """What was there at the peak: `WEIGHTS` to `ACTIVATIONS`."""
+    """What was there at the peak, by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
+    most: dict[str, int]
+    """The most of each kind at any time."""
+    device_peak_bytes: int
+    """The peak of what is on the device, where that is a GPU: without moments and activations that are offloaded."""
     activations_by_module: dict[str, int]
     """Of the activations at the peak, those that a module's forward pass made, by its name; backward has no name."""
     by_weight: dict[str, tuple[int, int, int, int]]
@@ -55,26 +68,34 @@ class TrainingMemory:
     held_for_backward: int
     """Activations when the forward pass of the last step has ended."""
     buffer_bytes: int
-    """Size of the buffer of offloaded activations, which are part of the activations on a CPU."""
+    """Size of the buffer of offloaded activations, which is one of the `BUFFERS`."""
     buffer_used_bytes: int
     """The most that was in it."""
     counter: TensorBytes
     """The whole timeline."""
 
 
-def estimate_training(settings: TrainSettings) -> TrainingMemory:
-    """Return what `measure_training` would, on fake tensors: nothing is computed, and a few MB are allocated.
-    Raises RequestError if sizes contradict each other.
+def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemory:
+    """Return what `measure_training` would on one of the ranks, on fake tensors: nothing is computed, and a few MB are
+    allocated.
+
+    Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
     plan = plan_activations(settings)
     with torch.device("meta"):
         task, frozen = _task(settings)
-    with fake_device("cpu", gradients=True) as device, warnings.catch_warnings():
+    with (
+        fake_rank(settings, rank) as distribution,
+        fake_device("cpu", gradients=True) as device,
+        warnings.catch_warnings(),
+    ):
         # Copying the module for the average accesses its data pointers.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for module in (task.module, *frozen):
             give_fake_weights(module, device=device)
-        return _steps(settings, plan, task, frozen)
+            if module is not task.module and isinstance(module, Autoencoder):
+                module.encoder = cast(Any, Repeated(cast(nn.Module, module.encoder)))
+        return _steps(settings, plan, task, frozen, distribution=distribution, has_moments=True)
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
@@ -84,10 +105,13 @@ def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     return (0, 0, first_clips) if first_clips else (0, 1)
 
 
-def measure_training(settings: TrainSettings, *, limit: int | None = None) -> TrainingMemory:
-    """Do the `measured_steps` with random weights, frozen parts included, and return their memory.
+def measure_training(
+    settings: TrainSettings, *, limit: int | None = None, distribution: Distribution | None = None
+) -> TrainingMemory:
+    """Do the `measured_steps` with random weights, frozen parts included, and return their memory on this rank.
 
     Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
+    `distribution` None: this process alone, whatever ranks the settings have.
 
     Raises:
         MemoryError: it needs more than `limit` bytes, or than there is.
@@ -95,23 +119,29 @@ def measure_training(settings: TrainSettings, *, limit: int | None = None) -> Tr
         HardwareError: the host has no memory for offloaded activations.
     """
     task, frozen = _fresh_task(settings)
-    return _steps(settings, plan_activations(settings), task, frozen, limit=limit)
+    alone = Distribution(torch.device("cpu"))
+    plan = plan_activations(settings)
+    return _steps(settings, plan, task, frozen, distribution=distribution or alone, limit=limit)
 
 
-def time_training(settings: TrainSettings) -> float:
-    """Return the seconds of one step with fresh weights: the shorter of two, after one that makes the moments.
+def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float], dict[str, Spread]]:
+    """Return the seconds of steps with fresh weights, after one that makes the moments, and of the model's blocks.
 
-    It raises what `measure_training` raises.
+    Of blocks it is the forward pass, and that of checkpointed ones counts each time. It raises what `measure_training`
+    raises.
     """
     task, _ = _fresh_task(settings)
-    trainer = _trainer(settings, task)
+    device = torch.device("cpu")
+    trainer, blocks = _trainer(settings, task, Distribution(device)), ModuleTimes(device)
     times = []
     with saved_activations(task.module, plan_activations(settings)):
-        for _ in range(3):
-            start = time.perf_counter()
-            trainer.do_step()
-            times.append(time.perf_counter() - start)
-    return min(times[1:])
+        trainer.do_step()
+        with blocks.watch(blocks_of(task.module, "model")):
+            for _ in range(runs):
+                start = time.perf_counter()
+                trainer.do_step()
+                times.append(time.perf_counter() - start)
+    return times, blocks.spreads()
 
 
 def _steps(
@@ -120,33 +150,52 @@ def _steps(
     task: Task[Any],
     frozen: list[nn.Module],
     *,
+    distribution: Distribution,
     limit: int | None = None,
+    has_moments: bool = False,
 ) -> TrainingMemory:
-    with TensorBytes(limit=limit) as counter:
-        trainer = _trainer(settings, _MarkingTask(task, counter))
+    """Do the steps; with `has_moments` the transformer's first one is left out, and the moments are made before."""
+    if distribution.ranks > 1:
+        task.forward = distribution.shard(task.module)
+        if task.adversary is not None:
+            task.adversary.forward = distribution.shard(task.adversary.module)
+    counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
+    trainer = _trainer(settings, _MarkingTask(task, counter), distribution)
+    steps = measured_steps(settings)
+    if has_moments and settings.target is TrainTarget.MMDIT:
+        _make_moments(trainer)
+        steps = steps[-1:]
+    with counter, ExchangeOwners(counter):
         counter.add(list((trainer.ema or {}).values()), AVERAGE)
         counter.add(task.module, WEIGHTS)
         counter.add(_kept(trainer), OPTIMIZER)
+        counter.add(_staging(trainer), OFFLOADED)
+        if isinstance(distribution, FakeReplicated):
+            counter.add(distribution.buckets, GRADIENTS)
         for module in frozen:
             counter.add(module, FROZEN)
         with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"):
-            for step in measured_steps(settings):
+            if manager is not None:
+                counter.add(manager.buffers(), OFFLOADED)
+            for step in steps:
                 trainer.step = step
                 trainer.do_step()
                 counter.add(_gradients(trainer), GRADIENTS)
                 counter.add(_kept(trainer), OPTIMIZER)
-    return _memory(counter, trainer, plan, manager)
+                counter.add(_staging(trainer), OFFLOADED)
+    return _memory(settings, counter, trainer, plan, manager)
 
 
-def _trainer(settings: TrainSettings, task: Task[Any]) -> Trainer[Any]:
-    device = torch.device("cpu")
+def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distribution) -> Trainer[Any]:
+    data_ranks = settings.parallel.data_ranks(settings.strategy)
+    on_a_rank = min((settings.loop.micro_batches or data_ranks) // data_ranks, _MICRO_BATCHES)
     return Trainer(
         task,
         _largest_batches(settings),
-        loop=settings.loop.replace({"micro_batches": 1}),
+        loop=settings.loop.replace({"micro_batches": on_a_rank * distribution.data_ranks}),
         optimizer=settings.optimizer,
-        precision=Precision(settings.precision, device),
-        distribution=Distribution(device),
+        precision=Precision(settings.precision, distribution.device),
+        distribution=distribution,
         clock=Clock(),
         reporter=SilentReporter(),
         trained_only=settings.lora.is_on,
@@ -177,17 +226,29 @@ def _largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
 
 
 def _memory(
-    counter: TensorBytes, trainer: Trainer[Any], plan: ActivationPlan | None, manager: ActivationManager | None
+    settings: TrainSettings,
+    counter: TensorBytes,
+    trainer: Trainer[Any],
+    plan: ActivationPlan | None,
+    manager: ActivationManager | None,
 ) -> TrainingMemory:
     owners = counter.peak_by_owner()
-    kept = {name: owners.pop(name, 0) for name in (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)}
+    kept = {name: owners.pop(name, 0) for name in _KEPT}
+    buffers = owners.pop(BUFFERS, 0) + owners.pop(OFFLOADED, 0)
     before_backward = counter.owners_at(counter.marks[-1])
+    on_host = {OFFLOADED, *([OPTIMIZER] if settings.optimizer.offload_states else [])}
     return TrainingMemory(
         peak_bytes=counter.peak_bytes,
-        at_peak={**kept, ACTIVATIONS: sum(owners.values())},
+        at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(owners.values())},
+        most={
+            **{name: counter.most_of(name.__eq__) for name in _KEPT},
+            BUFFERS: counter.most_of((BUFFERS, OFFLOADED).__contains__),
+            ACTIVATIONS: counter.most_of(lambda owner: owner not in (*_KEPT, BUFFERS, OFFLOADED)),
+        },
+        device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
         activations_by_module={name: size for name, size in owners.items() if name},
         by_weight=_by_weight(trainer),
-        held_for_backward=sum(size for name, size in before_backward.items() if name not in kept),
+        held_for_backward=sum(size for name, size in before_backward.items() if name not in (*kept, BUFFERS)),
         buffer_bytes=0 if plan is None or manager is None else plan.buffer_bytes,
         buffer_used_bytes=0 if manager is None else manager.peak_bytes,
         counter=counter,
@@ -210,6 +271,8 @@ class _MarkingTask:
 
     def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the task's loss."""
+        # Those of the micro-batches before.
+        self._counter.add([weight.grad for weight in self.module.parameters() if weight.grad is not None], GRADIENTS)
         loss = self._task.loss(batch, rng)
         self._counter.mark("forward")
         return loss
@@ -288,6 +351,19 @@ def _gradients(trainer: Trainer[Any]) -> list[Tensor]:
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
+def _make_moments(trainer: Trainer[Any]) -> None:
+    for learner in trainer.learners.values():
+        for weight in learner.module.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        learner.update()
+        learner.zero_grad()
+
+
+def _staging(trainer: Trainer[Any]) -> list[Tensor]:
+    offloaded = (optimizer for optimizer in _optimizers(trainer) if isinstance(optimizer, OffloadedAdamW))
+    return [tensor for optimizer in offloaded for tensor in optimizer.staging()]
+
+
 def _optimizers(trainer: Trainer[Any]) -> list[torch.optim.Optimizer]:
     return [optimizer for learner in trainer.learners.values() for optimizer in learner.optimizers]
 
@@ -296,8 +372,14 @@ def _by_weight(trainer: Trainer[Any]) -> dict[str, tuple[int, int, int, int]]:
     kept: dict[int, int] = {}
     for optimizer in _optimizers(trainer):
         for weight, tensor in kept_tensors(optimizer):
-            kept[id(weight)] = kept.get(id(weight), 0) + tensor.nbytes
+            kept[id(weight)] = kept.get(id(weight), 0) + local(tensor).nbytes
+    own = ((name, weight, local(weight)) for name, weight in trainer.task.module.named_parameters())
     return {
-        name: (weight.numel(), weight.nbytes, 0 if weight.grad is None else weight.grad.nbytes, kept.get(id(weight), 0))
-        for name, weight in trainer.task.module.named_parameters()
+        name: (
+            part.numel(),
+            part.nbytes,
+            0 if weight.grad is None else local(weight.grad).nbytes,
+            kept.get(id(weight), 0),
+        )
+        for name, weight, part in own
     }

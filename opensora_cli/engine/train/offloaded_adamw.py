@@ -46,6 +46,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 if weight.grad is not None:
                     self._update(weight, weight.grad, group)
 
+    def staging(self) -> list[Tensor]:
+        """Return the host's memory for pieces of weights and gradients, once there was an update."""
+        return [tensor for stage in self._stages.values() for tensor in stage.tensors()]
+
     def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         part, state = local(weight), self.state[weight]
         if not state:
@@ -111,6 +115,10 @@ class _Stage:
             for _ in range(2)
         ]
         self._piece = piece
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that is held."""
+        return [tensor for slot in self._slots for tensor in (slot.values, slot.slope)]
 
     def passing(self, weight: Tensor, gradient: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield pieces of (N,) tensors on the host: the start of each, its weights, to be changed in place, and its

@@ -9,10 +9,12 @@ from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations
 from opensora_cli.engine.train.build import count_parameters, find_frozen_parts
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8
+from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import training_device
 from opensora_cli.engine.train.resuming import Resume, checkpoints_to_try
 from opensora_cli.engine.train.watching.logs import require_tensorboard
@@ -39,6 +41,8 @@ class TrainPlan(Document):
     """Names of the frozen parts that were not found."""
     activations: ActivationPlan | None
     """What is held between forward and backward, and where; None: everything, on the device."""
+    memory: tuple[RankMemory, ...] = ()
+    """Of each rank; empty where it was not estimated."""
     settings: TrainSettings
     resume_from: Resume | None = Field(exclude=True)
     """None: the run starts at step 0."""
@@ -63,6 +67,7 @@ class TrainPlan(Document):
             *_watching_lines(settings),
             *(f"weights     {path}" for path in self.weights.values()),
             *(f"missing     {name}" for name in self.missing_weights),
+            *(["", *rank_lines(self.memory)] if self.memory else []),
         ]
 
 
@@ -102,6 +107,11 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         resume_from=resume,
         overwrite=overwrite,
     )
+
+
+def with_memory(plan: TrainPlan, *, reporter: Reporter) -> TrainPlan:
+    """Return the plan with the memory of each rank; it raises what `estimate_ranks` raises."""
+    return plan.model_copy(update={"memory": estimate_ranks(plan.settings, reporter=reporter)})
 
 
 def _watching_lines(settings: TrainSettings) -> list[str]:

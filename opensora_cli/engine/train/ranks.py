@@ -1,6 +1,6 @@
 """The ranks of a training run: how they are started, agree on the settings, and share the work."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,16 +47,14 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
     settings = settings_of_ranks(settings, context)
     with joined(context, device_type=device_type(settings.device)) as device:
         settings = agreed(settings)
-        dtype = DTYPES[settings.precision.compute]
-        yield (
-            settings,
-            open_distribution(
-                settings.strategy,
-                settings.parallel,
-                device=device,
-                dtype=None if dtype is torch.float32 else dtype,
-            ),
-        )
+        dtype = gathered_dtype(settings)
+        yield settings, open_distribution(settings.strategy, settings.parallel, device=device, dtype=dtype)
+
+
+def gathered_dtype(settings: TrainSettings) -> torch.dtype | None:
+    """Return in what divided weights are gathered and computed with; None: as they are."""
+    dtype = DTYPES[settings.precision.compute]
+    return None if dtype is torch.float32 else dtype
 
 
 def training_device(settings: TrainSettings) -> torch.device:
@@ -70,12 +68,19 @@ def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape
 
 
 def open_distribution(
-    strategy: Strategy, parallel: TrainParallelSettings, *, device: torch.device, dtype: torch.dtype | None
+    strategy: Strategy,
+    parallel: TrainParallelSettings,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    replicated: Callable[[torch.device, ParallelMesh], Distribution] = ReplicatedDistribution,
+    sharded: type[ShardedDistribution] = ShardedDistribution,
 ) -> Distribution:
     """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
 
     One process alone needs no group, and ignores the strategy. `parallel` has passed `strategy_problems`. Gathered
-    weights are computed with in `dtype`; None: their own.
+    weights are computed with in `dtype`; None: their own. `replicated` is made for whole copies of the weights, and
+    `sharded` for shares of them.
     """
     shape = mesh_shape(strategy, parallel)
     if shape.size == 1:
@@ -83,8 +88,8 @@ def open_distribution(
     mesh = ParallelMesh(shape, device_type=device.type)
     use_mesh(mesh)
     if not strategy.shards:
-        return ReplicatedDistribution(device, mesh)
-    return ShardedDistribution(
+        return replicated(device, mesh)
+    return sharded(
         device,
         mesh,
         dtype=dtype,

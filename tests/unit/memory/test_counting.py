@@ -149,3 +149,14 @@ def test_storages_resized_without_an_operation_are_followed():
         other += 1
         assert (following.live_bytes, plain.live_bytes) == (600, 600)
     assert following.peak_bytes == 600
+    tensor.untyped_storage().resize_(0)
+    assert following.live_bytes == 600
+
+
+@torch.inference_mode()
+def test_storages_are_followed_after_an_operation_that_is_taken_apart():
+    with TensorBytes(follow_sizes=True) as counter:
+        tensor = nn.functional.linear(torch.zeros(2, 3, 10), torch.zeros(5, 10))
+        before = counter.live_bytes
+        tensor.untyped_storage().resize_(0)
+        assert counter.live_bytes == before - 120

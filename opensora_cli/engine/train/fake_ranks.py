@@ -1,0 +1,126 @@
+"""One rank of a training among others that are not there: it sends nothing, and holds what a real one holds."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution
+from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
+from opensora_cli.settings.train import TrainSettings
+
+GRADIENTS, BUFFERS = "gradients", "buffers"
+
+
+@contextmanager
+def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
+    """Be this rank of a run inside the block: its collectives return at once, and leave what they should fill.
+
+    To be entered before `fake_device`, inside which `Distribution.shard` is called. Raises RuntimeError in a process
+    that is a rank already.
+    """
+    device, ranks = torch.device("cpu"), settings.parallel.world_size
+    if ranks == 1:
+        yield Distribution(device)
+        return
+    if dist.is_initialized():
+        raise RuntimeError("the memory of ranks is estimated in a process that is none of them")
+    # Not at the top: it registers a backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield open_distribution(
+            settings.strategy,
+            settings.parallel,
+            device=device,
+            dtype=gathered_dtype(settings),
+            replicated=FakeReplicated,
+            sharded=_FakeSharded,
+        )
+    finally:
+        use_mesh(None)
+        dist.destroy_process_group()
+
+
+class _Alone(Distribution):
+    """What the other ranks would say is what this one says: what arrives from them has no values."""
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        return dict(values)
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+class _FakeSharded(_Alone, ShardedDistribution):
+    """FSDP2's own code, which asks nothing of its collectives."""
+
+
+class FakeReplicated(_Alone):
+    """What DistributedDataParallel holds, whose reducer does not take fake tensors: gradients lie in its buckets.
+
+    `buckets` are there from the beginning, gradients or none.
+    """
+
+    def __init__(self, device: torch.device, mesh: ParallelMesh) -> None:
+        super().__init__(device, mesh)
+        self.buckets: list[Tensor] = []
+        self._is_last = True
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        trained = [weight for weight in module.parameters() if weight.requires_grad]
+        for dtype in {weight.dtype for weight in trained}:
+            alike = [weight for weight in trained if weight.dtype == dtype]
+            bucket = torch.empty(sum(weight.numel() for weight in alike), dtype=dtype, device=alike[0].device)
+            for weight, piece in zip(alike, torch.split(bucket, [weight.numel() for weight in alike]), strict=True):
+                hook = partial(self._move, piece=piece)
+                weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self.buckets.append(bucket)
+        return module
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        self._is_last = last
+        yield
+
+    def _move(self, weight: Tensor, *, piece: Tensor) -> None:
+        """Copy a gradient of an update's last micro-batch into its bucket, unless it lies there."""
+        gradient = weight.grad
+        if not self._is_last or gradient is None:
+            return
+        if gradient.untyped_storage()._cdata != piece.untyped_storage()._cdata:
+            weight.grad = piece.as_strided(weight.shape, weight.stride(), piece.storage_offset()).copy_(gradient)
+
+
+class ExchangeOwners(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Owns, for a counter, what FSDP2 gathers weights into and sends gradients from, to be entered inside of it."""
+
+    def __init__(self, counter: TensorBytes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "fsdp":
+            match func._opname:
+                case "all_gather_copy_in":
+                    self._counter.add(result[1], BUFFERS)
+                case "split_with_sizes_copy":
+                    self._counter.add(kwargs["out"], BUFFERS)
+                case "chunk_cat":
+                    self._counter.add(args[0], GRADIENTS)
+                    self._counter.add(kwargs["out"], BUFFERS)
+        return result

@@ -1,0 +1,160 @@
+"""The memory of each rank of a training, before it starts: its real steps on fake tensors."""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from math import prod
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.train.activations import largest_batch_shape, token_grid
+from opensora_cli.engine.train.estimate import (
+    ACTIVATIONS,
+    AVERAGE,
+    FROZEN,
+    OPTIMIZER,
+    WEIGHTS,
+    TrainingMemory,
+    estimate_training,
+)
+from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
+from opensora_cli.engine.train.ranks import mesh_shape
+from opensora_cli.engine.train.strategy.sharded import feature_cuts, row_sizes
+from opensora_cli.engine.train.transformer import empty_transformer
+from opensora_cli.parallel.mesh import AXES
+from opensora_cli.parallel.shares import shares
+from opensora_cli.settings.train import TrainSettings
+
+MIB = 2**20
+
+
+class RankMemory(Document):
+    """What a rank holds in steps with the largest micro-batch: of each kind the most at any time.
+
+    The peak is that of their sum, which is less where the kinds have their peaks at different times.
+    """
+
+    rank: int
+    weights_bytes: int
+    gradients_bytes: int
+    moments_bytes: int
+    """What the optimizer keeps."""
+    ema_bytes: int
+    frozen_bytes: int
+    """Encoders that are not trained."""
+    activations_bytes: int
+    """What forward keeps for backward, and whatever is computed on the way."""
+    buffers_bytes: int
+    """Weights that are gathered from other ranks, gradients on their way there, and what is offloaded into."""
+    peak_bytes: int
+    """On a CPU, where offloaded memory counts too."""
+    device_peak_bytes: int
+    """On a GPU: without offloaded moments and activations."""
+
+    @classmethod
+    def of(cls, rank: int, memory: TrainingMemory) -> "RankMemory":
+        """Return the document of what was estimated, or measured."""
+        most = memory.most
+        return cls(
+            rank=rank,
+            weights_bytes=most[WEIGHTS],
+            gradients_bytes=most[GRADIENTS],
+            moments_bytes=most[OPTIMIZER],
+            ema_bytes=most[AVERAGE],
+            frozen_bytes=most[FROZEN],
+            activations_bytes=most[ACTIVATIONS],
+            buffers_bytes=most[BUFFERS],
+            peak_bytes=memory.peak_bytes,
+            device_peak_bytes=memory.device_peak_bytes,
+        )
+
+
+def estimate_ranks(
+    settings: TrainSettings, *, first: TrainingMemory | None = None, reporter: Reporter | None = None
+) -> tuple[RankMemory, ...]:
+    """Return the memory of every rank, in order; ranks that hold alike are estimated once.
+
+    `first` is what `estimate_training` has found of the first one already. Raises RequestError if sizes contradict each
+    other, and RuntimeError in a process that is a rank itself.
+    """
+    kinds: dict[object, list[int]] = {}
+    for rank, kind in enumerate(_kinds_of_ranks(settings)):
+        kinds.setdefault(kind, []).append(rank)
+    found: dict[int, RankMemory] = {}
+    with (reporter or SilentReporter()).stage("estimate memory", total=len(kinds), unit="kinds of ranks") as progress:
+        for ranks in kinds.values():
+            known = first if ranks[0] == 0 else None
+            memory = RankMemory.of(ranks[0], known or estimate_training(settings, rank=ranks[0]))
+            found |= {rank: memory.model_copy(update={"rank": rank}) for rank in ranks}
+            progress.advance()
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _kinds_of_ranks(settings: TrainSettings) -> list[object]:
+    """Return for each rank what its memory depends on: numbers of weights, tokens and heads."""
+    shape = mesh_shape(settings.strategy, settings.parallel)
+    if shape.size == 1 or not settings.strategy.shards:
+        return [None] * shape.size
+    cuts = feature_cuts(mmdit_config(settings.model), shape.tensor) if shape.tensor > 1 else {}
+    weights = {name: tuple(weight.shape) for name, weight in empty_transformer(settings).named_parameters()}
+    tokens = prod(token_grid(settings, largest_batch_shape(settings)))
+    row_ranks, sequence_ranks = shape.shard * shape.ring * shape.ulysses, shape.ring * shape.ulysses
+
+    def kind(rank: int) -> object:
+        place = dict(zip(AXES, _place(rank, astuple(shape)), strict=True))
+        sequence_rank = place["ring"] * shape.ulysses + place["ulysses"]
+        row_rank = place["shard"] * sequence_ranks + sequence_rank
+        held = []
+        for name, sizes in weights.items():
+            own = list(sizes)
+            if name in cuts:
+                own[cuts[name].dim] = cuts[name].sizes[place["tensor"]]
+            held.append(row_sizes(own[0], row_ranks)[row_rank] * prod(own[1:]))
+        heads = shares(settings.model.num_heads, shape.tensor)[place["tensor"]]
+        return (
+            tuple(held),
+            shares(tokens, sequence_ranks)[sequence_rank],
+            shares(settings.text.t5_max_length, sequence_ranks)[::-1][sequence_rank],
+            shares(heads, shape.ulysses)[place["ulysses"]],
+            place["ring"] if shape.ring > 1 else 0,
+        )
+
+    return [kind(rank) for rank in range(shape.size)]
+
+
+def _place(rank: int, sizes: Sequence[int]) -> list[int]:
+    """Return a rank's coordinates in a mesh of these sizes, in row-major order."""
+    place = []
+    for size in reversed(sizes):
+        rank, index = divmod(rank, size)
+        place.append(index)
+    return place[::-1]
+
+
+_COLUMNS = {
+    "weights": "weights_bytes",
+    "gradients": "gradients_bytes",
+    "moments": "moments_bytes",
+    "EMA": "ema_bytes",
+    "frozen": "frozen_bytes",
+    "activations": "activations_bytes",
+    "buffers": "buffers_bytes",
+    "peak": "peak_bytes",
+}
+
+
+def rank_lines(ranks: Sequence[RankMemory]) -> list[str]:
+    """Return a table in MiB, with a line for each run of ranks that hold alike."""
+    columns = dict(_COLUMNS)
+    if any(each.device_peak_bytes != each.peak_bytes for each in ranks):
+        columns["on a GPU"] = "device_peak_bytes"
+    found = [f"{'MiB a rank':12}" + "".join(f"{title:>13}" for title in columns)]
+    first = 0
+    for index, each in enumerate(ranks):
+        is_last = index + 1 == len(ranks) or ranks[index + 1].model_copy(update={"rank": each.rank}) != each
+        if is_last:
+            name = f"rank {first}" if first == index else f"ranks {first}-{index}"
+            sizes = (getattr(each, key) / MIB for key in columns.values())
+            found.append(f"{name:12}" + "".join(f"{size:>13,.1f}" for size in sizes))
+            first = index + 1
+    return found
