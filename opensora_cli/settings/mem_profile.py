@@ -50,8 +50,8 @@ def profiled_settings(
     *,
     assignments: Sequence[str],
     device: str | None,
-    gpus: int | None,
     environment: Mapping[str, str],
+    gpus: int | None = None,
 ) -> GenerateRequest | TrainSettings:
     """Return what is to be profiled: a request to generate, or a training.
 
