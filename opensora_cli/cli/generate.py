@@ -158,9 +158,9 @@ def generate(
         "--devices": devices,
     }
     with errors.interruptible():
-        request = _request(flags, assignments=set_ or [], sidecar=from_, config=config)
         runs = (profile_runs or _PROFILED_RUNS) if profile else 0
-        _run(request, dry_run=dry_run, profiled_runs=runs, as_json=json_, quiet=quiet)
+        request = _request(flags, assignments=set_ or [], sidecar=from_, config=config, profiled_runs=runs)
+        _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
 def _check_prompt(prompt: str | None, prompt_text: str | None) -> None:
@@ -206,7 +206,12 @@ def _joined(files: list[str] | None, flag: str, what: str) -> str | None:
 
 
 def _request(
-    flags: Mapping[str, object], *, assignments: Sequence[str], sidecar: Path | None, config: Path | None
+    flags: Mapping[str, object],
+    *,
+    assignments: Sequence[str],
+    sidecar: Path | None,
+    config: Path | None,
+    profiled_runs: int,
 ) -> "GenerateRequest":
     """Return what was asked for; `flags` are the values of options, None where not given."""
     from opensora_cli.settings.explain import Given
@@ -221,6 +226,7 @@ def _request(
         config=config,
         environment=os.environ,
         others=_other_settings(),
+        profiled_runs=profiled_runs,
     )
 
 
@@ -233,7 +239,7 @@ def _other_settings() -> tuple[type["Section"], ...]:
     return (TrainSettings,)
 
 
-def _run(request: "GenerateRequest", *, dry_run: bool, profiled_runs: int, as_json: bool, quiet: bool) -> None:
+def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
     from opensora_cli.core.ranks import find_context
 
     with errors.uninterrupted():
@@ -243,19 +249,17 @@ def _run(request: "GenerateRequest", *, dry_run: bool, profiled_runs: int, as_js
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main)
     if dry_run:
-        if profiled_runs:
-            reporter.note(f"profile: everything is to be run {profiled_runs} times, and once before to warm up")
+        if request.profiled_runs:
+            reporter.note(f"profile: everything is to be run {request.profiled_runs} times, and once before to warm up")
         plan = engine.plan_from_request(request, reporter=reporter, context=context)
         if is_main:
             output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
-    if profiled_runs:
-        flags += ["--profile", "--profile-runs", str(profiled_runs)]
-    result = engine.generate_from_request(
-        request, reporter=reporter, context=context, rank_flags=flags, profiled_runs=profiled_runs
-    )
+    if request.profiled_runs:
+        flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
+    result = engine.generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
 

@@ -58,6 +58,8 @@ class GenerateRequest:
     config: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     others: Sequence[type[Section]] = ()
+    profiled_runs: int = 0
+    """Over 0, everything is run so often, and timed."""
 
 
 def load_runtime_settings(request: GenerateRequest) -> RuntimeSettings:

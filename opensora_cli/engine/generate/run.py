@@ -98,7 +98,6 @@ def generate_from_request(
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
-    profiled_runs: int = 0,
 ) -> GenerateResult | None:
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
@@ -115,7 +114,8 @@ def generate_from_request(
         _note(choice, reporter)
         start_ranks(settings, flags=rank_flags)
         return None
-    return _generate(settings, reporter=reporter, context=context, choice=choice, profiled_runs=profiled_runs)
+    runs = request.profiled_runs
+    return _generate(settings, reporter=reporter, context=context, choice=choice, profiled_runs=runs)
 
 
 def plan_from_request(
