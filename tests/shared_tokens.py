@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.parallel.sequence import sequence_attention
@@ -37,6 +38,7 @@ def attention_errors(
     dtype: torch.dtype,
     scale: float,
     device_type: str = "cpu",
+    backend: str = "sdpa",
 ) -> tuple[list[float], list[torch.dtype]]:
     """Compute on all ranks of the pool, and return the largest errors of the result and of the gradients of q, k, v.
 
@@ -48,6 +50,7 @@ def attention_errors(
         dtype: of the tensors; what is compared with is computed in fp64.
         scale: of the random numbers.
         device_type: where to compute.
+        backend: of attention.
     """
     mesh = mesh_of(ring=ring, ulysses=ulysses, device_type=device_type)
     lengths = SequenceLengths.of_mesh(mesh)
@@ -60,7 +63,7 @@ def attention_errors(
 
     # Laid out as a model lays them out: heads behind tokens.
     given = [whole[:, :, own].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for whole in wholes]
-    out = sequence_attention(sdpa, mesh, lengths)(*given)
+    out = sequence_attention(attention_backend(backend), mesh, lengths)(*given)
     assert out.shape == given[0].shape
     out.backward(gradient[:, :, own])
     pairs = [(out, expected), *((ours.grad, theirs.grad) for ours, theirs in zip(given, exact, strict=True))]

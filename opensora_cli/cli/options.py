@@ -13,6 +13,7 @@ import typer
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.settings.enums import (
     AspectRatio,
+    AttentionChoice,
     DType,
     Fit,
     ModelChoice,
@@ -211,6 +212,14 @@ Dtype = Annotated[
         "--dtype", help="auto is bfloat16 on CUDA, float32 on a CPU. Default: auto.", rich_help_panel=_MACHINE
     ),
 ]
+Attention = Annotated[
+    AttentionChoice | None,
+    typer.Option(
+        "--attention",
+        help="What computes the transformer's attention; auto is the fastest that works on the device. Default: auto.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Offload = Annotated[
     OffloadChoice | None,
     typer.Option(
@@ -367,6 +376,7 @@ SETTINGS = {
     "--weights": "runtime.weights",
     "--device": "runtime.device",
     "--dtype": "runtime.dtype",
+    "--attention": "runtime.attention",
     "--offload": "memory.offload",
     "--resident-blocks": "memory.resident_blocks",
     "--memory-limit": "memory.limit",

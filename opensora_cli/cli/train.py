@@ -70,6 +70,7 @@ def train(
     device: options.Device = None,
     gpus: options.Gpus = None,
     devices: options.Devices = None,
+    attention: options.Attention = None,
 ) -> None:
     """Train a part of the video model: the transformer, an adapter for it, an autoencoder or the text encoders.
 
@@ -90,6 +91,7 @@ def train(
         "device": ("--device", device),
         "parallel.gpus": ("--gpus", gpus),
         "parallel.devices": ("--devices", devices),
+        "train_mmdit.attention": ("--attention", attention),
     }
     with errors.interruptible():
         from opensora_cli.settings.explain import Given

@@ -56,6 +56,8 @@ class AttentionBackend:
     """(q_BHND, k_BHMD, v_BHMD) -> the kernel that computes such tensors in parts; None: no ring attention with it."""
     compared: tuple[tuple[str, ComparedKernel], ...] = ()
     """Its kernels under the names that `osora mem-profile` prints."""
+    mismatch: Callable[[], str | None] | None = None
+    """Says, of an installed library without kernels for this torch, for which it has some; None: nothing to say."""
 
     def __call__(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
         """Return the attention of whole sequences; see `AttentionFn`."""
@@ -65,3 +67,8 @@ class AttentionBackend:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which parts are summed: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def transposed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return (B, H, N, D) as (B, N, H, D), or back, in the same memory."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from opensora_cli.settings.base import ByteSize, Section
-from opensora_cli.settings.enums import DType, HostWeights, ModelChoice, OffloadChoice
+from opensora_cli.settings.enums import AttentionChoice, DType, HostWeights, ModelChoice, OffloadChoice
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
@@ -129,6 +129,10 @@ class RuntimeSettings(PlacementSettings):
 
     model_choice: ModelChoice = Field(
         default=ModelChoice.AUTO, description="auto: the best model that this machine can run"
+    )
+    attention: AttentionChoice = Field(
+        default=AttentionChoice.AUTO,
+        description="how the transformer computes attention; auto: the fastest way that works on the device",
     )
 
 

@@ -80,6 +80,19 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
 
+class AttentionChoice(StrEnum):
+    """How the transformer's attention is computed (`core.attention_kinds`); `auto` is the fastest that works here."""
+
+    AUTO = "auto"
+    SDPA = "sdpa"
+    CUDNN = "cudnn"
+    FLASH2 = "flash2"
+    FLASH3 = "flash3"
+    XFORMERS = "xformers"
+    MATH = "math"
+    BF16_PRODUCTS = "bf16_products"
+
+
 class TargetFormat(StrEnum):
     """What can be written. `checkpoint.formats` also knows what can only be read."""
 

@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths, Source
 from opensora_cli.settings.base import Section, split_list
 from opensora_cli.settings.components import (
@@ -23,6 +24,7 @@ from opensora_cli.settings.components import (
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import (
     AspectRatio,
+    DType,
     Fit,
     ModelChoice,
     ModelName,
@@ -224,6 +226,12 @@ class GenerateSettings(Section):
             *_condition_problems(self),
             *_parallel_problems(self),
             *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
+            *attention_problems(
+                self.runtime.attention,
+                setting="runtime.attention",
+                ring_degree=self.parallel.ring_degree,
+                is_fp32=self.runtime.dtype is DType.FLOAT32,
+            ),
         ]
         if problems:
             raise ValueError("\n".join(problems))

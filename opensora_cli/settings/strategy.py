@@ -122,7 +122,6 @@ def strategy_problems(
     uses_muon: bool,
     uses_lora: bool,
     uses_fp8_linears: bool,
-    attention: str,
 ) -> list[str]:
     """Return contradictions between settings, each with its fix.
 
@@ -139,11 +138,6 @@ def strategy_problems(
     if strategy is Strategy.HYBRID and compiles:
         problems.append(
             "compile=true does not go with strategy=hybrid, whose blocks talk to others: use zero3, or false"
-        )
-    if parallel.ring_degree not in (None, 1) and attention != "sdpa":
-        problems.append(
-            f"train_mmdit.attention={attention} has no effect with parallel.ring_degree={parallel.ring_degree}, which "
-            "computes attention in parts: use sdpa, or parallel.ulysses_degree"
         )
     if parallel.tensor_parallel_degree not in (None, 1):
         named = f"parallel.tensor_parallel_degree={parallel.tensor_parallel_degree}"

@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
@@ -25,6 +26,7 @@ from opensora_cli.settings.reference_training import read_reference_training
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings, strategy_problems
 from opensora_cli.settings.train_loop import (
     CheckpointSettings,
+    Compute,
     LoopSettings,
     OptimizerName,
     OptimizerSettings,
@@ -206,7 +208,6 @@ def _strategy_problems(settings: TrainSettings) -> list[str]:
         uses_muon=settings.optimizer.name is OptimizerName.MUON,
         uses_lora=settings.lora.is_on,
         uses_fp8_linears=settings.precision.fp8_linears,
-        attention=settings.train_mmdit.attention,
     )
 
 
@@ -226,6 +227,12 @@ def _transformer_problems(settings: TrainSettings) -> list[str]:
         *data.size_problems(grid.spatial_compression_ratio * model.patch_size),
         *settings.train_mmdit.problems(model=model, grid=grid, longest=max(data.lengths())),
         *settings.samples.problems(data, grid=grid, patch_size=model.patch_size),
+        *attention_problems(
+            settings.train_mmdit.attention,
+            setting="train_mmdit.attention",
+            ring_degree=settings.parallel.ring_degree,
+            is_fp32=settings.precision.compute is Compute.FP32,
+        ),
     ]
     for kind, count, most in (
         ("double", memory.checkpoint_double_blocks, model.depth),

@@ -1,6 +1,5 @@
 """The objectives of the transformer, the autoencoder and the text encoders."""
 
-from enum import StrEnum
 from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, create_model, model_validator
@@ -9,17 +8,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Referen
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
-from opensora_cli.settings.enums import DType, VAEKind
-
-
-class TrainAttention(StrEnum):
-    """How the transformer's attention is computed in training."""
-
-    SDPA = "sdpa"
-    """Torch's fused kernels."""
-    BF16_PRODUCTS = "bf16_products"
-    """Two matrix products in bfloat16, with all weights in between: quicker on a CPU for some hundred tokens."""
-
+from opensora_cli.settings.enums import AttentionChoice, DType, VAEKind
 
 _DEFAULT_WEIGHTS = {
     "t2v": 10.0,
@@ -92,9 +81,9 @@ class MMDiTTrainSettings(Section):
         description="leave given first and last frames out of the loss, unless frames between them are given too",
     )
     sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="noise that is left at time 0")
-    attention: TrainAttention = Field(
-        default=TrainAttention.SDPA,
-        description="sdpa: torch's fused kernels; bf16_products: quicker on a CPU for some hundred tokens",
+    attention: AttentionChoice = Field(
+        default=AttentionChoice.AUTO,
+        description="how the transformer computes attention; auto: the fastest way that works on the device",
     )
     frozen_dtype: DType = Field(
         default=DType.AUTO,

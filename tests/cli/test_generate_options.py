@@ -64,6 +64,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--weights", "/w"], "runtime.weights", "/w"),
         (["--device", "cuda:1"], "runtime.device", "cuda:1"),
         (["--dtype", "bfloat16"], "runtime.dtype", "bfloat16"),
+        (["--attention", "math"], "runtime.attention", "math"),
         (["--model", "open-sora-v2"], "runtime.model_choice", "open-sora-v2"),
         (["--set", "sampling.flow_shift=3"], "sampling.flow_shift", 3.0),
         (["--set", "model.depth=1", "--set", "model.depth_single_blocks=2"], "model.depth_single_blocks", 2),

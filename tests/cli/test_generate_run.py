@@ -90,6 +90,8 @@ def test_json_goes_back_in(osora, out, tmp_path, capsys):
         "raining-sea_seed43.mp4",
     ]
     sidecar = document["outputs"][1]["sidecar"]
+    chosen = {"backend": "sdpa", "reason": "auto: torch's fused kernels; the others are for GPUs"}
+    assert document["attention"] == json.loads(Path(sidecar).read_text())["attention"] == chosen
     assert app.main(["generate", "--from", sidecar, "--out", str(tmp_path / "again")]) == 0
     capsys.readouterr()
     again = tmp_path / "again" / "raining-sea_seed43.mp4"
@@ -123,6 +125,27 @@ def test_a_profile_is_asked_for_and_planned(osora):
     assert (code, "--profile-runs has no effect without --profile" in stderr) == (2, True)
     code, _, stderr = osora("raining, sea", "--profile", "--dry-run")
     assert (code, "profile: everything is to be run 3 times" in stderr) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["--attention", "flash2"], 4, ["needs flash-attn, which is not installed", "pip install flash-attn"]),
+        (["--attention", "cudnn"], 4, ["runs on CUDA devices alone, and this is cpu", "use auto, sdpa or math"]),
+        (["--attention", "cudnn", "--dtype", "float32"], 2, ["computes in float16 and bfloat16 alone"]),
+        (
+            ["--attention", "bf16_products", "--gpus", "2", "--set", "parallel.ring_degree=2"],
+            2,
+            ["has no log-sum-exp", "use auto, sdpa, cudnn, flash2, flash3, xformers or math, or parallel.ulysses"],
+        ),
+        (["--attention", "flash4"], 2, ["'flash4' is not one of 'auto'"]),
+    ],
+)
+def test_attention_that_cannot_be_is_refused_before_weights_are_read(osora, monkeypatch, args, code, told):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found, stdout, stderr = osora("raining, sea", "--device", "cpu", "--dry-run", *args)
+    assert (found, stdout) == (code, "")
+    assert all(words in stderr for words in told)
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):

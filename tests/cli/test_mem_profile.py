@@ -15,6 +15,7 @@ from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.mem_profile import measured_stages
 from opensora_cli.settings.train import TrainSettings
 
+KINDS_OF_GPUS = {"cudnn", "flash2", "flash3", "xformers"}
 SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set", "model.depth_single_blocks=1"]
 
 
@@ -161,6 +162,10 @@ def test_techniques_and_attention_are_compared(tmp_path: Path, capsys: pytest.Ca
         {cost["tokens"]: cost["memory_bytes"] for cost in document["attention"] if cost["kind"] == kind}
         for kind in ("flash", "standard (math)")
     )
+    missing = {cost["kind"]: cost["reason"] for cost in document["attention"] if cost["kind"] in KINDS_OF_GPUS}
+    assert missing.keys() == KINDS_OF_GPUS
+    assert missing["cudnn"] == "cudnn runs on CUDA devices alone"
+    assert all(missing.values())
     assert flash[4096] == 4 * flash[1024]  # linear
     assert standard[4096] > 14 * standard[1024]  # quadratic
 

@@ -53,7 +53,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--config", "--from", "--set", "--overwrite", "--json", "--quiet", "--dry-run", "--check-data"} <= named
-    assert {"--resume", "--resume-from", "--allow-older", "--device", "--gpus", "--devices"} <= named
+    assert {"--resume", "--resume-from", "--allow-older", "--device", "--gpus", "--devices", "--attention"} <= named
 
 
 def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +77,24 @@ def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, capsys: pyte
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["--attention", "cudnn"], 4, "train_mmdit.attention=cudnn runs on CUDA devices alone, and this is cpu"),
+        (["--attention", "cudnn", "--set", "precision.compute=fp32"], 2, "computes in float16 and bfloat16 alone"),
+        (
+            ["--gpus", "2", "--set", "strategy=hybrid", "--set", "parallel.ring_degree=2"],
+            2,
+            "train_mmdit.attention=bf16_products has no log-sum-exp, which parallel.ring_degree=2 merges parts with",
+        ),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(tmp_path, capsys, args: list[str], code: int, told: str) -> None:
+    demo = ["train", "--config", "demo", "--dry-run", "--device", "cpu", "--set", f"output={tmp_path}"]
+    assert main([*demo, *args]) == code
+    assert told in capsys.readouterr().err
+
+
 @pytest.fixture
 def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes seconds, and has tests of its own."""
@@ -89,7 +107,9 @@ def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.
     demo = ["train", "--config", "demo", "--dry-run", *(word for each in chosen for word in ("--set", each))]
     assert main([*demo, "--set", "memory.activation_buffer=64MB"]) == 0
     words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host, buffer 64.0 MB"
-    assert f"\nmemory      {words}\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"\nmemory      {words}\n" in out
+    assert "\nattention   bf16_products (as set)\n" in out
     assert main([*demo, "--set", "memory.activation_buffer=1MB"]) == 2
     assert "memory.activation_buffer=1000000 is too small for a step" in capsys.readouterr().err
 

@@ -156,7 +156,7 @@ def _checks(
         "links": lambda: check_links(machine.links),
         "libraries": lambda: check_libraries(machine.torch, machine.gpus),
         "precision": lambda: check_precision(machine.torch, machine.gpus),
-        "attention": lambda: check_attention(facts.read_backends(), machine.gpus),
+        "attention": lambda: check_attention(facts.read_attention()),
         "video": lambda: check_encoder(facts.read_encoder()),
         "memory": lambda: check_memory(machine.host, machine.weights, has_gpus=bool(machine.gpus)),
         "disk": lambda: check_disk(machine.weights),

@@ -4,7 +4,6 @@ What a function raises becomes a finding of its check.
 """
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import sys
@@ -16,13 +15,21 @@ from typing import Protocol
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.files import nearest_existing
+from opensora_cli.engine.components.attention import (
+    AttentionPlan,
+    AttentionUse,
+    better_than_sdpa,
+    choose_attention,
+    why_unusable,
+)
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware
+from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
 from opensora_cli.engine.env_check.report import PresetNeeds
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.models.attention import backend_names
+from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -30,14 +37,8 @@ from opensora_cli.settings.load import load_preset
 _WEIGHT_BYTES = 2
 _BIGGEST_LIMIT = 2**60
 """Control groups write "no limit" as a number that no machine has."""
-_BACKEND_PACKAGES = {
-    "sdpa": None,
-    "math": None,
-    "flash2": ("flash_attn", "flash-attn"),
-    "flash3": ("flash_attn_interface", "flash_attn_3"),
-    "xformers": ("xformers", "xformers"),
-}
-"""Each backend's module and distribution; None: part of torch."""
+_HEAD_DIM = 128
+"""Of the released model."""
 _CUDA_LIBRARIES = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so")
 
 
@@ -93,13 +94,26 @@ class WeightFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """A way to compute attention."""
+    """An attention backend of a library, or one of torch that not every device has."""
 
     name: str
-    package: str | None
-    """The version of its package; None: it is not installed. Empty: part of torch."""
-    in_registry: bool
-    """Whether osora can use it."""
+    version: str | None = None
+    """Of the library; None: it is not installed, or the backend needs none."""
+    install: str | None = None
+    """The line that installs the library; None: it needs none."""
+    problem: str | None = None
+    """Why it cannot be used on the first device; None: it can."""
+    wanted: bool = False
+    """Whether `auto` would take it on that device, if it worked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFacts:
+    """What generation with `--attention auto` computes attention with here, and what else there is."""
+
+    device: str
+    chosen: AttentionPlan
+    others: tuple[BackendFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,25 +230,27 @@ def read_weights(environment: Mapping[str, str]) -> WeightFacts:
     )
 
 
-def read_backends() -> tuple[BackendFacts, ...]:
-    """Return the ways to compute attention."""
-    return tuple(
-        BackendFacts(name=name, package=_package(source), in_registry=name in backend_names())
-        for name, source in _BACKEND_PACKAGES.items()
-    )
-
-
-def _package(source: tuple[str, str] | None) -> str | None:
-    if source is None:
-        return ""
-    module, distribution = source
-    # Looked for, not imported: that takes seconds, and may end the process where builds do not fit.
-    if importlib.util.find_spec(module) is None:
-        return None
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+def read_attention() -> AttentionFacts:
+    """Return what computes attention on the first device, each kind of kernels tried there."""
+    hardware = pick_hardware("auto", "auto")
+    use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=_HEAD_DIM)
+    is_cuda = use.device.type == "cuda"
+    wanted = better_than_sdpa(use.device) if is_cuda else ()
+    others = []
+    for name, kind in ATTENTION_KINDS.items():
+        library = kind.library
+        if library is not None or (kind.needs_cuda and is_cuda):
+            others.append(
+                BackendFacts(
+                    name=name,
+                    version=None if library is None else library.version(),
+                    install=None if library is None else library.install,
+                    problem=why_unusable(name, use),
+                    wanted=name in wanted,
+                )
+            )
+    chosen = choose_attention(AttentionChoice.AUTO, use, setting="runtime.attention")
+    return AttentionFacts(device=str(use.device), chosen=chosen, others=tuple(others))
 
 
 def read_encoder() -> EncoderFacts:

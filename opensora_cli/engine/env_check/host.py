@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from opensora_cli.core.gpus import GpuFacts
 from opensora_cli.engine.components.hardware import GIB
-from opensora_cli.engine.env_check.facts import BackendFacts, EncoderFacts, HostFacts, WeightFacts
+from opensora_cli.engine.env_check.facts import AttentionFacts, EncoderFacts, HostFacts, WeightFacts
 from opensora_cli.engine.env_check.report import Check, Finding, PresetNeeds
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
 
@@ -87,46 +86,19 @@ def check_encoder(facts: EncoderFacts) -> Iterator[Finding]:
         )
 
 
-def check_attention(backends: Sequence[BackendFacts], gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Report which attention is used, which others are installed, and how to install those that are not."""
+def check_attention(facts: AttentionFacts) -> Iterator[Finding]:
+    """Report what computes attention here, what else could be asked for, and what `auto` would take if it were here."""
     check = Check("attention")
-    for backend in backends:
-        fits = _any_gpu_runs(backend.name, gpus)
-        if backend.name == "sdpa":
-            yield check.ok(f"sdpa, torch's own, is used{_kernel(gpus)}")
-        elif backend.name == "math":
-            yield check.ok("math is here, the slow reference")
-        else:
-            unused = "" if backend.in_registry else "; this version of osora does not use it"
-            unfit = "" if fits else "; no GPU here runs it"
-            if backend.package:
-                yield check.ok(f"{backend.name} {backend.package} is installed{unused or unfit}")
-            else:
-                yield check.note(f"{backend.name} is not installed{unused or unfit}", fix=_INSTALL[backend.name])
-
-
-_INSTALL = {
-    "flash2": "pip install flash-attn --no-build-isolation",
-    # It has no release of its own yet.
-    "flash3": "git clone https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation "
-    "./flash-attention/hopper",
-    "xformers": "pip install 'xformers>=0.0.35'",
-}
-
-
-def _any_gpu_runs(name: str, gpus: Sequence[GpuFacts]) -> bool:
-    """Return whether a GPU here runs the kernels of a backend."""
-    if name == "flash3":  # written for Hopper alone
-        return any(gpu.capability[0] == 9 for gpu in gpus)
-    if name == "flash2":
-        return any(gpu.capability >= (8, 0) for gpu in gpus)
-    return bool(gpus)
-
-
-def _kernel(gpus: Sequence[GpuFacts]) -> str:
-    if not gpus:
-        return ""
-    return " with its flash kernels" if _any_gpu_runs("flash2", gpus) else " with its memory-efficient kernels"
+    yield check.ok(f"auto takes {facts.chosen.backend} on {facts.device}: {facts.chosen.reason.removeprefix('auto: ')}")
+    for other in facts.others:
+        named = f"{other.name} {other.version}" if other.version else other.name
+        if other.problem is None:
+            if other.name != facts.chosen.backend:
+                yield check.ok(f"{named} works here, too: --attention {other.name}")
+        elif other.version is not None:
+            yield check.note(f"{named} is installed and is not used: {other.problem}")
+        elif other.wanted and other.install is not None:
+            yield check.note(f"{other.name} is not installed, which auto would take here", fix=other.install)
 
 
 def _gib(count: int) -> str:

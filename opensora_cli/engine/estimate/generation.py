@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
+from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_video_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
@@ -66,6 +67,8 @@ class GenerationSizes:
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
     loras: LoraRanks = field(default_factory=LoraRanks)
+    attention: str = "sdpa"
+    """The backend."""
 
 
 def estimate_generation(
@@ -136,7 +139,7 @@ def _denoising(
     ]
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        attention = fake_attention(sizes.mesh)
+        attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention))
         transformer = fake_module(
             lambda: _with_loras(MMDiT(with_depth(config, 2), attention=attention), sizes.loras),
             device=device,

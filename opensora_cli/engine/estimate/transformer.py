@@ -7,12 +7,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.attention import AttentionFn, accumulation_dtype
+from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
 from opensora_cli.engine.components.loras import LoraRanks, factor_sizes
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.memory.host_weights import ALIGNMENT, slot_bytes
 from opensora_cli.memory.streaming import streaming_bytes
+from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, RepeatedBlocks, repeated_blocks
@@ -141,9 +142,12 @@ class FakeSequenceParallel:
         return whole.narrow(dim, 0, shares(whole.shape[dim], self._ranks)[0]).clone()
 
 
-def fake_attention(mesh: MeshShape) -> AttentionFn:
-    """Return what allocates what the attention between ranks does (`UlyssesAttention`, `RingAttention`)."""
-    attention = sdpa if mesh.ring == 1 else _round_the_ring
+def fake_attention(mesh: MeshShape, backend: AttentionBackend = sdpa) -> AttentionFn:
+    """Return what allocates what the attention between ranks does (`UlyssesAttention`, `RingAttention`).
+
+    `backend` is one that runs on fake tensors (`attention_stand_in`).
+    """
+    attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend)
     return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses)
 
 
@@ -162,11 +166,12 @@ def _exchanged(tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
     return [part.clone() for part in received]
 
 
-def _round_the_ring(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
+def _round_the_ring(backend: AttentionBackend, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
     # Those that came, and those on their way.
     coming = [torch.empty_like(tensor) for tensor in (k_BHND, v_BHND, k_BHND, v_BHND)]
     out = torch.empty_like(q_BHND, dtype=accumulation_dtype(q_BHND.dtype))
-    part = sdpa(q_BHND, *coming[:2])
+    # A fused kernel allocates its result in either way.
+    part = backend(q_BHND, *coming[:2]) if backend is sdpa else MATH_PARTS.attend(q_BHND, coming[0], coming[1])[0]
     out.lerp_(part.to(out.dtype), 0.5)
     del part, coming
     return out.to(q_BHND.dtype)

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import Field, InstanceOf
 
 from opensora_cli.core.documents import Document
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
@@ -81,6 +82,8 @@ class PlanDocument(Document):
     """What may be used: what is free, or `memory.limit`."""
     mesh: MeshShape
     offload: OffloadPlan
+    attention: AttentionPlan | None
+    """What computes the transformer's attention; None: it does not run."""
     fits: bool
     weights: dict[Component, Path]
     loras: tuple[PlannedLora, ...]
@@ -126,6 +129,7 @@ class PlanDocument(Document):
             budget_gib=plan.budget_bytes / GIB,
             mesh=plan.mesh,
             offload=plan.offload,
+            attention=plan.attention,
             fits=plan.fits,
             weights=dict(plan.weights.paths),
             loras=tuple(
@@ -159,6 +163,7 @@ class PlanDocument(Document):
             f"{self.model_evaluations} model evaluations",
             f"memory    {memory}",
             *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
+            *([f"attention {self.attention.line()}"] if self.attention is not None else []),
             f"offload   {'; '.join(self.offload.lines()) or 'none'}",
             f"peak      {gib_or_less(plan.peak_bytes)} of {gib_or_less(plan.budget_bytes)} "
             f"{'allowed' if limited else 'free'}: {'fits' if self.fits else 'does not fit'}",

@@ -29,6 +29,7 @@ from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
@@ -128,6 +129,8 @@ def load_transformer(
                     _hold_8_bits(block, copies)
     add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     transformer.set_sequence_chunk(offload.chunk_tokens)
+    if plan.attention is not None:
+        transformer.set_attention(attention_backend(plan.attention.backend))
     return transformer
 
 

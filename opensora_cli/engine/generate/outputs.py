@@ -212,6 +212,7 @@ def write_sidecar(
         **peak_memory_gib,
         "mesh": asdict(plan.mesh),
         "offload": asdict(plan.offload),
+        "attention": None if plan.attention is None else plan.attention.to_json(),
         "versions": versions(),
         "settings": used_settings(sample_settings(plan, sample)),
     }

@@ -7,8 +7,10 @@ from math import prod
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
@@ -48,6 +50,8 @@ class ExecutionPlan:
     stages: tuple[StageMemory, ...]
     """With that offload, on each of the ranks; rank 0 alone encodes references."""
     loras: tuple[Lora, ...] = ()
+    attention: AttentionPlan | None = None
+    """None: the transformer does not run."""
 
     @property
     def decodes_only(self) -> bool:
@@ -155,16 +159,19 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
         yield f"--num-frames {frames}", {"video.num_frames": frames}
 
 
-def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -> ExecutionPlan:
+def make_plan(
+    settings: GenerateSettings, *, hardware: Hardware | None = None, tries_device: bool = True
+) -> ExecutionPlan:
     """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
 
     Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`. `hardware`
-    is where one of several ranks runs; None: what `settings` name, of which each rank has its share.
+    is where one of several ranks runs; None: what `settings` name, of which each rank has its share. `tries_device`:
+    whether this process may use the device, on which kernels of attention are tried.
 
     Raises:
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
         CheckpointError: an adapter is missing or broken, or does not fit the transformer.
-        HardwareError: there is no such device.
+        HardwareError: there is no such device, or the attention that is asked for does not work there.
     """
     hardware = hardware or rank_hardware(settings)
     num_blocks, resident = _num_blocks(settings), settings.memory.resident_blocks
@@ -189,6 +196,7 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
     require_branches(mesh, settings, guidance, mode)
     # Saved latents have gone through them already.
     loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
+    attention = None if settings.from_latents is not None else _attention(settings, hardware, mesh, tries_device)
     sizes = GenerationSizes(
         height=height,
         width=width,
@@ -198,6 +206,7 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
         guidance=guidance,
         mesh=mesh,
         loras=LoraRanks.of(loras),
+        attention="sdpa" if attention is None else attention.backend,
     )
     parameters = count_parameters(settings, weights)
 
@@ -242,6 +251,7 @@ def make_plan(settings: GenerateSettings, *, hardware: Hardware | None = None) -
         offload=offload,
         stages=estimate(offload),
         loras=loras,
+        attention=attention,
     )
 
 
@@ -257,6 +267,20 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     if hardware.device.type == "cuda":
         return hardware
     return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
+
+
+def _attention(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape, tries_device: bool) -> AttentionPlan:
+    use = AttentionUse(
+        device=hardware.device,
+        dtype=hardware.dtype,
+        head_dim=settings.model.hidden_size // settings.model.num_heads,
+        in_parts=mesh.ring > 1,
+    )
+    choice, setting = settings.runtime.attention, "runtime.attention"
+    # A ring that was not asked for is known only now.
+    for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
+        raise RequestError(problem)
+    return choose_attention(choice, use, setting=setting, tries_device=tries_device)
 
 
 def _guidance(settings: GenerateSettings) -> Guidance:

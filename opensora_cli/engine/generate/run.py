@@ -16,6 +16,7 @@ from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import (
     Hardware,
     limited_memory,
@@ -81,10 +82,12 @@ class GenerateResult(Document):
     """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
     profile: AccelerationReport | None = None
     """Times over repeated runs, if they were asked for; else left out."""
+    attention: AttentionPlan | None = None
+    """What computed the transformer's attention, and why; left out where saved latents were decoded."""
     settings: GenerateSettings
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document, with the one of the two peaks that was measured."""
+        """Return the document, without what was not measured or did not run."""
         return {key: value for key, value in super().to_json().items() if value is not None}
 
     def lines(self) -> list[str]:
@@ -225,6 +228,8 @@ def _carry_out(
     plan.require_fit()
     if plan.mesh.size > 1:
         reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
+    if plan.attention is not None:
+        reporter.note(f"attention: {plan.attention.line()}")
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     files = sample_files(plan)
@@ -255,6 +260,7 @@ def _carry_out(
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         **peak_memory_gib(plan.hardware.device),
         profile=None if times is None else _report(runs, times),
+        attention=plan.attention,
         settings=plan.settings,
     )
 
@@ -306,7 +312,7 @@ def _check_before_ranks(settings: GenerateSettings) -> None:
     dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
     # Not asked for its free memory: the context that this makes would stay until the end.
     hardware = Hardware(torch.device(kind), kind, dtype, free_bytes=sys.maxsize, total_bytes=sys.maxsize)
-    plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware)
+    plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     plan.weights.require(plan.components)
     check_outputs(sample_files(plan), plan, create=False)
     references_of(plan, SilentReporter())

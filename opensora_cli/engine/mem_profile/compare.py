@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from opensora_cli.core.attention import ComparedKernel
+from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.attention import AttentionUse, why_unusable
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
 from opensora_cli.engine.components.loras import LoraRanks
@@ -196,11 +198,16 @@ def attention_costs(
     """Return memory and time of one attention, for each kind and each length in tokens, without gradients."""
     found = []
     head_dim = model.hidden_size // model.num_heads
-    kernels = {kind: kernel for name in backend_names() for kind, kernel in attention_backend(name).compared}
+    use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim)
+    kernels = [(name, *compared) for name in backend_names() for compared in attention_backend(name).compared]
     with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
-        for kind, kernel in kernels.items():
+        for name, kind, kernel in kernels:
+            # Those that may be missing, or made for something else; of torch's own it is known by running them.
+            problem = why_unusable(name, use) if ATTENTION_KINDS[name].needs_cuda else None
             for tokens in lengths:
-                found.append(_cost(kind, kernel, hardware, (1, model.num_heads, tokens, head_dim)))
+                shape = 1, model.num_heads, tokens, head_dim
+                missing = None if problem is None else AttentionCost(kind=kind, tokens=tokens, reason=problem)
+                found.append(missing or _cost(kind, kernel, hardware, shape))
                 release_memory(hardware.device)
                 progress.advance()
     return tuple(found)

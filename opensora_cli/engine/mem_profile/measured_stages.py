@@ -31,6 +31,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.settings.enums import OffloadMode
@@ -152,6 +153,8 @@ def random_transformer(plan: ExecutionPlan) -> MMDiT:
             if not streams:
                 block.to(device)
     transformer.set_sequence_chunk(offload.chunk_tokens)
+    if plan.attention is not None:
+        transformer.set_attention(attention_backend(plan.attention.backend))
     return fill_randomly(transformer, device)
 
 

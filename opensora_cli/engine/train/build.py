@@ -9,6 +9,7 @@ import torch
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode import frozen_parts
@@ -21,6 +22,7 @@ from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.mmdit import build_mmdit_task
 from opensora_cli.engine.train.objectives.task import BatchSource, SampledBatches, Task
 from opensora_cli.engine.train.objectives.vae import build_vae_task
+from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.transformer import (
     compile_blocks,
@@ -28,6 +30,7 @@ from opensora_cli.engine.train.transformer import (
     fill_parts,
     new_transformer,
 )
+from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import linears_of_blocks
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -42,7 +45,7 @@ def build_task(
     Raises:
         RequestError: sizes contradict each other.
         CheckpointError: frozen parts are missing (all are named) or broken, or so is the file of the first weights.
-        HardwareError: the device has no kernels for it.
+        HardwareError: the device has no kernels for it, or those of the chosen attention do not work there.
     """
     # Layers take their first weights from torch's global generator, whose state is the caller's.
     with torch.random.fork_rng(devices=[]):
@@ -54,6 +57,23 @@ def build_task(
     if task.adversary is not None:
         task.adversary.forward = distribution.shard(task.adversary.module)
     return task
+
+
+def plan_attention(settings: TrainSettings, *, device: torch.device, tries_device: bool = True) -> AttentionPlan:
+    """Return what computes the attention of the transformer that is trained, and its gradients; see `choose_attention`.
+
+    It raises what that raises.
+    """
+    use = AttentionUse(
+        device=device,
+        dtype=DTYPES[settings.precision.compute],
+        head_dim=settings.model.hidden_size // settings.model.num_heads,
+        gradients=True,
+        in_parts=(settings.parallel.ring_degree or 1) > 1,
+    )
+    return choose_attention(
+        settings.train_mmdit.attention, use, setting="train_mmdit.attention", tries_device=tries_device
+    )
 
 
 def open_clips_cache(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> ClipCache | None:
@@ -139,6 +159,7 @@ def _build(
             if settings.precision.fp8_linears:
                 require_fp8(device)
                 use_fp8_linears(transformer, linears_of_blocks(transformer.config))
+            transformer.set_attention(attention_backend(plan_attention(settings, device=device).backend))
             if settings.compile:
                 compile_blocks(transformer, warn=reporter.warn)
             return build_mmdit_task(settings, transformer, device=device, clips=clips)

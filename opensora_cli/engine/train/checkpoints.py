@@ -31,6 +31,7 @@ from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import OutputError, TrainingError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.train.state import files_of, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -39,6 +40,8 @@ from opensora_cli.settings.train_loop import CheckpointSettings
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """The scores by which checkpoints are compared."""
 
+ATTENTION = "attention"
+"""Key in `running_states.json`: what computed the transformer's attention."""
 DONE = "done"
 """Key in `running_states.json`: what of validation and samples this step has had before an interruption."""
 
@@ -80,11 +83,18 @@ class CheckpointWriter:
             # Other ranks may be gone; the launcher ends this one too.
             self._job.join()
 
-    def save(self, trainer: Trainer[Any], *, validation_loss: float | None = None, done: Sequence[str] = ()) -> Path:
+    def save(
+        self,
+        trainer: Trainer[Any],
+        *,
+        validation_loss: float | None = None,
+        done: Sequence[str] = (),
+        attention: AttentionPlan | None = None,
+    ) -> Path:
         """Copy the state of a run between two steps, start to write it, and return its folder, not there until whole.
 
         The best checkpoint is chosen by `validation_loss`; None: by the mean loss of the steps since the last call.
-        `done` names what has been done at this step beside training; the checkpoint keeps it.
+        `done` names what has been done at this step beside training; the checkpoint keeps it, and `attention`.
 
         Raises:
             OutputError: neither of the two saves before could be written; the same on all ranks.
@@ -102,6 +112,8 @@ class CheckpointWriter:
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
         running = _running_states(trainer, validation_loss, done)
+        if attention is not None:
+            running[ATTENTION] = attention.to_json()
         share = self._share(trainer, running)
         trainer.losses.clear()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
@@ -35,7 +36,6 @@ from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
-from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -309,7 +309,7 @@ def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
 
     encoders = Encoders(vae, t5=t5, clip=clip, dtype=dtype, tiling=vae_tiling(settings.vae))
     task = MMDiTTask(
-        MMDiT(mmdit_config(model), attention=attention_backend(settings.train_mmdit.attention)),
+        MMDiT(mmdit_config(model), attention=attention_stand_in(settings.train_mmdit.attention)),
         settings=settings.train_mmdit,
         grid=settings.vae.grid,
         empty_prompt=EmptyPrompt(t5([""])[0], clip([""])[0]),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from pydantic import Field
 
 from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
@@ -10,8 +11,9 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.train.activations import ActivationPlan, plan_activations
-from opensora_cli.engine.train.build import count_parameters, find_frozen_parts
+from opensora_cli.engine.train.build import count_parameters, find_frozen_parts, plan_attention
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
@@ -43,6 +45,8 @@ class TrainPlan(Document):
     """What is held between forward and backward, and where; None: everything, on the device."""
     memory: tuple[RankMemory, ...] = ()
     """Of each rank; empty where it was not estimated."""
+    attention: AttentionPlan | None
+    """What computes the transformer's attention; None: it is not what is trained."""
     settings: TrainSettings
     resume_from: Resume | None = Field(exclude=True)
     """None: the run starts at step 0."""
@@ -63,6 +67,7 @@ class TrainPlan(Document):
             *([f"devices     {parallel.describe(settings.strategy)}"] if self.ranks > 1 else []),
             f"output      {self.output}: {', '.join(self.exports)}",
             *([f"memory      {self.activations.line()}"] if self.activations else []),
+            *([f"attention   {self.attention.line()}"] if self.attention else []),
             *([f"cache       {cache}"] if (cache := settings.train_mmdit.cache) and is_transformer else []),
             *_watching_lines(settings),
             *(f"weights     {path}" for path in self.weights.values()),
@@ -103,6 +108,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         weights={name: path for name, path in frozen.items() if path is not None},
         missing_weights=tuple(name for name, path in frozen.items() if path is None),
         activations=plan_activations(settings),
+        attention=_attention(settings) if settings.target is TrainTarget.MMDIT else None,
         settings=settings,
         resume_from=resume,
         overwrite=overwrite,
@@ -112,6 +118,14 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
 def with_memory(plan: TrainPlan, *, reporter: Reporter) -> TrainPlan:
     """Return the plan with the memory of each rank; it raises what `estimate_ranks` raises."""
     return plan.model_copy(update={"memory": estimate_ranks(plan.settings, reporter=reporter)})
+
+
+def _attention(settings: TrainSettings) -> AttentionPlan:
+    if settings.parallel.world_size == 1:
+        return plan_attention(settings, device=training_device(settings))
+    # Each of several ranks tries its own device.
+    device = torch.device("cpu" if settings.device == "cpu" else "cuda")
+    return plan_attention(settings, device=device, tries_device=False)
 
 
 def _watching_lines(settings: TrainSettings) -> list[str]:

@@ -22,11 +22,12 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import tf32_products
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.engine.train.activations import saved_activations
-from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache
-from opensora_cli.engine.train.checkpoints import DONE, CheckpointWriter
+from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache, plan_attention
+from opensora_cli.engine.train.checkpoints import ATTENTION, DONE, CheckpointWriter
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
@@ -55,6 +56,8 @@ class TrainResult(Document):
     resumed_from: int | None
     """Step; None for a run from the start."""
     parameters: int
+    attention: AttentionPlan | None
+    """What computed the transformer's attention, and why; None: another part was trained."""
 
     def lines(self) -> list[str]:
         """Return the path of everything that was exported."""
@@ -115,6 +118,7 @@ class _Run:
         self._watching = open_watching(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._samples: SampleVideos | None = None
         self._validation: HeldOutLoss | None = None
+        self._attention: AttentionPlan | None = None
         self._validation_loss: float | None = None
         """Of the weights as they are now."""
         self._done: list[str] = []
@@ -165,6 +169,7 @@ class _Run:
             steps=trainer.step,
             resumed_from=None if folder is None else first_step,
             parameters=self._plan.parameters,
+            attention=self._attention,
         )
 
     def _enter_output(self, stack: ExitStack) -> None:
@@ -193,6 +198,8 @@ class _Run:
 
     def _build(self, stack: ExitStack) -> Trainer[Any]:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
+        if settings.target is TrainTarget.MMDIT:
+            self._attention = plan_attention(settings, device=distribution.device)
         # First: encoders are freed before the model is loaded, and broken tables are found early.
         self._validation = open_validation(settings, distribution=distribution, reporter=reporter)
         self._samples = open_samples(settings, distribution=distribution, output=self._output, reporter=reporter)
@@ -223,6 +230,12 @@ class _Run:
                 hint=f"use a number over {trainer.step}: --set loop.steps=N",
             )
         self._done = list(running.get(DONE, ()))
+        before = running.get(ATTENTION, {}).get("backend")
+        if self._attention is not None and before not in (None, self._attention.backend):
+            self._reporter.warn(
+                f"attention: {self._attention.line()}, and up to this checkpoint it was {before}: "
+                "the run goes on equal but for rounding"
+            )
         if folder.parent == self._output:
             self._saved, self._saved_step = folder, trainer.step
 
@@ -245,6 +258,8 @@ class _Run:
         target, parameters = self._settings.target, self._plan.parameters
         steps = self._settings.loop.steps
         self._reporter.note(f"{target}: {parameters:,} parameters, steps {first_step} to {steps}")
+        if self._attention is not None:
+            self._reporter.note(f"attention: {self._attention.line()}")
         if self._plan.activations:
             self._reporter.note(f"memory: {self._plan.activations.line()}")
 
@@ -310,7 +325,9 @@ class _Run:
         beat("checkpoint")
         if self._saved_step != trainer.step:
             with self._watching.clock.part("checkpoint"):
-                self._saved = self._writer.save(trainer, validation_loss=self._validation_loss, done=self._done)
+                self._saved = self._writer.save(
+                    trainer, validation_loss=self._validation_loss, done=self._done, attention=self._attention
+                )
             self._saved_step = trainer.step
 
     def _save_last(self, trainer: Trainer[Any]) -> OutputError | None:

@@ -13,7 +13,6 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
-from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
@@ -31,7 +30,6 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
     Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a library that is missing.
     """
     transformer = transformer_on_meta(settings.model)
-    transformer.set_attention(attention_backend(settings.train_mmdit.attention))
     if settings.lora.is_on:
         add_lora(transformer.to(weights_dtype(settings)), settings.lora, seed=settings.loop.seed)
     return transformer

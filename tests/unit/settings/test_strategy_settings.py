@@ -15,7 +15,6 @@ def _problems(strategy: str, parallel: dict[str, int], **given: object) -> list[
         "uses_muon": False,
         "uses_lora": False,
         "uses_fp8_linears": False,
-        "attention": "sdpa",
     }
     return strategy_problems(Strategy(strategy), TrainParallelSettings.model_validate(parallel), **{**plain, **given})
 
@@ -104,13 +103,6 @@ def test_degrees_that_contradict_each_other(given: dict[str, int], message: str)
             "parallel.ulysses_degree=4 must be at most the heads of a rank: use 2, or parallel.ring_degree",
         ),
         (
-            "hybrid",
-            {"gpus": 4, "ring_degree": 2},
-            {"attention": "bf16_products"},
-            "train_mmdit.attention=bf16_products has no effect with parallel.ring_degree=2, which computes attention "
-            "in parts: use sdpa, or parallel.ulysses_degree",
-        ),
-        (
             "zero1",
             {"gpus": 2},
             {"trains_transformer": False},
@@ -168,7 +160,7 @@ def test_fewer_ranks_than_micro_batches() -> None:
 
 def test_what_goes_with_ddp() -> None:
     given = {"uses_muon": True, "uses_lora": True, "uses_fp8_linears": True, "compiles": True}
-    assert _problems("ddp", {"gpus": 2}, **given, attention="bf16_products") == []
+    assert _problems("ddp", {"gpus": 2}, **given) == []
 
 
 def test_what_a_strategy_comes_to_is_told() -> None:

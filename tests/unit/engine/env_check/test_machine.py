@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.env_check.facts import (
+    AttentionFacts,
     BackendFacts,
     EncoderFacts,
     HostFacts,
     PythonFacts,
     WeightFacts,
+    read_attention,
     read_presets,
 )
 from opensora_cli.engine.env_check.host import (
@@ -190,22 +193,28 @@ def test_links_of_several_kinds():
     assert findings[-1].severity is WARNING
 
 
-def test_attention_backends_and_how_to_install_them():
-    backends = [
-        BackendFacts(name="sdpa", package="", in_registry=True),
-        BackendFacts(name="flash2", package=None, in_registry=True),
-        BackendFacts(name="flash3", package=None, in_registry=True),
-        BackendFacts(name="xformers", package="0.0.35", in_registry=False),
-    ]
-    findings = list(check_attention(backends, [GPU]))
-    assert severities(findings) == [OK, NOTE, NOTE, OK]
-    assert "is used with its flash kernels" in findings[0].message
-    assert (findings[1].message, findings[1].fix) == (
-        "flash2 is not installed",
-        "pip install flash-attn --no-build-isolation",
+def test_what_auto_takes_what_works_besides_and_what_would_be_taken():
+    others = (
+        BackendFacts(name="cudnn"),
+        BackendFacts(name="flash2", install="pip install flash-attn", problem="flash-attn is not installed"),
+        BackendFacts(name="flash3", install="build it", problem="flash_attn_3 is not installed", wanted=True),
+        BackendFacts(name="xformers", version="0.0.35", install="pip install", problem="it was built for torch 2.10"),
     )
-    assert findings[2].message == "flash3 is not installed; no GPU here runs it"
-    assert findings[3].message == "xformers 0.0.35 is installed; this version of osora does not use it"
+    chosen = AttentionPlan(backend="sdpa", reason="auto: torch picks; flash3 is not there")
+    findings = list(check_attention(AttentionFacts(device="cuda:0", chosen=chosen, others=others)))
+    assert severities(findings) == [OK, OK, NOTE, NOTE]
+    assert [(finding.message, finding.fix) for finding in findings] == [
+        ("auto takes sdpa on cuda:0: torch picks; flash3 is not there", None),
+        ("cudnn works here, too: --attention cudnn", None),
+        ("flash3 is not installed, which auto would take here", "build it"),
+        ("xformers 0.0.35 is installed and is not used: it was built for torch 2.10", None),
+    ]
+
+
+def test_nothing_is_advised_for_a_cpu():
+    (finding, *installed) = check_attention(read_attention())
+    assert finding.message.startswith("auto takes sdpa on ")
+    assert all(each.fix is None for each in installed)
 
 
 def test_the_table_rounds_needs_up():

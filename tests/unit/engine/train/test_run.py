@@ -141,7 +141,15 @@ class TestMMDiT:
         settings = tiny_training.mmdit_settings(tmp_path, vae_folder, text_folder)
         with pytest.raises(KeyboardInterrupt, match="step 2 of 4 is saved"):
             train(settings, reporter=tiny_training.StopAfter(2))
-        assert train(settings, resume=Resume()).resumed_from == 2
+        assert running_states(tmp_path, 2)["attention"]["backend"] == "sdpa"
+        warned = []
+        reporter = SilentReporter()
+        reporter.warn = warned.append
+        result = train(settings.replace({"train_mmdit.attention": "math"}), resume=Resume(), reporter=reporter)
+        assert (result.resumed_from, result.attention.line()) == (2, "math (as set)")
+        assert running_states(tmp_path, 4)["attention"]["backend"] == "math"
+        [line] = warned
+        assert line.startswith("attention: math (as set), and up to this checkpoint it was sdpa: ")
 
     def test_missing_parts_are_refused_by_name(self, tmp_path, text_folder):
         settings = tiny_training.mmdit_settings(tmp_path / "run", text_folder)

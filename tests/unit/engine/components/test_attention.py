@@ -1,0 +1,220 @@
+"""Which attention a run computes with, and what makes a backend count as there."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_libraries import fake_flash2, fake_flash3, fake_xformers
+
+from opensora_cli.core import attention_kinds
+from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.components import attention
+from opensora_cli.engine.components.attention import (
+    AttentionUse,
+    attention_stand_in,
+    choose_attention,
+    why_unusable,
+)
+from opensora_cli.engine.estimate.fake_tensors import fake_device
+from opensora_cli.engine.estimate.transformer import fake_attention
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.attention import attention_backend
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.enums import AttentionChoice
+
+CPU = AttentionUse(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=16)
+GPU = replace(CPU, device=torch.device("cuda", 0))
+SETTING = "runtime.attention"
+
+
+@pytest.fixture(autouse=True)
+def _tried_again():
+    why_unusable.cache_clear()
+    yield
+    why_unusable.cache_clear()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Let the kernels of libraries be tried on the CPU, where their stand-ins compute."""
+    for name, kind in ATTENTION_KINDS.items():
+        monkeypatch.setitem(ATTENTION_KINDS, name, replace(kind, needs_cuda=False))
+
+
+def choose(name, use=CPU, **options):
+    return choose_attention(AttentionChoice(name), use, setting=SETTING, **options)
+
+
+def test_auto_on_a_cpu_is_torchs_own():
+    plan = choose("auto")
+    assert (plan.backend, plan.line()) == ("sdpa", "sdpa (auto: torch's fused kernels; the others are for GPUs)")
+    assert choose("math").line() == "math (as set)"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "install"),
+    [
+        ("flash2", "flash-attn", "pip install flash-attn --no-build-isolation"),
+        ("flash3", "flash_attn_3", "./flash-attention/hopper"),
+        ("xformers", "xformers", "xformers"),
+    ],
+)
+@pytest.mark.parametrize("use", [CPU, GPU])
+def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(
+    monkeypatch, name, package, install, use
+):
+    monkeypatch.setattr(attention_kinds.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(HardwareError, match=f"{SETTING}={name} needs {package}, which is not installed") as error:
+        choose(name, use, tries_device=False)
+    assert error.value.exit_code == 4
+    assert install in error.value.hint
+    assert ("CUDA devices alone" in error.value.message) is (use is CPU)
+
+
+def test_kernels_for_gpus_are_refused_on_a_cpu(monkeypatch):
+    fake_flash2(monkeypatch)
+    for name in ("cudnn", "flash2"):
+        with pytest.raises(HardwareError, match=f"{SETTING}={name} runs on CUDA devices alone, and this is cpu"):
+            choose(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "fake"), [("flash2", fake_flash2), ("flash3", fake_flash3), ("xformers", fake_xformers)]
+)
+@pytest.mark.usefixtures("on_cpu")
+def test_a_backend_that_agrees_is_there(monkeypatch, name, fake):
+    library = fake(monkeypatch)
+    for use in (CPU, replace(CPU, gradients=True), replace(CPU, in_parts=True)):
+        assert why_unusable(name, use) is None
+    assert choose(name).backend == name
+    count = len(library.calls)
+    assert choose(name).backend == name
+    assert len(library.calls) == count, "it is tried once"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_backend_that_computes_something_else_is_not_there(monkeypatch):
+    fake_flash2(monkeypatch, scaled=0.5)
+    with pytest.raises(HardwareError, match=r"flash2 does not work here: flash2 differs from math by \d+%"):
+        choose("flash2")
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("needs", "tried"), [("gradients", ()), ("in_parts", ()), (None, ("not here",))])
+def test_only_what_a_run_needs_is_tried(monkeypatch, needs, tried):
+    """A build without a backward pass generates, and does not train."""
+    fake_flash2(monkeypatch)
+    import flash_attn
+
+    attend = flash_attn.flash_attn_func
+
+    def without_backward(q, k, v, **named):
+        if q.requires_grad or named.get("return_attn_probs"):
+            raise RuntimeError("This build has no such kernel.\nSee the log.")
+        return attend(q, k, v, **named)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_func", without_backward)
+    use = CPU if needs is None else replace(CPU, **{needs: True})
+    expected = None if tried else "flash2: This build has no such kernel. See the log."
+    assert why_unusable("flash2", use) == expected
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_values_that_are_no_numbers_agree_with_nothing(monkeypatch):
+    fake_flash2(monkeypatch)
+    import flash_attn
+
+    monkeypatch.setattr(flash_attn, "flash_attn_func", lambda q, k, v, **named: q * float("nan"))
+    assert why_unusable("flash2", CPU).startswith("flash2 differs from math")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_xformers_for_another_torch_imports_and_is_not_there(monkeypatch, tmp_path):
+    fake_xformers(monkeypatch)
+    import xformers
+
+    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {"cuda": 1208, "torch": "2.10.0+cu128"}}))
+    monkeypatch.setattr(xformers, "__file__", str(tmp_path / "__init__.py"), raising=False)
+    monkeypatch.setattr(xformers, "__version__", "0.0.35", raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    # What its builds are for matters where they do not work.
+    assert why_unusable("xformers", CPU) is None
+
+    def no_operator(*given, **named):
+        raise NotImplementedError("No operator found for `memory_efficient_attention_forward` with inputs:\n query")
+
+    monkeypatch.setattr(xformers.ops, "memory_efficient_attention", no_operator)
+    why_unusable.cache_clear()
+    reason = "xformers 0.0.35 was built for torch 2.10.0+cu128, and this is torch 2.13.0+cu130"
+    assert why_unusable("xformers", CPU) == reason
+    with pytest.raises(HardwareError, match="xformers does not work here"):
+        choose("xformers")
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
+    why_unusable.cache_clear()
+    assert why_unusable("xformers", CPU).startswith("xformers: No operator found for")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_library_that_cannot_be_imported_says_why(monkeypatch):
+    fake_flash2(monkeypatch)
+    monkeypatch.delattr("flash_attn.flash_attn_func")
+    assert why_unusable("flash2", CPU).startswith("flash2: cannot import name 'flash_attn_func'")
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_flash", "works", "backend"),
+    [
+        ((9, 0), True, {"flash3", "flash2", "xformers", "cudnn"}, "flash3"),
+        ((9, 0), True, {"flash2", "xformers", "cudnn"}, "sdpa"),
+        ((8, 0), True, {"flash3", "flash2", "xformers", "cudnn"}, "sdpa"),
+        ((10, 0), True, {"cudnn"}, "sdpa"),
+        ((8, 9), False, {"flash2", "xformers"}, "flash2"),
+        ((8, 9), False, {"xformers"}, "xformers"),
+        ((8, 9), False, set(), "sdpa"),
+    ],
+)
+def test_what_auto_takes_on_a_gpu(monkeypatch, capability, has_flash, works, backend):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_flash)
+    tried = []
+    monkeypatch.setattr(attention, "why_unusable", lambda name, use: tried.append(name) or _unless(name in works, name))
+    plan = choose("auto", GPU)
+    assert plan.backend == backend
+    assert plan.reason.startswith("auto: ")
+    # What was tried in vain is told.
+    assert all((f"{name} is not there" in plan.reason) is (backend == "sdpa") for name in tried if name not in works)
+    assert "cudnn" not in tried
+
+
+def _unless(works, name):
+    return None if works else f"{name} is not there"
+
+
+def test_a_process_that_starts_ranks_leaves_their_devices_alone(monkeypatch):
+    fake_flash2(monkeypatch)
+    monkeypatch.setattr(attention, "why_unusable", lambda name, use: pytest.fail("tried"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pytest.fail("asked"))
+    # Nor are those of a machine that is only planned for.
+    assert choose("auto", GPU).backend == "sdpa"
+    assert choose("flash2", GPU, tries_device=False).line() == "flash2 (as set)"
+    assert choose("auto", GPU, tries_device=False).line() == "sdpa (auto: unless something faster works on the device)"
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(ring=2), MeshShape(ulysses=2)])
+def test_estimates_count_the_scores_of_what_is_not_fused(mesh):
+    tokens, scores = 512, 4 * 512 * 512 * 4
+
+    def peak(name):
+        with fake_device("cpu") as device:
+            attend = fake_attention(mesh, attention_stand_in(name))
+            given = [torch.empty(1, 4, tokens, 16, device=device) for _ in range(3)]
+            with TensorBytes() as counter, torch.inference_mode():
+                attend(*given)
+        return counter.peak_bytes
+
+    assert peak("math") >= peak("sdpa") + scores
+    assert peak("auto") == peak("flash2") == peak("xformers") == peak("sdpa")
+    assert attention_stand_in("bf16_products") is attention_backend("bf16_products")

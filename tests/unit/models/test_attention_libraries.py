@@ -1,0 +1,133 @@
+"""Backends of libraries, each against the signatures recorded of it, and cuDNN's against torch's own schema."""
+
+import pytest
+import torch
+from attention_libraries import FLASH3_B1, HALF, fake_flash2, fake_flash3, fake_xformers
+
+from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.models.attention import attention_backend, backend_names
+from opensora_cli.models.attention.math import math
+from opensora_cli.parallel.ring import merge
+from opensora_cli.settings.enums import AttentionChoice
+
+LIBRARIES = {
+    "flash2": [("flash2", fake_flash2)],
+    "flash3": [("flash3", fake_flash3), ("flash3", lambda monkeypatch: fake_flash3(monkeypatch, FLASH3_B1))],
+    "xformers": [("xformers", fake_xformers)],
+}
+FAKES = [fake for fakes in LIBRARIES.values() for fake in fakes]
+TOLERANCE = 0.03
+"""Of bfloat16, for results of about 1."""
+
+
+def draw(*lengths, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, n, 16, generator=generator).to(dtype) for n in lengths]
+
+
+@pytest.mark.parametrize(("name", "fake"), FAKES)
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_whole_and_its_gradients_are_those_of_math(monkeypatch, name, fake, dtype):
+    library = fake(monkeypatch)
+    *qkv, gradient = draw(7, 7, 7, 7, dtype=dtype)
+    found, expected = [], []
+    for attention, results in ((attention_backend(name), found), (math, expected)):
+        leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+        out = attention(*leaves)
+        results += [out, *torch.autograd.grad(out, leaves, gradient)]
+    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+    assert all(tensor.dtype is dtype for tensor in found)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other.float()).abs().max() < TOLERANCE
+    ((_, given),) = library.calls
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    assert [tensor.shape for tensor in tensors] == [(2, 7, 3, 16)] * 3
+    assert given.get("softmax_scale", given.get("scale")) == 16**-0.5
+
+
+@pytest.mark.parametrize(("name", "fake"), FAKES)
+def test_parts_make_the_whole_and_its_gradients(monkeypatch, name, fake):
+    fake(monkeypatch)
+    q, k, v, gradient = draw(5, 7, 7, 5)
+    kernel = attention_backend(name).part_kernel(q, k, v)
+    exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    expected = math(*exact)
+    pieces = list(zip(k.split((3, 4), 2), v.split((3, 4), 2), strict=True))
+    (out, lse), (part, part_lse) = (kernel.attend(q, *piece) for piece in pieces)
+    out = out.float()
+    lse = merge(out, lse, part, part_lse)
+    assert lse.shape == (2, 3, 5)
+    assert (out - expected).abs().max() < TOLERANCE
+    # As a model hands it back: heads behind tokens in memory.
+    gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    of_q, of_k, of_v = zip(
+        *(kernel.gradients(gradient, q, *piece, out.bfloat16(), lse) for piece in pieces), strict=True
+    )
+    grads = sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2)
+    for found, exact_one in zip(grads, torch.autograd.grad(expected, exact, gradient.float()), strict=True):
+        assert found.dtype is torch.bfloat16
+        assert (found.float() - exact_one).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(("name", "fake"), [*LIBRARIES["flash2"], *LIBRARIES["flash3"]])
+def test_gradients_are_summed_in_one_order_where_torch_is_to_be_deterministic(
+    monkeypatch, name, fake, is_deterministic
+):
+    library = fake(monkeypatch)
+    q, k, v, gradient = draw(5, 5, 5, 5)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    attention = attention_backend(name)
+    attention(q, k, v)
+    kernel = attention.part_kernel(q, k, v)
+    kernel.gradients(gradient, q, k, v, *kernel.attend(q, k, v))
+    told = [given["deterministic"] for called, given in library.calls if called != "_flash_attn_forward"]
+    assert told[0] is told[-1] is is_deterministic
+
+
+def test_the_first_flash3_returned_a_pair(monkeypatch):
+    library = fake_flash3(monkeypatch)
+    import flash_attn_interface
+
+    attend = flash_attn_interface.flash_attn_func
+
+    def pair(*given, **named):
+        return attend(*given, **named), None
+
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", pair)
+    q, k, v = draw(5, 5, 5)
+    assert torch.equal(attention_backend("flash3")(q, k, v), math(q, k, v))
+    assert library.calls
+
+
+def test_cudnn_in_parts_has_the_shapes_of_torchs_schema():
+    """On the meta device, where torch checks arguments and shapes, and computes nothing."""
+    q, k, v, gradient = (tensor.to("meta") for tensor in draw(5, 7, 7, 5))
+    kernel = attention_backend("cudnn").part_kernel(q, k, v)
+    out, lse = kernel.attend(q, k, v)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    grads = kernel.gradients(gradient, q, k, v, out, lse)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_cudnn_alone_is_allowed(monkeypatch):
+    asked = []
+
+    def attend(*tensors):
+        cuda = torch.backends.cuda
+        states = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+        asked.append((*states, cuda.cudnn_sdp_enabled()))
+        return tensors[2]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    attention_backend("cudnn")(*draw(5, 5, 5))
+    assert asked == [(False, False, False, True)]
+
+
+def test_every_backend_has_a_row_and_a_choice():
+    assert set(backend_names()) == set(ATTENTION_KINDS) == set(AttentionChoice) - {"auto"}
+    for name, kind in ATTENTION_KINDS.items():
+        backend = attention_backend(name)
+        assert backend.name == name
+        assert (backend.part_kernel is not None) is kind.in_parts
+        assert bool(backend.compared) is (kind.needs_cuda or name == "sdpa")
