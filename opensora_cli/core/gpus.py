@@ -95,7 +95,8 @@ def read_torch() -> TorchFacts:
         cuda=torch.version.cuda,
         architectures=tuple(torch.cuda.get_arch_list()) if available else (),
         cuda_available=available,
-        nccl=_nccl_version() if available else None,
+        # It is part of the build, and there without a driver too.
+        nccl=_nccl_version(),
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
         matmul_precision=torch.backends.cuda.matmul.fp32_precision,
         conv_precision=torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time

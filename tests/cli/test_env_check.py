@@ -170,7 +170,7 @@ def test_a_bug_report_hides_secrets(
 def test_a_check_that_breaks_hides_no_other(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("NVML: driver/library version mismatch")
 
     for module in (facts, gpus):

@@ -43,6 +43,8 @@ class _Machine:
     def __init__(self, environment: Mapping[str, str], make_plan: MakePlan) -> None:
         self.environment = environment
         self._make_plan = make_plan
+        self.presets: tuple[PresetNeeds, ...] = ()
+        """Those that are planned, once they are."""
 
     @cached_property
     def torch(self) -> TorchFacts:
@@ -68,14 +70,16 @@ class _Machine:
     def weights(self) -> WeightFacts:
         return facts.read_weights(self.environment)
 
-    @cached_property
-    def presets(self) -> tuple[PresetNeeds, ...]:
-        return facts.read_presets(self.environment, self._make_plan)
-
     @property
     def num_gpus(self) -> int:
         """How many devices torch can use; 0 if they cannot be read."""
         return len(_or_else(lambda: self.gpus, tuple[GpuFacts, ...]()))
+
+    def plan_presets(self) -> tuple[str, ...]:
+        """Fill in `presets`, and return the names of those that no device here is planned for."""
+        unplanned = facts.unplanned_presets(num_gpus=self.num_gpus)
+        self.presets = facts.read_presets(self.environment, self._make_plan, unplanned=unplanned)
+        return unplanned
 
     def surroundings(self) -> Surroundings:
         """Return what the rules for variables must know; what cannot be read counts as absent."""
@@ -120,7 +124,7 @@ def env_check(
     checks = _checks(machine, settings, reporter or SilentReporter())
     report = EnvReport.of(
         [*(finding for name, check in checks.items() for finding in isolated(name, check)), *of_files],
-        presets=_or_else(lambda: machine.presets, ()),
+        presets=machine.presets,
         environment=shown_variables(environment),
     )
     if not settings.bug_report:
@@ -140,7 +144,8 @@ def _checks(
 
     def presets() -> Iterable[Finding]:
         with reporter.stage("presets"):
-            return check_presets(machine.presets)
+            unplanned = machine.plan_presets()
+        return check_presets(machine.presets, unplanned=unplanned)
 
     def all_reduce() -> Iterable[Finding]:
         with reporter.stage("all-reduce"):

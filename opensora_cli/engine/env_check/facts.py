@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
 from opensora_cli.engine.env_check.report import PresetNeeds
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.settings.enums import AttentionChoice
+from opensora_cli.settings.enums import AttentionChoice, ModelName
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -279,9 +279,20 @@ def preset_here(name: str, environment: Mapping[str, str]) -> GenerateSettings:
     return settings.replace({"runtime.weights": folder}) if folder else settings
 
 
-def read_presets(environment: Mapping[str, str], make_plan: MakePlan) -> tuple[PresetNeeds, ...]:
-    """Return the needs of all presets, as plans count them; no weight is read."""
-    return tuple(_needs(name, make_plan(preset_here(name, environment))) for name in list_presets("generate"))
+def unplanned_presets(*, num_gpus: int) -> tuple[str, ...]:
+    """Return the presets of models that `--model auto` runs on no device of this machine; see `choose_model`."""
+    if num_gpus:
+        return ()
+    models = {name: load_preset(name, prompt="any").model.name for name in list_presets("generate")}
+    return tuple(name for name, model in models.items() if model is not ModelName.DEMO)
+
+
+def read_presets(
+    environment: Mapping[str, str], make_plan: MakePlan, *, unplanned: Sequence[str] = ()
+) -> tuple[PresetNeeds, ...]:
+    """Return the needs of all presets but `unplanned`, as plans count them; no weight is read."""
+    names = [name for name in list_presets("generate") if name not in unplanned]
+    return tuple(_needs(name, make_plan(preset_here(name, environment))) for name in names)
 
 
 def _needs(name: str, plan: PresetPlan) -> PresetNeeds:

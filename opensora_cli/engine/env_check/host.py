@@ -6,6 +6,7 @@ from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.env_check.facts import AttentionFacts, EncoderFacts, HostFacts, WeightFacts
 from opensora_cli.engine.env_check.report import Check, Finding, PresetNeeds
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
+from opensora_cli.settings.enums import ModelName
 
 # Docker gives 64 MiB by default; NVIDIA's own containers ask to be started with 1 GiB.
 _SMALLEST_SHARED_MEMORY = GIB
@@ -105,8 +106,8 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.1f} GiB"
 
 
-def check_presets(presets: Sequence[PresetNeeds]) -> Iterator[Finding]:
-    """Judge whether any preset fits."""
+def check_presets(presets: Sequence[PresetNeeds], *, unplanned: Sequence[str] = ()) -> Iterator[Finding]:
+    """Judge whether any preset fits; `unplanned` are those of the released model, where no GPU can be used."""
     check = Check("presets")
     fitting = [preset.name for preset in presets if preset.fits]
     if not fitting:
@@ -117,3 +118,9 @@ def check_presets(presets: Sequence[PresetNeeds]) -> Iterator[Finding]:
         )
         return
     yield check.ok(f"memory suffices for {', '.join(fitting)}")
+    if unplanned:
+        yield check.note(
+            f"{', '.join(unplanned)} not planned: --model auto takes the released model to a CUDA device alone",
+            fix=f'osora generate "raining, sea" --model {ModelName.OPEN_SORA_V2} --res {unplanned[0]} --dry-run '
+            "plans it for the CPU",
+        )

@@ -70,6 +70,21 @@ def two_gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, function)
 
 
+def test_nccl_of_a_cuda_build_is_there_without_a_driver(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    facts = gpus.read_torch()
+    assert (facts.cuda, facts.cuda_available, facts.nccl, facts.cudnn) == ("13.0", False, "2.28.9", "9.19.0")
+
+
+def test_a_cpu_build_has_no_nccl(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert gpus.read_torch().nccl is None
+
+
 def test_facts_of_gpus(two_gpus):
     first, second = gpus.read_gpus()
     assert (first.index, first.name, first.capability) == (0, "NVIDIA H100", (9, 0))

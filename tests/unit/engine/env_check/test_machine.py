@@ -2,11 +2,14 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.env_check import check
 from opensora_cli.engine.env_check.facts import (
     AttentionFacts,
     BackendFacts,
@@ -16,6 +19,7 @@ from opensora_cli.engine.env_check.facts import (
     WeightFacts,
     read_attention,
     read_presets,
+    unplanned_presets,
 )
 from opensora_cli.engine.env_check.host import (
     check_attention,
@@ -35,7 +39,9 @@ from opensora_cli.engine.env_check.machine import (
     is_supported,
 )
 from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, isolated
+from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.settings.env_check import EnvCheckSettings
 
 GIB = 2**30
 TORCH = TorchFacts(
@@ -103,6 +109,7 @@ def test_a_desktop_has_only_ok_and_notes():
         *check_limits(LOCKED),
         *check_encoder(EncoderFacts(av="18.0", has_x264=True)),
         *check_presets([NEEDS]),
+        *check_presets([NEEDS], unplanned=("256px", "768px")),
     ]
     assert set(severities(findings)) == {OK, NOTE}
 
@@ -225,6 +232,40 @@ def test_the_table_rounds_needs_up():
         "missing",
     ]
     assert EnvReport.of([], presets=(), environment={}).lines() == ["", "all fine"]
+
+
+@pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, ["256px", "768px", "demo"])])
+def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus, planned):
+    unplanned = unplanned_presets(num_gpus=num_gpus)
+    asked = []
+
+    def plan(settings):
+        asked.append(settings.video.resolution)
+        stage = StageMemory("denoise", GIB, 0)
+        return SimpleNamespace(
+            settings=settings, width=1, height=1, stages=(stage,), budget_bytes=GIB, offload=OffloadPlan(),
+            hardware=SimpleNamespace(device="cpu", dtype_name="float32"), weights=SimpleNamespace(missing={}),
+        )  # fmt: skip
+
+    presets = read_presets({}, plan, unplanned=unplanned)
+    assert [preset.name for preset in presets] == planned
+    assert len(asked) == len(planned)
+    notes = [finding for finding in check_presets(presets, unplanned=unplanned) if finding.severity is NOTE]
+    assert [note.message.partition(" not planned")[0] for note in notes] == ([] if num_gpus else ["256px, 768px"])
+
+
+def test_presets_that_cannot_be_planned_are_tried_once(monkeypatch):
+    monkeypatch.setattr(check._Machine, "num_gpus", 0)
+    tried = []
+
+    def fail(settings):
+        tried.append(settings)
+        raise RuntimeError("no plan")
+
+    machine = check._Machine({}, fail)
+    checks = check._checks(machine, EnvCheckSettings(all_reduce=False), SilentReporter())
+    (finding,) = isolated("presets", checks["presets"])
+    assert (finding.severity, machine.presets, len(tried)) == (UNKNOWN, (), 1)
 
 
 @pytest.mark.slow
