@@ -94,9 +94,9 @@ def _take_place(temporary: Path, target: Path) -> None:
     _flush_to_disk(target.parent)
 
 
-def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
     """Make `content` the whole of `path`, through `atomic_path`. Raises OutputError as `atomic_path`."""
-    with atomic_path(path) as temporary:
+    with atomic_path(path, replace=replace) as temporary:
         temporary.write_bytes(content)
 
 

@@ -1,4 +1,4 @@
-"""One process at a time in a folder."""
+"""One process at a time in a folder, or at a file."""
 
 import os
 import sys
@@ -28,53 +28,87 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
         return
     is_new = not folder.exists()
-    lock = _open_locked(folder)
+    path = folder / LOCK_FILE
+    lock = _open_locked(path)
+    if lock is None:
+        raise OutputError(
+            f"{folder} is in use by another run: {_holder(path)}",
+            hint="wait until it ends or end it, or give another folder: --set output=FOLDER",
+        )
     try:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK_FILE).unlink()
+            path.unlink()
             if is_new:
                 folder.rmdir()
         _close(lock)
 
 
-def _open_locked(folder: Path) -> int:
-    """Return the lock file, open and locked."""
-    path = folder / LOCK_FILE
+@contextmanager
+def locked_file(path: Path) -> Iterator[bool]:
+    """Keep other processes that ask for the same lock file out of the block; yields False where one has it.
+
+    The folder is made if it is not there, and the file removed at the end. The system lets go of the lock as in
+    `locked_folder`, and has none in the same places. Raises OutputError if the file cannot be made.
+    """
+    if sys.platform == "win32":
+        yield True
+        return
+    lock = _open_locked(path)
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        _close(lock)
+
+
+def _open_locked(path: Path) -> int | None:
+    """Return the lock file, open and locked; None where another process has locked it."""
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
         _held.add(lock)
         try:
-            _lock(lock, folder)
+            if not _lock(lock):
+                _close(lock)
+                return None
             # The previous holder may have removed the file after it was opened here.
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
-                return lock
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(lock)):
+                    return lock
         except BaseException:
             _close(lock)
             raise
         _close(lock)
 
 
-def _lock(lock: int, folder: Path) -> None:
+def _lock(lock: int) -> bool:
     import fcntl  # Windows has none
 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(lock, 100, 0).decode("utf-8", "replace").strip() or "one that has just begun"
-        raise OutputError(
-            f"{folder} is in use by another run: {holder}",
-            hint="wait until it ends or end it, or give another folder: --set output=FOLDER",
-        ) from None
+        return False
     except OSError:
-        return
+        return True  # a file system without locks
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    return True
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError):
+        if holder := path.read_text("utf-8", "replace").strip():
+            return holder
+    return "one that has just begun"
 
 
 def _close(lock: int) -> None:

@@ -15,6 +15,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic
 from opensora_cli.media.containers import EXACT_COLOURS
+from opensora_cli.media.names import media_path
 from opensora_cli.media.pictures import gif_bytes, save_png, webp_bytes
 
 
@@ -38,14 +39,6 @@ _X264 = "mbtree=0"
 _X264_THREADS = 2
 
 
-def media_path(path: str | os.PathLike[str], *, format: MediaFormat | str, num_frames: int) -> Path:
-    """Return what `write_media` makes for these arguments: `path`, or the folder of a PNG sequence."""
-    target = Path(path)
-    if MediaFormat(format) != MediaFormat.PNG or num_frames == 1:
-        return target
-    return target.with_suffix("") if target.suffix.lower() == ".png" else target
-
-
 def write_media(
     pieces: Iterable[torch.Tensor],
     path: str | os.PathLike[str],
@@ -53,6 +46,7 @@ def write_media(
     fps: float,
     format: MediaFormat | str,
     metadata: Mapping[str, str] | None = None,
+    replace: bool = True,
 ) -> Path:
     """Write exactly these frames, whole or not at all, and return the file or folder; same frames, same bytes.
 
@@ -66,19 +60,20 @@ def write_media(
     Args:
         pieces: the video, cut along time: uint8 RGB (t, H, W, 3), all of one size. Errors while they are made pass
             unchanged.
-        path: what is there is replaced.
+        path: where it is written.
         format: mp4, gif, webp or png, whatever the ending of `path`.
         metadata: stored in the file, in an MP4 and in a PNG under these keys, elsewhere as JSON. In an MP4, `prompt` is
             also the title, and the rest the comment, unless given.
+        replace: whether what is there gives way; else it is kept, also if it appears meanwhile.
 
     Raises:
-        OutputError: it cannot be written, or H.264 cannot have this size.
+        OutputError: it cannot be written or must not be replaced, or H.264 cannot have this size.
     """
     if not fps > 0:
         raise ValueError(f"fps={fps} must be over 0")
     tags = {key: _storable(value) for key, value in (metadata or {}).items()}
     try:
-        return _write(_frames(pieces), Path(path), fps=fps, kind=MediaFormat(format), tags=tags)
+        return _write(_frames(pieces), Path(path), fps=fps, kind=MediaFormat(format), tags=tags, replace=replace)
     except _PiecesError as failed:
         error = failed.error
     raise error
@@ -115,20 +110,28 @@ def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _write(
-    frames: Iterator[torch.Tensor], path: Path, *, fps: float, kind: MediaFormat, tags: Mapping[str, str]
+    frames: Iterator[torch.Tensor],
+    path: Path,
+    *,
+    fps: float,
+    kind: MediaFormat,
+    tags: Mapping[str, str],
+    replace: bool,
 ) -> Path:
     if kind == MediaFormat.PNG:
-        return _write_png(frames, path, tags)
+        return _write_png(frames, path, tags, replace=replace)
     if kind == MediaFormat.MP4:
-        _write_mp4(frames, path, fps=fps, tags=tags)
+        _write_mp4(frames, path, fps=fps, tags=tags, replace=replace)
     elif kind == MediaFormat.GIF:
-        write_bytes_atomic(path, gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags))
+        write_bytes_atomic(path, gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags), replace=replace)
     else:
-        write_bytes_atomic(path, webp_bytes(frames, fps=fps, metadata=tags))
+        write_bytes_atomic(path, webp_bytes(frames, fps=fps, metadata=tags), replace=replace)
     return path
 
 
-def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str]) -> None:
+def _write_mp4(
+    frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str], replace: bool
+) -> None:
     first_HWC = next(frames)
     height, width, _ = first_HWC.shape
     if height % 2 or width % 2:
@@ -137,7 +140,7 @@ def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: 
             hint="choose an even size, or --format gif, webp or png",
         )
     rate = Fraction(fps).limit_denominator(1001)
-    with atomic_path(path) as temporary:
+    with atomic_path(path, replace=replace) as temporary:
         try:
             # use_metadata_tags: without it MP4 keeps only the few keys that iTunes knows.
             options = {"movflags": "+faststart+use_metadata_tags"}
@@ -181,19 +184,21 @@ def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in shown.items() if value} | dict(tags)
 
 
-def _write_png(frames: Iterator[torch.Tensor], path: Path, tags: Mapping[str, str]) -> Path:
+def _write_png(frames: Iterator[torch.Tensor], path: Path, tags: Mapping[str, str], *, replace: bool) -> Path:
     # The second tells a picture from a sequence.
     start = [*islice(frames, 2)]
     target = media_path(path, format=MediaFormat.PNG, num_frames=len(start))
     if len(start) == 1:
-        with atomic_path(target) as temporary:
+        with atomic_path(target, replace=replace) as temporary:
             save_png(start[0], temporary, tags)
     else:
-        _write_png_sequence(chain(start, frames), target, tags)
+        _write_png_sequence(chain(start, frames), target, tags, replace=replace)
     return target
 
 
-def _write_png_sequence(frames: Iterable[torch.Tensor], folder: Path, tags: Mapping[str, str]) -> None:
+def _write_png_sequence(
+    frames: Iterable[torch.Tensor], folder: Path, tags: Mapping[str, str], *, replace: bool
+) -> None:
     if folder.is_dir():
         others = sorted(entry.name for entry in folder.iterdir() if not _is_sequence_frame(entry))
         if others:
@@ -201,7 +206,7 @@ def _write_png_sequence(frames: Iterable[torch.Tensor], folder: Path, tags: Mapp
                 f"cannot write {folder}: it holds other files than a sequence of frames, such as {others[0]}",
                 hint="choose another name with --out",
             )
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder, replace=replace) as temporary:
         for number, frame in enumerate(frames, start=1):
             save_png(frame, temporary / f"frame_{number:04d}.png", tags)
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 import opensora_cli
 from opensora_cli.cli.app import main
+from opensora_cli.engine.generate import run
 from opensora_cli.engine.launch.launcher import LaunchRequest
 
 # Of one size with the clip there would be a single tile, which rank 0 decodes.
@@ -92,6 +93,16 @@ def test_the_environment_does_not_overrule_the_command_line() -> None:
     settings = json.loads(Path("a.json").read_text())["settings"]
     assert settings["runtime"]["weights"] == "elsewhere"
     assert settings["memory"]["offload"] == "blocks"
+
+
+def test_what_was_made_before_starts_no_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = [*SHORT, "--steps", "1", "--out", "a.png", "--num-frames", "1", "--quiet"]
+    assert main(one) == 0
+    monkeypatch.setattr(run, "start_ranks", lambda *_, **__: pytest.fail("ranks are started"))
+    assert main([*one, "--gpus", "2"]) == 0
+    assert capsys.readouterr().out == "a.png\n" * 2
 
 
 def test_what_can_be_known_before_is_told_before_ranks_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/1", 80)
     assert not out.exists()
     assert plan["outputs"] == [
-        {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json"}
+        {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}
     ]
 
 
@@ -272,11 +272,32 @@ class TestBadInput:
         assert "truncated" in capsys.readouterr().err
 
     def test_existing_file(self, osora, out):
-        assert osora("sea")[0] == 0
-        code, _, stderr = osora("sea")
+        out.mkdir()
+        file = out / "sea.mp4"
+        file.write_text("mine")
+        code, _, stderr = osora("sea", "--out", str(file))
         assert code == 3
         assert "--overwrite" in stderr
-        assert osora("sea", "--overwrite")[0] == 0
+        assert osora("sea", "--out", str(file), "--overwrite")[0] == 0
+        assert file.read_bytes() != b"mine"
+
+
+def test_the_steps_of_a_first_session_follow_one_another(osora, out, capsys):
+    """Make it, look at what it takes, and make it again: in one folder, each command ends with 0."""
+    video = f"{out}/raining-sea_seed42.mp4"
+    assert osora("raining, sea")[:2] == (0, f"{video}\n")
+    code, plan, _ = osora("raining, sea", "--dry-run")
+    assert (code, f"keeps     {video}, {Path(video).name}.json" in plan) == (0, True)
+    assert osora("raining, sea", "--memory-limit", "16GiB", "--dry-run")[0] == 0
+    code, stdout, stderr = osora("raining, sea")
+    assert (code, stdout) == (0, f"{video}\n")
+    assert "made before by the same request" in stderr
+    assert app.main(["generate", "--from", f"{video}.json", "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{video}\n"
+    assert app.main(["generate", "--from", f"{video}.json", "--seed", "7", "--quiet", "--json"]) == 0
+    [made] = json.loads(capsys.readouterr().out)["outputs"]
+    assert (Path(made["path"]).name, made["made_before"]) == ("raining-sea_seed7.mp4", False)
+    assert len(list(out.iterdir())) == 4
 
 
 def test_ctrl_c_while_decoding(osora, out, monkeypatch):

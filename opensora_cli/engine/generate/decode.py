@@ -17,11 +17,12 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.denoise import DenoisedSample
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import SampleFiles, media_tags, refuse_existing_results, write_sidecar
+from opensora_cli.engine.generate.outputs import media_tags, write_sidecar
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, SharedDecoder
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.targets import SampleFiles, read_made, refuse_existing
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
@@ -39,6 +40,16 @@ class GeneratedVideo(Document):
     seed: int
     given_frames_psnr_db: float | None
     """How well the given frames came back; None where none were given."""
+    made_before: bool = False
+    """Whether it was there already, from the same request."""
+
+    @classmethod
+    def of_earlier_run(cls, sample: SampleFiles) -> "GeneratedVideo":
+        """Return a result that the same request has made before."""
+        psnr = (read_made(sample) or {}).get("given_frames_psnr_db")
+        return cls(
+            path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr, made_before=True
+        )
 
 
 def decode_and_save(
@@ -121,7 +132,8 @@ def _decode_and_save(
         # Shown from here on: until now saving went along with decoding.
         saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
         # Again: hours may have passed since the first check, and another run may have used the name.
-        refuse_existing_results(sample, overwrite=plan.settings.output.overwrite)
+        if not plan.settings.output.overwrite:
+            refuse_existing(sample)
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_media(
@@ -130,6 +142,7 @@ def _decode_and_save(
             fps=plan.settings.video.fps,
             format=plan.settings.output.resolved_format,
             metadata=media_tags(plan, sample),
+            replace=plan.settings.output.overwrite,
         )
         try:
             decode_s = record.timings_s[DECODE] - decoded_s

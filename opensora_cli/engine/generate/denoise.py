@@ -11,10 +11,11 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import SampleFiles, sample_settings, save_latents
+from opensora_cli.engine.generate.outputs import sample_settings, save_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
@@ -87,7 +88,8 @@ def denoise_samples(
                 if sample.latents is not None and (ranks is None or ranks.is_main):
                     # Remembered first: an interruption may come before the call that makes the file returns.
                     record.kept_latents.append(sample.latents)
-                    save_latents(sample.latents, latents_CTHW, sample_settings(plan, sample))
+                    settings = sample_settings(plan, sample)
+                    save_latents(sample.latents, latents_CTHW, settings, request_sha256=sample.request_sha256)
 
     retried(denoise_the_rest, plan, DENOISE, record)
     release_memory(plan.hardware.device)

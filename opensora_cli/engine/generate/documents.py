@@ -11,7 +11,7 @@ from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate.outputs import sample_files
+from opensora_cli.engine.generate.outputs import planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
@@ -48,6 +48,8 @@ class PlannedFile(Document):
     path: Path
     sidecar: Path | None
     """The settings beside it; none where no metadata is wanted."""
+    made_before: bool
+    """Whether it is there already, from the same request, and stays."""
 
 
 class PlanDocument(Document):
@@ -143,7 +145,10 @@ class PlanDocument(Document):
                 for lora in plan.loras
             ),
             missing_weights=tuple(name for names in plan.weights.missing.values() for name in names),
-            outputs=tuple(PlannedFile(path=sample.media, sidecar=sample.sidecar) for sample in sample_files(plan)),
+            outputs=tuple(
+                PlannedFile(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
+                for sample in planned_outputs(plan)[0]
+            ),
             settings=settings,
             plan=plan,
         )
@@ -170,15 +175,16 @@ class PlanDocument(Document):
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
             *(f"lora      {lora.line()}" for lora in plan.loras),
             *(f"missing   {name}" for name in self.missing_weights),
-            *(f"writes    {path}" for path in self._first_files()),
+            *self._first_files(),
         ]
 
     def _first_files(self) -> Iterator[str]:
-        """Yield the files of the first samples, and how many more there are."""
+        """Yield lines for the files of the first samples, and how many more there are."""
         for file in self.outputs[:_LISTED_FILES]:
-            yield str(file.path) if file.sidecar is None else f"{file.path}, {file.sidecar.name}"
+            names = str(file.path) if file.sidecar is None else f"{file.path}, {file.sidecar.name}"
+            yield f"{'keeps' if file.made_before else 'writes':<10}{names}"
         if len(self.outputs) > _LISTED_FILES:
-            yield f"and so on, up to {self.outputs[-1].path}"
+            yield f"writes    and so on, up to {self.outputs[-1].path}"
 
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""

@@ -1,10 +1,11 @@
-"""The files of a run: their names, checks that must not wait until hours of work are done, sidecars, saved latents."""
+"""The files of a run: checks that must not wait until hours of work are done, sidecars, saved latents."""
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target, sample_files, size
 from opensora_cli.engine.generate.text import full_prompt
-from opensora_cli.media.names import file_stem
-from opensora_cli.media.write import media_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
@@ -30,93 +30,40 @@ _BYTES_PER_PIXEL = 0.1
 _HEADROOM = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFiles:
-    """The files of one sample."""
+def choose_outputs(
+    plan: ExecutionPlan, *, claims: Claims | None = None, remake: bool = False
+) -> tuple[SampleFiles, ...]:
+    """Return the files of every sample; see `find_target`, whose arguments and errors these are."""
+    references = [_sha256(path) for path in plan.settings.condition.references] if not plan.decodes_only else []
 
-    index: int
-    seed: int
-    target: Path
-    """What was asked for."""
-    media: Path
-    """What is made: `target`, or the folder of a PNG sequence."""
-    sidecar: Path | None
-    """None where no metadata is wanted."""
-    latents: Path | None
-    """None where they are not saved, or come from a file already."""
+    def request(seed: int) -> str:
+        return request_sha256(plan, seed, references=references)
+
+    return tuple(
+        find_target(plan.settings, index, request, claims=claims, remake=remake) for index in range(plan.num_samples)
+    )
 
 
-def sample_files(plan: ExecutionPlan) -> tuple[SampleFiles, ...]:
-    """Return the files of every sample: in a folder named after prompt and seed, several of one given name numbered."""
-    output = plan.settings.output
-    kind = output.resolved_format
-    files = []
-    for index in range(plan.num_samples):
-        seed = plan.settings.sampling.seed + index
-        named = Path(output.path)
-        if output.named_format is None:
-            # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
-            target = named / f"{file_stem(plan.settings.prompt, seed=seed)}.{kind}"
-        elif plan.num_samples > 1:
-            target = named.with_stem(f"{named.stem}_{index:03d}")
-        else:
-            target = named
-        media = media_path(target, format=kind, num_frames=plan.settings.video.num_frames)
-        keeps_latents = output.save_latents and not plan.decodes_only
-        files.append(
-            SampleFiles(
-                index=index,
-                seed=seed,
-                target=target,
-                media=media,
-                sidecar=media.with_name(f"{media.name}.json") if output.metadata else None,
-                latents=target.with_name(f"{target.stem}.latents.safetensors") if keeps_latents else None,
-            )
-        )
-    return tuple(files)
+def planned_outputs(plan: ExecutionPlan) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
+    """Return the files that a run would write, or the first names and why they would be refused."""
+    try:
+        return choose_outputs(plan), None
+    except OutputError as error:
+        return tuple(sample_files(plan.settings, index) for index in range(plan.num_samples)), error
 
 
-def check_outputs(files: tuple[SampleFiles, ...], plan: ExecutionPlan, *, create: bool) -> None:
-    """Refuse what could only fail at the end: results that exist, a folder that cannot be written, a full disk.
+def check_outputs(files: Sequence[SampleFiles], plan: ExecutionPlan, *, create: bool) -> None:
+    """Refuse what could only fail at the end: a folder that cannot be written, a full disk.
 
     With `create` the folder is made and a file tried in it; else it is only looked at. An OutputError names what is
     wrong, and what to do.
     """
-    overwrite = plan.settings.output.overwrite
-    for sample in files:
-        refuse_existing_results(sample, overwrite=overwrite)
-        # Looked for even with --overwrite: a name that no file can have is to be refused as well.
-        if sample.latents is not None and _exists(sample.latents) and not overwrite:
-            raise OutputError(
-                f"{sample.latents} is there from a run that did not finish",
-                hint=f"go on with osora generate --from-latents {sample.latents}, or start again with --overwrite",
-            )
     folder = files[0].media.parent
     if create:
         _make_writable(folder)
     else:
         _look_writable(folder)
     _check_space(folder, files, plan)
-
-
-def refuse_existing_results(sample: SampleFiles, *, overwrite: bool) -> None:
-    """Raise OutputError if the result or the sidecar of `sample` is there, unless it is to be replaced."""
-    for path in filter(None, (sample.media, sample.sidecar)):
-        if _exists(path) and not overwrite:
-            raise OutputError(f"{path} exists already", hint="use --overwrite, another --seed or another --out")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError as error:
-        raise OutputError(f"cannot write {path}: a part of this path is a file", hint="choose another --out") from error
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise OutputError(f"cannot write {path}: {cause}", hint="choose another --out") from error
-    return True
 
 
 def _make_writable(folder: Path) -> None:
@@ -136,7 +83,7 @@ def _look_writable(folder: Path) -> None:
         raise OutputError(f"cannot write in {folder}", hint="choose another folder with --out")
 
 
-def _check_space(folder: Path, files: tuple[SampleFiles, ...], plan: ExecutionPlan) -> None:
+def _check_space(folder: Path, files: Sequence[SampleFiles], plan: ExecutionPlan) -> None:
     latents = sum(plan.latent_bytes for sample in files if sample.latents)
     pixels = plan.height * plan.width * plan.settings.video.num_frames * len(files)
     needed = latents + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
@@ -173,6 +120,45 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
     return settings.replace(changes)
 
 
+def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str]) -> str:
+    """Return the hash of all that decides the bits of a sample: settings, files of weights, versions, device and dtype.
+
+    `references` are the hashes of what is given. Not in it: where files are, how work is divided and offloaded, which
+    changes no more than rounding. Of weights, which are large, size and time of change stand for the content.
+    """
+    settings = plan.settings
+    latents = settings.from_latents
+    used = used_settings(settings)
+    values = {key: value for key, value in used.items() if key not in ("files", "runtime", "output", "condition")}
+    parts = {
+        **values,
+        "memory": settings.memory.fp8_storage,
+        "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
+        "condition": {**used["condition"], "references": list(references)},
+        "sampling": {**values["sampling"], "seed": seed, "num_samples": 1},
+        "latents": None if latents is None else _sha256(latents),
+        "format": settings.output.resolved_format,
+        "weights": {part: _state_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
+        "device": [plan.hardware.device.type, plan.hardware.dtype_name],
+        "versions": versions(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: str | Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""  # where it is read, what is wrong is reported
+
+
+def _state_of(weights: Path) -> list[tuple[str, int, int]]:
+    files = sorted(path for path in weights.rglob("*") if path.is_file()) if weights.is_dir() else [weights]
+    states = [(path.name, path.stat()) for path in files]
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
 def write_sidecar(
     plan: ExecutionPlan,
     sample: SampleFiles,
@@ -192,6 +178,8 @@ def write_sidecar(
     document = {
         "schema": SIDECAR_SCHEMA,
         "file": sample.media.name,
+        "bytes": size(sample.media),
+        REQUEST_KEY: sample.request_sha256,
         "prompt": settings.prompt,
         "full_prompt": full_prompt(settings),
         "negative_prompt": settings.negative_prompt,
@@ -248,9 +236,12 @@ class SavedLatents:
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
 
 
-def save_latents(path: Path, latents_CTHW: torch.Tensor, settings: GenerateSettings) -> None:
+def save_latents(
+    path: Path, latents_CTHW: torch.Tensor, settings: GenerateSettings, *, request_sha256: str = ""
+) -> None:
     """Write the latents of one sample, with the settings that made them; whole or not at all (OutputError)."""
-    metadata = {"schema": LATENTS_SCHEMA, "settings": json.dumps(settings.model_dump(mode="json"))}
+    values = json.dumps(settings.model_dump(mode="json"))
+    metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
     write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
 
 

@@ -18,6 +18,7 @@ from opensora_cli.engine.components.parallelize import choose_mesh, require_bran
 from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
+from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Guidance, count_evaluations
@@ -66,7 +67,7 @@ class ExecutionPlan:
     @property
     def num_samples(self) -> int:
         """How many videos are made."""
-        return 1 if self.decodes_only else self.settings.sampling.num_samples
+        return num_samples(self.settings)
 
     @property
     def tokens_per_frame(self) -> int:

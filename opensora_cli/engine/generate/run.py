@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import (
@@ -33,7 +34,7 @@ from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, load_latents, sample_files
+from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, load_latents, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
@@ -50,6 +51,7 @@ from opensora_cli.engine.generate.references import (
     with_mode,
 )
 from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
@@ -113,10 +115,11 @@ def generate_from_request(
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
-        _check_before_ranks(settings)
-        _note(choice, reporter)
-        start_ranks(settings, flags=rank_flags)
-        return None
+        made = _check_before_ranks(settings, reporter, remake=request.profiled_runs > 0)
+        if made is None:
+            _note(choice, reporter)
+            start_ranks(settings, flags=rank_flags)
+        return made
     runs = request.profiled_runs
     return _generate(settings, reporter=reporter, context=context, choice=choice, profiled_runs=runs)
 
@@ -162,10 +165,26 @@ def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> Execut
     Errors as `generate`, but for those of missing weights and of too little memory.
     """
     plan = make_plan(with_mode(settings, reporter))
-    check_outputs(sample_files(plan), plan, create=False)
+    _note_names(plan, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
     return plan
+
+
+def _note_names(plan: ExecutionPlan, reporter: Reporter) -> None:
+    """Report which results are there already, and what a run would do; errors are those that no other name avoids."""
+    first = [sample_files(plan.settings, index) for index in range(plan.num_samples)]
+    check_outputs(first, plan, create=False)
+    if plan.settings.output.overwrite or all(sample.is_free for sample in first):
+        return
+    files, refused = planned_outputs(plan)
+    if refused is not None:
+        reporter.note(f"{refused.message}; {refused.hint}")
+    for sample, named in zip(files, first, strict=True):
+        if sample.made_before:
+            reporter.note(f"made before by the same request: {sample.media}")
+        elif sample.media != named.media:
+            reporter.note(f"{named.media} exists already: the result would be {sample.media.name}")
 
 
 def generate(
@@ -179,14 +198,16 @@ def generate(
 
     Everything that can be checked is checked before the first weight is read. The latents of all samples are made first
     and saved; then they are decoded and saved as videos, one by one, and their files removed. With `from_latents` only
-    the latter happens, and that file stays. `context` is set in one of several ranks, all of which call this. Over 0
-    `profiled_runs`, everything is done so often, and once before to warm up, and timed; the last run leaves its files.
+    the latter happens, and that file stays. A result that the same request has made before is kept, and not made again;
+    one of another request keeps its name, and the new one is NAME_2. `context` is set in one of several ranks, all of
+    which call this. Over 0 `profiled_runs`, everything is done so often, and once before to warm up, and timed, also
+    where it was made before; the last run leaves its files.
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
         MediaError: a reference is missing, broken or too short.
         CheckpointError: weights are missing (all are named) or broken, or saved latents are.
-        OutputError: a result exists already, or cannot be written.
+        OutputError: a named result exists already from another request, or a result cannot be written.
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
@@ -223,8 +244,51 @@ def _note(choice: str | None, reporter: Reporter) -> None:
 def _carry_out(
     plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, choice: str | None, profiled_runs: int
 ) -> GenerateResult:
-    is_main = ranks is None or ranks.is_main
     _require_weights(plan, reporter)
+    found = () if profiled_runs else _agreed(plan, ranks, lambda: choose_outputs(plan))
+    if found and all(sample.made_before for sample in found):
+        return _made_before(plan, found, reporter)
+    with Claims() as claims:
+        return _make(plan, reporter, ranks, claims, choice, profiled_runs)
+
+
+def _agreed(
+    plan: ExecutionPlan, ranks: Ranks | None, choose: Callable[[], tuple[SampleFiles, ...]]
+) -> tuple[SampleFiles, ...]:
+    """Return the names that rank 0 chooses, on all ranks."""
+    chosen = choose() if ranks is None or ranks.is_main else ()
+    if ranks is None:
+        return chosen
+    rows = broadcast_json([(sample.number, sample.made_before) for sample in chosen])
+    return chosen or tuple(
+        dataclasses.replace(sample_files(plan.settings, index, number=number), made_before=made_before)
+        for index, (number, made_before) in enumerate(rows)
+    )
+
+
+def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
+    """Return the result of a run that has nothing to compute."""
+    for sample in files:
+        reporter.note(f"made before by the same request: {sample.media} (--overwrite makes it again)")
+    return GenerateResult(
+        videos=tuple(GeneratedVideo.of_earlier_run(sample) for sample in files),
+        model=plan.settings.model.name,
+        device=str(plan.hardware.device),
+        model_evaluations=0,
+        timings_s={},
+        settings=plan.settings,
+    )
+
+
+def _make(
+    plan: ExecutionPlan,
+    reporter: Reporter,
+    ranks: Ranks | None,
+    claims: Claims,
+    choice: str | None,
+    profiled_runs: int,
+) -> GenerateResult:
+    is_main = ranks is None or ranks.is_main
     plan.require_fit()
     if plan.mesh.size > 1:
         reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
@@ -232,12 +296,23 @@ def _carry_out(
         reporter.note(f"attention: {plan.attention.line()}")
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
-    files = sample_files(plan)
     references = references_of(plan, reporter) if is_main else []
     saved = _saved_sample(plan, ranks)
-    if is_main:
-        check_outputs(files, plan, create=True)
+
+    def claimed() -> tuple[SampleFiles, ...]:
+        check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
+        return choose_outputs(plan, claims=claims, remake=profiled_runs > 0)
+
+    chosen = _agreed(plan, ranks, claimed)
+    if all(sample.made_before for sample in chosen):  # by another run, since this one looked first
+        return _made_before(plan, chosen, reporter)
     _note(choice, reporter)
+    kept = []
+    for sample in chosen:
+        if sample.made_before:
+            reporter.note(f"made before by the same request: {sample.media}")
+            kept.append(GeneratedVideo.of_earlier_run(sample))
+    files = [sample for sample in chosen if not sample.made_before]
     start_peak_memory(plan.hardware.device)
     times = ModuleTimes(plan.hardware.device) if profiled_runs else None
     runs: list[dict[str, float]] = []
@@ -246,14 +321,15 @@ def _carry_out(
             reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {profiled_runs}")
             with tempfile.TemporaryDirectory(prefix="osora-profile-") as folder:
                 trial = _into(plan, Path(folder))
-                _, record = _make_videos(trial, sample_files(trial), references, saved, reporter, ranks, times)
+                trial_files = [sample_files(trial.settings, sample.index) for sample in files]
+                _, record = _make_videos(trial, trial_files, references, saved, reporter, ranks, times)
             if times is not None and not number:
                 times.clear()
             runs += [record.timings_s] if number else []
         videos, record = _make_videos(plan, files, references, saved, reporter, ranks, times)
     runs.append(record.timings_s)
     return GenerateResult(
-        videos=videos,
+        videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
         model_evaluations=plan.evaluations_per_sample * len(videos),
@@ -279,7 +355,7 @@ def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> Accelera
 
 def _make_videos(
     plan: ExecutionPlan,
-    files: tuple[SampleFiles, ...],
+    files: Sequence[SampleFiles],
     references: Sequence[Reference],
     saved: DenoisedSample | None,
     reporter: Reporter,
@@ -305,8 +381,11 @@ def _make_videos(
     return videos, record
 
 
-def _check_before_ranks(settings: GenerateSettings) -> None:
-    """Refuse what rank 0 would refuse, but for the memory, which each rank knows of its own device."""
+def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:
+    """Refuse what rank 0 would refuse, but for the memory, which each rank knows of its own device.
+
+    Returns the result where all of it was made before, and None where ranks are to make it.
+    """
     kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
     dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
     dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
@@ -314,8 +393,12 @@ def _check_before_ranks(settings: GenerateSettings) -> None:
     hardware = Hardware(torch.device(kind), kind, dtype, free_bytes=sys.maxsize, total_bytes=sys.maxsize)
     plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     plan.weights.require(plan.components)
-    check_outputs(sample_files(plan), plan, create=False)
+    files = choose_outputs(plan, remake=remake)
+    if all(sample.made_before for sample in files):
+        return _made_before(plan, files, reporter)
+    check_outputs(files, plan, create=False)
     references_of(plan, SilentReporter())
+    return None
 
 
 def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:

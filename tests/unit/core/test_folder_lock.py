@@ -73,10 +73,10 @@ def test_what_is_in_the_folder_stays(tmp_path: Path) -> None:
 def test_a_file_that_its_owner_removes_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, lock = tmp_path / LOCK_FILE, folder_lock._lock
 
-    def late(number: int, folder: Path) -> None:
+    def late(number: int) -> bool:
         monkeypatch.setattr(folder_lock, "_lock", lock)
         path.unlink()
-        lock(number, folder)
+        return lock(number)
 
     monkeypatch.setattr(folder_lock, "_lock", late)
     with locked_folder(tmp_path):

@@ -16,9 +16,10 @@ from PIL import Image
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media import pictures, write
+from opensora_cli.media.names import media_path
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.resize import Fit
-from opensora_cli.media.write import MediaFormat, media_path, write_media
+from opensora_cli.media.write import MediaFormat, write_media
 from opensora_cli.settings import enums
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}

@@ -28,8 +28,9 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.documents import PlanDocument
-from opensora_cli.engine.generate.outputs import sample_files, sample_settings
+from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
@@ -253,7 +254,7 @@ class TestOpenLoras:
 @pytest.mark.usefixtures("without_estimates")
 class TestSidecar:
     def again(self, plan: ExecutionPlan) -> GenerateSettings:
-        saved = sample_settings(plan, sample_files(plan)[0]).model_dump(mode="json")
+        saved = sample_settings(plan, sample_files(plan.settings, 0)).model_dump(mode="json")
         return GenerateSettings.model_validate(json.loads(json.dumps(saved)))
 
     def test_path_scale_and_hash_are_kept(self, style, everything, monkeypatch):

@@ -12,11 +12,11 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, load, text
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -53,7 +53,7 @@ def latents_and_frames(plan, reporter):
     with torch.inference_mode():
         embeds = text.encode_text(plan, record)
         given = reference_latents(plan, references_of(plan, reporter), vae, record)
-        [sample] = denoise.denoise_samples(plan, sample_files(plan), embeds, given, vae, record)
+        [sample] = denoise.denoise_samples(plan, [sample_files(plan.settings, 0)], embeds, given, vae, record)
         frames = torch.cat([*decode.decode_latents(plan, vae.on_device(), sample.latents_CTHW)])
         return sample.latents_CTHW, frames
 

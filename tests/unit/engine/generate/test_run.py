@@ -16,8 +16,9 @@ from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, Re
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
+from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
+from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
@@ -25,6 +26,7 @@ from opensora_cli.engine.generate.run import (
     plan_generation,
     resolve_generate_settings,
 )
+from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
@@ -324,18 +326,140 @@ def test_png_sequence_keeps_its_name_in_the_sidecar(world, tmp_path):
     assert document["settings"]["output"]["path"] == str(tmp_path / "v1.5_001.png")
 
 
+def nothing_is_loaded(monkeypatch):
+    for name in ("load_t5", "load_transformer"):
+        monkeypatch.setattr(load, name, lambda *_, **__: pytest.fail("nothing may be loaded"))
+
+
 @pytest.mark.parametrize("which", ["raining-sea_seed43.mp4", "raining-sea_seed43.mp4.json"])
-def test_existing_files_stay(world, tmp_path, monkeypatch, which):
+def test_files_that_others_made_stay(world, tmp_path, which):
     (tmp_path / which).write_text("mine")
-    load_t5 = load.load_t5
-    monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
-    with pytest.raises(OutputError, match="exists already") as caught:
-        generate(released_settings(world, tmp_path, sampling__num_samples="2"))
-    assert "--overwrite" in caught.value.hint
+    two = released_settings(world, tmp_path, sampling__num_samples="2")
+    made = generate(two).videos
+    assert [video.path.name for video in made] == ["raining-sea_seed42.mp4", "raining-sea_seed43_2.mp4"]
     assert (tmp_path / which).read_text() == "mine"
-    monkeypatch.setattr(load, "load_t5", load_t5)
-    generate(released_settings(world, tmp_path, sampling__num_samples="2", output__overwrite="true"))
+    generate(two.replace({"output.overwrite": True}))
     assert (tmp_path / which).read_bytes() != b"mine"
+
+
+def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(world, tmp_path, monkeypatch, reporter):
+    settings = released_settings(world, tmp_path)
+    longer = settings.replace({"sampling.num_inference_steps": 3})
+    assert [generate(each).videos[0].path.name for each in (settings, longer)] == [
+        "raining-sea_seed42.mp4",
+        "raining-sea_seed42_2.mp4",
+    ]
+    bytes_before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    assert len(bytes_before) == 4
+    with monkeypatch.context() as patch:
+        nothing_is_loaded(patch)
+        # Where it is computed, and how, decides no more than rounding.
+        again = generate(settings.replace({"memory.offload": "model", "output.save_latents": False}), reporter=reporter)
+        [video] = again.videos
+        assert (video.path.name, video.made_before, again.model_evaluations) == ("raining-sea_seed42.mp4", True, 0)
+        assert reporter.notes[-1].startswith(f"made before by the same request: {video.path}")
+        assert generate(longer).to_json()["outputs"][0]["made_before"] is True
+    assert generate(settings.replace({"sampling.num_inference_steps": 4})).lines() == [
+        str(tmp_path / "raining-sea_seed42_3.mp4")
+    ]
+    assert {name: (tmp_path / name).read_bytes() for name in bytes_before} == bytes_before
+    [video] = generate(settings.replace({"output.overwrite": True})).videos
+    assert (video.path.name, video.made_before) == ("raining-sea_seed42.mp4", False)
+
+
+def test_samples_that_are_there_are_kept_and_the_others_made(world, tmp_path):
+    generate(released_settings(world, tmp_path, sampling__seed="43"))
+    kept = (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns
+    result = generate(released_settings(world, tmp_path, sampling__num_samples="3"))
+    assert [(video.seed, video.made_before) for video in result.videos] == [(42, False), (43, True), (44, False)]
+    assert (tmp_path / "raining-sea_seed43.mp4").stat().st_mtime_ns == kept
+    assert result.model_evaluations == 2 * make_plan(result.settings).evaluations_per_sample
+
+
+def test_a_named_file_is_made_before_or_refused(world, tmp_path, monkeypatch):
+    settings = released_settings(world, tmp_path / "boat.mp4")
+    generate(settings)
+    nothing_is_loaded(monkeypatch)
+    assert generate(settings).videos[0].made_before
+    with pytest.raises(OutputError, match=r"boat\.mp4 exists already") as caught:
+        generate(settings.replace({"sampling.seed": 1}))
+    assert "--overwrite" in caught.value.hint
+    assert names(tmp_path) == ["boat.mp4", "boat.mp4.json"]
+
+
+def test_what_is_damaged_or_made_of_something_else_is_not_made_before(world, tmp_path):
+    picture = tmp_path / "given.png"
+    picture.write_bytes(world.picture.read_bytes())
+    settings = released_settings(world, tmp_path / "out", condition__references=str(picture))
+    [video] = generate(settings).videos
+    sidecar = json.loads(video.sidecar.read_text())
+
+    def is_made():
+        [file] = choose_outputs(make_plan(with_mode(settings, SilentReporter())))
+        return file.made_before
+
+    assert is_made()
+    for text in ("", "{", "[]", json.dumps({**sidecar, "schema": "x"}), json.dumps({**sidecar, "bytes": 1})):
+        video.sidecar.write_text(text)
+        assert not is_made()
+    video.sidecar.unlink()
+    assert not is_made()
+    video.sidecar.write_text(json.dumps(sidecar))
+    assert is_made()
+    picture.write_bytes(world.other_picture.read_bytes())
+    assert not is_made()
+    picture.write_bytes(world.picture.read_bytes())
+    video.path.write_bytes(b"half")
+    assert not is_made()
+
+
+def test_a_png_sequence_is_made_before(world, tmp_path):
+    settings = released_settings(world, tmp_path, output__format="png")
+    assert generate(settings).lines() == generate(settings).lines() == [str(tmp_path / "raining-sea_seed42")]
+    (tmp_path / "raining-sea_seed42" / "frame_0001.png").unlink()
+    assert generate(settings).lines() == [str(tmp_path / "raining-sea_seed42_2")]
+
+
+def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
+    settings = released_settings(world, tmp_path)
+    video = generate(settings).videos[0].path
+    before = names(tmp_path)
+    other = {"sampling.num_inference_steps": 3}
+    named = {"output.path": str(video)}
+    for changes in ({}, other, named, {**named, **other}, {"output.overwrite": True}):
+        plan_generation(settings.replace(changes), reporter=reporter)
+    assert reporter.notes == [
+        f"made before by the same request: {video}",
+        f"{video} exists already: the result would be raining-sea_seed42_2.mp4",
+        f"made before by the same request: {video}",
+        f"{video} exists already; use --overwrite, another --seed or another --out",
+    ]
+    assert names(tmp_path) == before
+
+
+def test_a_name_that_another_run_has_claimed_is_not_taken(world, tmp_path):
+    settings = released_settings(world, tmp_path)
+    with Claims() as claims:
+        [first] = choose_outputs(make_plan(with_mode(settings, SilentReporter())), claims=claims)
+        assert generate(settings).videos[0].path.name == "raining-sea_seed42_2.mp4"
+        with pytest.raises(OutputError, match="is being made by another run"):
+            generate(settings.replace({"output.path": str(first.media)}))
+    assert names(tmp_path) == ["raining-sea_seed42_2.mp4", "raining-sea_seed42_2.mp4.json"]
+    assert generate(settings).videos[0].path == first.media
+
+
+def test_latents_of_the_same_request_are_gone_on_with(world, tmp_path, monkeypatch, reporter):
+    settings = released_settings(world, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "decode_latents", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("stop")))
+        with pytest.raises(RuntimeError, match="stop"):
+            generate(settings, reporter=reporter)
+    assert names(tmp_path) == ["raining-sea_seed42.latents.safetensors"]
+    with pytest.raises(OutputError, match="did not finish") as caught:
+        generate(settings)
+    assert "--from-latents" in caught.value.hint
+    [other] = generate(settings.replace({"sampling.num_inference_steps": 3})).videos
+    assert other.path.name == "raining-sea_seed42_2.mp4"
 
 
 def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):
@@ -498,9 +622,9 @@ class TestRequests:
             for run in (plan_from_request, generate_from_request):
                 with pytest.raises(OsoraError):
                     run(request(**wrong), reporter=reporter)
-        (tmp_path / "sea_seed42.mp4").write_text("there already")
+        (tmp_path / "sea.mp4").write_text("there already")
         with pytest.raises(OutputError, match="exists already"):
-            generate_from_request(request(), reporter=reporter)
+            generate_from_request(request(**{"output.path": str(tmp_path / "sea.mp4")}), reporter=reporter)
         assert reporter.notes == []
 
     def test_weights_from_the_environment(self, world, tmp_path, reporter):

@@ -1,0 +1,196 @@
+"""The names of results: which are free, claimed, or made before by the same request. Needs no torch."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.media.names import file_stem, media_path
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import SIDECAR_SCHEMA
+
+REQUEST_KEY = "request_sha256"
+"""Of sidecars and saved latents: the hash of everything that decides their bits."""
+
+_REPLACE_HINT = "use --overwrite, another --seed or another --out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFiles:
+    """The files of one sample."""
+
+    index: int
+    seed: int
+    target: Path
+    """What was asked for."""
+    media: Path
+    """What is made: `target`, or the folder of a PNG sequence."""
+    sidecar: Path | None
+    """None where no metadata is wanted."""
+    latents: Path | None
+    """None where they are not saved, or come from a file already."""
+    number: int = 1
+    """Of the names that a result in a folder may have: NAME, NAME_2, NAME_3 ..."""
+    request_sha256: str = ""
+    """The hash of everything that decides its bits."""
+    made_before: bool = False
+    """Whether the same request has made them: they are kept, and nothing is computed."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no file has one of these names; an OutputError names one that no file can have."""
+        return not any(is_there(path) for path in (self.media, self.sidecar, self.latents) if path is not None)
+
+
+def num_samples(settings: GenerateSettings) -> int:
+    """Return how many videos a run makes."""
+    return 1 if settings.from_latents is not None else settings.sampling.num_samples
+
+
+def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> SampleFiles:
+    """Return the files of a sample: in a folder named after prompt and seed, several of one given name numbered."""
+    output, seed = settings.output, settings.sampling.seed + index
+    kind, named = output.resolved_format, Path(output.path)
+    if output.named_format is None:
+        # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
+        again = "" if number == 1 else f"_{number}"
+        target = named / f"{file_stem(settings.prompt, seed=seed)}{again}.{kind}"
+    elif num_samples(settings) > 1:
+        target = named.with_stem(f"{named.stem}_{index:03d}")
+    else:
+        target = named
+    media = media_path(target, format=kind, num_frames=settings.video.num_frames)
+    keeps_latents = output.save_latents and settings.from_latents is None
+    return SampleFiles(
+        index=index,
+        number=number,
+        seed=seed,
+        target=target,
+        media=media,
+        sidecar=media.with_name(f"{media.name}.json") if output.metadata else None,
+        latents=target.with_name(f"{target.stem}.latents.safetensors") if keeps_latents else None,
+    )
+
+
+class Claims:
+    """Names that this process has to itself until the block ends; of other processes of osora only one gets each."""
+
+    def __init__(self) -> None:
+        self._locks = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._locks.close()
+
+    @contextmanager
+    def looking_at(self, sample: SampleFiles) -> Iterator[Callable[[], object] | None]:
+        """Yield what keeps the names of a sample beyond the block; None where another process has them."""
+        # Not the name itself, which may already be as long as the file system allows.
+        digest = hashlib.sha256(sample.media.name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        with ExitStack() as here:
+            is_ours = here.enter_context(locked_file(sample.media.with_name(f".osora-{digest}.lock")))
+            yield (lambda: self._locks.push(here.pop_all())) if is_ours else None
+
+
+def find_target(
+    settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None, remake: bool
+) -> SampleFiles:
+    """Return the files of a sample: those that the same request has made before, else the first free ones.
+
+    A name in a folder that another request has taken gives way to the next one; a file that was named is never given
+    another name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims`
+    are given, and their folder is there then. With `remake` nothing counts as made before.
+
+    Raises:
+        OutputError: a named file, or its sidecar, is there from another request; latents are there from a run of the
+            same request that did not finish; or no file can have such a name.
+    """
+    has_one_name = settings.output.named_format is not None or settings.output.overwrite
+    names = (sample_files(settings, index, number=number) for number in count(1))
+    request = request_sha256(settings.sampling.seed + index)
+    while True:
+        sample = replace(next(names), request_sha256=request)
+        with nullcontext(lambda: None) if claims is None else claims.looking_at(sample) as keep:
+            if keep is None:
+                if has_one_name:
+                    raise OutputError(
+                        f"{sample.media} is being made by another run", hint="wait until it ends, or use another --out"
+                    )
+                continue
+            # Looked at even with --overwrite: a name that no file can have is to be refused as well.
+            if sample.is_free or settings.output.overwrite:
+                keep()
+                return sample
+            if not remake and (read_made(sample) or {}).get(REQUEST_KEY) == request:
+                return replace(sample, made_before=True)
+            if has_one_name:
+                refuse_existing(sample)
+            if has_one_name or _request_of_latents(sample) == request:
+                raise OutputError(
+                    f"{sample.latents} is there from a run that did not finish",
+                    hint=f"go on with osora generate --from-latents {sample.latents}, or start again with --overwrite",
+                )
+
+
+def refuse_existing(sample: SampleFiles) -> None:
+    """Raise OutputError if the result or the sidecar of `sample` is there."""
+    for path in filter(None, (sample.media, sample.sidecar)):
+        if is_there(path):
+            raise OutputError(f"{path} exists already", hint=_REPLACE_HINT)
+
+
+def read_made(sample: SampleFiles) -> Mapping[str, Any] | None:
+    """Return the sidecar of a result that is there and whole; None where there is none, or it is damaged."""
+    if sample.sidecar is None:
+        return None
+    try:
+        document: object = json.loads(sample.sidecar.read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or document.get("schema") != SIDECAR_SCHEMA:
+            return None
+        is_of_this = document.get("file") == sample.media.name and document.get("bytes") == size(sample.media)
+        return document if is_of_this else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def size(media: Path) -> int:
+    """Return the bytes of a result: of a file, or of all files of a folder. Raises OSError if it is not there."""
+    if media.is_dir():
+        return sum(entry.stat().st_size for entry in media.iterdir())
+    return media.stat().st_size
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a file or a link has this name; an OutputError if none can have it."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError as error:
+        raise OutputError(f"cannot write {path}: a part of this path is a file", hint="choose another --out") from error
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"cannot write {path}: {cause}", hint="choose another --out") from error
+    return True
+
+
+def _request_of_latents(sample: SampleFiles) -> str | None:
+    """Return the request of which only latents are there; None where there are none, or a result too."""
+    if sample.latents is None or is_there(sample.media):
+        return None
+    try:
+        with safe_open(sample.latents, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError):
+        return None
+    return metadata.get(REQUEST_KEY)
