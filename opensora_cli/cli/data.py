@@ -171,6 +171,7 @@ def cache(
     out: CacheFolder = None,
     set_: train.Assignments = None,
     device: options.Device = None,
+    threads: options.Threads = None,
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -190,6 +191,7 @@ def cache(
         "data.table": ("--table", table),
         "train_mmdit.cache": ("--out", out),
         "device": ("--device", device),
+        "threads": ("--threads", threads),
     }
     with errors.interruptible():
         from opensora_cli.settings.explain import Given

@@ -220,6 +220,15 @@ Attention = Annotated[
         rich_help_panel=_MACHINE,
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        help="Threads that compute on the CPU. Default: OMP_NUM_THREADS, or chosen by work, cores and load.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Offload = Annotated[
     OffloadChoice | None,
     typer.Option(
@@ -377,6 +386,7 @@ SETTINGS = {
     "--device": "runtime.device",
     "--dtype": "runtime.dtype",
     "--attention": "runtime.attention",
+    "--threads": "runtime.threads",
     "--offload": "memory.offload",
     "--resident-blocks": "memory.resident_blocks",
     "--memory-limit": "memory.limit",

@@ -51,6 +51,15 @@ CheckData = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be trained, and the memory of each rank; do nothing.")
 ]
+New = Annotated[
+    str | None,
+    typer.Option(
+        "--new",
+        metavar="DIR",
+        help="Write DIR.yaml, a recipe whose buckets fit the clips of a folder; --config: what it extends. "
+        "Default: demo_lora.",
+    ),
+]
 ListRecipes = Annotated[bool, typer.Option("--list", help="List the recipes that come with osora and exit.")]
 
 
@@ -64,10 +73,12 @@ def train(
     overwrite: Overwrite = False,
     check_data: CheckData = False,
     dry_run: DryRun = False,
+    new: New = None,
     list_: ListRecipes = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = None,
+    threads: options.Threads = None,
     gpus: options.Gpus = None,
     devices: options.Devices = None,
     attention: options.Attention = None,
@@ -82,6 +93,8 @@ def train(
 
       osora train --list
 
+      osora train --new clips
+
       osora train --config demo_lora --gpus 4 --set strategy=zero2
     """
     if list_:
@@ -89,15 +102,30 @@ def train(
         return
     flags = {
         "device": ("--device", device),
+        "threads": ("--threads", threads),
         "parallel.gpus": ("--gpus", gpus),
         "parallel.devices": ("--devices", devices),
         "train_mmdit.attention": ("--attention", attention),
     }
+    modes = (
+        ("--resume", resume),
+        ("--resume-from", resume_from),
+        ("--overwrite", overwrite),
+        ("--dry-run", dry_run),
+    )
     with errors.interruptible():
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import collect_overrides
         from opensora_cli.settings.train import TrainSettings, load_train_settings
 
+        if new is not None:
+            used = [flag for flag, value in flags.values() if value is not None]
+            for flag, value in (("--set", set_), ("--from", from_), *modes, ("--check-data", check_data)):
+                used += [flag] if value else []
+            if used:
+                raise RequestError(f"{used[0]} has no effect with --new, which trains nothing: put it into the file")
+            _write_recipe(new, config or Path("demo_lora"), as_json=json_, quiet=quiet)
+            return
         given = {key: Given(value, flag) for key, (flag, value) in flags.items() if value is not None}
         settings = load_train_settings(
             config=config,
@@ -111,12 +139,7 @@ def train(
         if allow_older and not resume:
             raise RequestError("--allow-older has no effect without --resume: give both, or --resume-from FOLDER")
         if check_data:
-            for flag, value in (
-                ("--resume", resume),
-                ("--resume-from", resume_from),
-                ("--overwrite", overwrite),
-                ("--dry-run", dry_run),
-            ):
+            for flag, value in modes:
                 if value:
                     raise RequestError(f"{flag} has no effect with --check-data, which trains nothing: drop it")
             _check_data(settings, as_json=json_, quiet=quiet)
@@ -146,6 +169,13 @@ def _print_recipes(*, as_json: bool) -> None:
         return
     width = max(map(len, recipes))
     output.print_lines([f"{name:{width}}  {text}" for name, text in recipes.items()])
+
+
+def _write_recipe(folder: str, base: Path, *, as_json: bool, quiet: bool) -> None:
+    with errors.uninterrupted():
+        from opensora_cli.engine.data.new_recipe import write_recipe
+
+    output.print_result(write_recipe(folder, base, reporter=output.make_reporter(quiet=quiet)), as_json=as_json)
 
 
 def _check_data(settings: "TrainSettings", *, as_json: bool, quiet: bool) -> None:

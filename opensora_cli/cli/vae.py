@@ -78,6 +78,7 @@ def reconstruct(
     no_metadata: NoMetadata = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    threads: options.Threads = None,
     set_: Assignments = None,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -99,6 +100,7 @@ def reconstruct(
         "runtime.weights": ("--weights", weights),
         "runtime.device": ("--device", device),
         "runtime.dtype": ("--dtype", dtype),
+        "runtime.threads": ("--threads", threads),
         "output.folder": ("--out", out),
         "output.overwrite": ("--overwrite", True if overwrite else None),
         "output.metadata": ("--no-metadata", False if no_metadata else None),
@@ -124,6 +126,7 @@ def stats(
     clip_frames: ClipFrames = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    threads: options.Threads = None,
     set_: Assignments = None,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -144,6 +147,7 @@ def stats(
         "runtime.weights": ("--weights", weights),
         "runtime.device": ("--device", device),
         "runtime.dtype": ("--dtype", dtype),
+        "runtime.threads": ("--threads", threads),
         "clip.num_frames": ("--clip-frames", clip_frames),
     }
     with errors.interruptible():

@@ -115,6 +115,9 @@ class PlacementSettings(Section):
     weights: str | None = Field(default=None, description="folder with the weights; none: ./ckpts or the Hub's cache")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     dtype: DType = Field(default=DType.AUTO, description="auto: bfloat16 on CUDA, float32 on a CPU")
+    threads: PositiveInt | None = Field(
+        default=None, le=1024, description="threads that compute on the CPU; none: chosen by work, cores and load"
+    )
 
     @field_validator("device")
     @classmethod

@@ -90,7 +90,8 @@ def _wrong_key(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorErr
 def read_yaml(path: Path) -> dict[str, object]:
     """Return the mapping in the YAML file at `path`, laid over the file that it `extends`, if any.
 
-    A relative `extends` starts from the folder of the file it is in. Lists are replaced, not joined.
+    A relative `extends` starts from the folder of the file it is in; `train/NAME` is the recipe of that name that comes
+    with osora. Lists are replaced, not joined.
     Raises FileProblem if a file is missing, unreadable, not a mapping, not YAML, or extends itself.
     """
     return _read(path, chain=())
@@ -117,7 +118,13 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, object]:
         return values
     if not isinstance(parent, str) or not parent.strip():
         raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
-    return _merged(_read(path.parent / parent, chain=(*chain, here)), values)
+    return _merged(_read(_extended(path, Path(parent)), chain=(*chain, here)), values)
+
+
+def _extended(path: Path, parent: Path) -> Path:
+    if parent.parent == Path("train") and not parent.suffix and not (path.parent / parent).exists():
+        return preset_path(parent.name, "train")
+    return path.parent / parent
 
 
 def _parse(path: Path) -> dict[str, object]:

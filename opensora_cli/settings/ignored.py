@@ -21,7 +21,7 @@ class Ignored(NamedTuple):
 
 
 _OF_ALL_TARGETS = frozenset(
-    {"target", "output", "device", "optimizer", "precision", "loop", "checkpoints", "parallel", "strategy"}
+    {"target", "output", "device", "threads", "optimizer", "precision", "loop", "checkpoints", "parallel", "strategy"}
     | {"watching", "validation"}
 )
 _OF_TARGET = {

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.exceptions import FileProblem, RequestError
@@ -62,6 +62,9 @@ class TrainSettings(Section):
         description="folders to look for the frozen parts in, demo: osora's own; their names: train_mmdit.files",
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto: cuda if there is a GPU")
+    threads: PositiveInt | None = Field(
+        default=None, le=1024, description="threads that compute on the CPU; none: chosen by work, cores and load"
+    )
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()

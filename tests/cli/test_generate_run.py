@@ -67,8 +67,14 @@ def osora(world, out, capsys):
 
 @pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
-    code, stdout, stderr = osora("raining, sea", "--seed", "3")
+    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
     assert code == 0
+    assert "threads: 3 (asked for)\n" in stderr
+    sidecar = json.loads((out / "raining-sea_seed3.mp4.json").read_text())
+    assert sidecar["threads"] == {"count": 3, "reason": "asked for"}
+    # Where --from finds it.
+    assert sidecar["settings"]["runtime"]["threads"] == 3
+    assert torch.get_num_threads() == 1
     assert stdout == f"{out}/raining-sea_seed3.mp4\n"
     assert len(read_video(out / "raining-sea_seed3.mp4").frames_THWC) == 9
     for stage in ("load", "text", "denoise", "decode", "save"):

@@ -12,7 +12,7 @@ import typer
 
 import opensora_cli
 from opensora_cli.cli import options
-from opensora_cli.cli.app import app, main
+from opensora_cli.cli.app import _wait_without_spinning, app, main
 from opensora_cli.cli.command import unwrapped
 from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.data import PreviewSettings
@@ -57,6 +57,7 @@ OPTIONS = {
     "--overwrite",
     "--no-metadata",
     "--list-presets",
+    "--threads",
 }
 
 
@@ -136,6 +137,16 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
     assert complete_recipe("more/") == ["more/demo.yaml"]
     assert complete_recipe("m") == ["more/"]
     assert complete_recipe("no") == []
+
+
+@pytest.mark.parametrize("chosen", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_waiting_threads_sleep_unless_the_user_chose(chosen: str) -> None:
+    environment: dict[str, str] = {}
+    _wait_without_spinning(environment)
+    assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {chosen: "7"}
+    _wait_without_spinning(environment)
+    assert environment == {chosen: "7"}
 
 
 def test_list_recipes(capsys: pytest.CaptureFixture[str]) -> None:

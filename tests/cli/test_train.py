@@ -54,6 +54,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     named = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--config", "--from", "--set", "--overwrite", "--json", "--quiet", "--dry-run", "--check-data"} <= named
     assert {"--resume", "--resume-from", "--allow-older", "--device", "--gpus", "--devices", "--attention"} <= named
+    assert {"--threads", "--new", "--list"} <= named
 
 
 def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,9 +225,10 @@ def test_interrupt_resume_and_overwrite(
     captured = capsys.readouterr()
     assert captured.out == f"{run / 'vae.safetensors'}\n"
     lines = captured.err.splitlines()
-    assert re.fullmatch(r"vae: [\d,]+ parameters, steps 0 to 4", lines[0])
-    assert [line.split()[:2] for line in lines[1:5]] == [["step", str(step)] for step in (1, 2, 3, 4)]
-    assert lines[5].startswith("train: 4 steps, ")
+    assert re.fullmatch(r"threads: \d+ \(.+\)", lines[0])
+    assert re.fullmatch(r"vae: [\d,]+ parameters, steps 0 to 4", lines[1])
+    assert [line.split()[:2] for line in lines[2:6]] == [["step", str(step)] for step in (1, 2, 3, 4)]
+    assert lines[6].startswith("train: 4 steps, ")
 
 
 def test_diverging(recipe: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, fill_cache, lazy_encoders
 from opensora_cli.engine.encode.clip_cache import ClipCache
@@ -64,6 +65,7 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
     reporter = reporter or SilentReporter()
     device = pick_hardware(settings.device_name, "float32").device
     folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
-    begin_cache(settings, folder, encoders, device=device, reporter=reporter)
-    encoded, failed = fill_cache(settings, folder, encoders, rank=0, ranks=1, reporter=reporter)
+    with threads_used(pick_threads(asked=settings.threads), reporter):
+        begin_cache(settings, folder, encoders, device=device, reporter=reporter)
+        encoded, failed = fill_cache(settings, folder, encoders, rank=0, ranks=1, reporter=reporter)
     return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))

@@ -198,6 +198,7 @@ def write_sidecar(
         "tf32": tf32_in_use(plan.hardware.device),
         "timings_s": {stage: round(seconds, 3) for stage, seconds in timings_s.items()},
         **peak_memory_gib,
+        "threads": None if plan.threads is None else plan.threads.to_json(),
         "mesh": asdict(plan.mesh),
         "offload": asdict(plan.offload),
         "attention": None if plan.attention is None else plan.attention.to_json(),

@@ -10,6 +10,7 @@ import torch
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
@@ -53,6 +54,8 @@ class ExecutionPlan:
     loras: tuple[Lora, ...] = ()
     attention: AttentionPlan | None = None
     """None: the transformer does not run."""
+    threads: ThreadChoice | None = None
+    """That compute on the CPU; None: not chosen yet, which takes a look at the load of the machine."""
 
     @property
     def decodes_only(self) -> bool:
@@ -80,6 +83,15 @@ class ExecutionPlan:
         return self.tokens_per_frame * self.latent_shape[1]
 
     @property
+    def layer_values(self) -> int:
+        """Values in a layer of what takes longest: of the transformer, for one evaluation, or of the autoencoder."""
+        settings = self.settings
+        if self.decodes_only:
+            return settings.video.num_frames * self.height * self.width * settings.vae.block_out_channels[0]
+        tokens = self.video_tokens + settings.text.t5_max_length
+        return tokens * settings.model.hidden_size * max(1, self.evaluations_per_sample // (len(self.timesteps) - 1))
+
+    @property
     def latent_bytes(self) -> int:
         """Size of one sample's latents, in memory and on disk."""
         return prod(self.latent_shape) * self.hardware.dtype.itemsize
@@ -98,6 +110,16 @@ class ExecutionPlan:
     def fits(self) -> bool:
         """Whether that is enough."""
         return self.peak_bytes <= self.budget_bytes
+
+    def with_threads(self) -> "ExecutionPlan":
+        """Return a plan with the threads that compute; on a CPU the settings record them, since sums depend on them."""
+        settings = self.settings
+        threads = pick_threads(
+            asked=settings.runtime.threads, values=self.layer_values, ranks=settings.parallel.ranks_per_node
+        )
+        if self.hardware.device.type == "cpu":
+            settings = settings.replace({"runtime.threads": threads.count})
+        return replace(self, settings=settings, threads=threads)
 
     def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
         """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.

@@ -17,6 +17,7 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import (
     Hardware,
@@ -78,6 +79,8 @@ class GenerateResult(Document):
     """Of all samples."""
     timings_s: dict[str, float]
     """Seconds of each stage."""
+    threads: ThreadChoice | None = None
+    """That computed on the CPU; left out where nothing was. Their number is in the settings of a run on a CPU, too."""
     peak_allocated_gib: float | None = None
     """The most memory in use on a CUDA device; left out on a CPU."""
     peak_resident_gib: float | None = None
@@ -313,10 +316,15 @@ def _make(
             reporter.note(f"made before by the same request: {sample.media}")
             kept.append(GeneratedVideo.of_earlier_run(sample))
     files = [sample for sample in chosen if not sample.made_before]
+    plan = plan.with_threads()
+    assert plan.threads is not None
     start_peak_memory(plan.hardware.device)
     times = ModuleTimes(plan.hardware.device) if profiled_runs else None
     runs: list[dict[str, float]] = []
-    with tf32_products(plan.settings.precision.tf32, plan.hardware.device, note=reporter.note):
+    with (
+        threads_used(plan.threads, reporter),
+        tf32_products(plan.settings.precision.tf32, plan.hardware.device, note=reporter.note),
+    ):
         for number in range(profiled_runs):
             reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {profiled_runs}")
             with tempfile.TemporaryDirectory(prefix="osora-profile-") as folder:
@@ -335,6 +343,7 @@ def _make(
         model_evaluations=plan.evaluations_per_sample * len(videos),
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         **peak_memory_gib(plan.hardware.device),
+        threads=plan.threads,
         profile=None if times is None else _report(runs, times),
         attention=plan.attention,
         settings=plan.settings,

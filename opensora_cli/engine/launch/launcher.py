@@ -34,6 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.core.signals import held_back
+from opensora_cli.core.threads import choose_threads, read_cores
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
 from opensora_cli.engine.launch.process import RankProcess
@@ -320,10 +321,9 @@ class _Run:
 
 def _environment(request: LaunchRequest, port: int) -> dict[str, str]:
     """Return what all ranks have in common, under torchrun's names."""
-    threads = max(1, (os.cpu_count() or 1) // request.gpus)
     environment = {
         # Several ranks that each take all cores slow each other down.
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(choose_threads(read_cores(with_load=False), ranks=request.gpus).count),
         # The launcher reports the errors that these warnings announce, in one message.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **_loopback_interfaces(),

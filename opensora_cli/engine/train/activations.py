@@ -64,6 +64,18 @@ def token_grid(settings: TrainSettings, shape: BatchShape) -> tuple[int, int, in
     return grid.latent_frames(shape.num_frames), height // patch, width // patch
 
 
+def layer_values(settings: TrainSettings) -> int:
+    """Return the values in a layer of the largest micro-batch, captions included."""
+    if settings.target is TrainTarget.TEXT:
+        return settings.text.batch_size * settings.text.t5_max_length * settings.text.t5_width
+    shape = largest_batch_shape(settings)
+    if settings.target is TrainTarget.VAE:
+        pixels = shape.batch_size * shape.num_frames * shape.height * shape.width
+        return pixels * settings.vae.block_out_channels[0]
+    tokens = prod(token_grid(settings, shape)) + settings.text.t5_max_length
+    return shape.batch_size * tokens * settings.model.hidden_size
+
+
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
     """Return the same run with micro-batches of this size; if it has buckets, of its largest one alone.
     Raises RequestError if a resolution is too small.

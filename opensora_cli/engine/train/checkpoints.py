@@ -244,6 +244,7 @@ def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: 
         "global_step": trainer.step,
         "micro_batches": trainer.micro_batches,
         "ranks": trainer.distribution.ranks,
+        "threads": torch.get_num_threads(),
         "skipped_in_a_row": trainer.skipped_in_a_row,
         "precision": trainer.precision.state_dict(),
         DONE: list(done),

@@ -11,8 +11,9 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.train.activations import ActivationPlan, plan_activations
+from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters, find_frozen_parts, plan_attention
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8
@@ -41,6 +42,8 @@ class TrainPlan(Document):
     """Where the frozen parts are, by name."""
     missing_weights: tuple[str, ...]
     """Names of the frozen parts that were not found."""
+    threads: ThreadChoice
+    """That compute on the CPU; a resumed run keeps those of its checkpoint, unless others are named."""
     activations: ActivationPlan | None
     """What is held between forward and backward, and where; None: everything, on the device."""
     memory: tuple[RankMemory, ...] = ()
@@ -65,6 +68,7 @@ class TrainPlan(Document):
             f"parameters  {self.parameters:,}",
             f"steps       {self.steps}, {_examples(settings)} each{start}",
             *([f"devices     {parallel.describe(settings.strategy)}"] if self.ranks > 1 else []),
+            f"threads     {self.threads.line()}",
             f"output      {self.output}: {', '.join(self.exports)}",
             *([f"memory      {self.activations.line()}"] if self.activations else []),
             *([f"attention   {self.attention.line()}"] if self.attention else []),
@@ -107,6 +111,9 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         ranks=settings.parallel.world_size,
         weights={name: path for name, path in frozen.items() if path is not None},
         missing_weights=tuple(name for name, path in frozen.items() if path is None),
+        threads=pick_threads(
+            asked=settings.threads, values=layer_values(settings), ranks=settings.parallel.ranks_per_node
+        ),
         activations=plan_activations(settings),
         attention=_attention(settings) if settings.target is TrainTarget.MMDIT else None,
         settings=settings,

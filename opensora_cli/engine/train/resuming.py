@@ -9,6 +9,7 @@ from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
@@ -93,6 +94,20 @@ def _problems(folder: Path, distribution: Distribution) -> list[str]:
     if distribution.ranks == 1:
         return problems
     return sorted({problem for each in all_gather_json(problems) for problem in each})
+
+
+def with_recorded_threads(threads: ThreadChoice, folder: Path, *, reporter: Reporter) -> ThreadChoice:
+    """Return as many threads as a checkpoint's run had, since sums depend on it, unless a user named a number."""
+    recorded = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8")).get("threads")
+    if not isinstance(recorded, int) or recorded == threads.count:
+        return threads
+    if threads.is_free:
+        return ThreadChoice(count=recorded, reason="as the run began, for the same sums")
+    reporter.warn(
+        f"the run had {recorded} threads, and from now on {threads.line()}: it goes on equal but for rounding; "
+        f"--threads {recorded} goes on bit for bit"
+    )
+    return threads
 
 
 def with_recorded_micro_batches(

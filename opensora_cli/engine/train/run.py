@@ -22,6 +22,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
+from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import tf32_products
 from opensora_cli.engine.launch.rank import WatchedReporter
@@ -32,7 +33,13 @@ from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
-from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer, with_recorded_micro_batches
+from opensora_cli.engine.train.resuming import (
+    Resume,
+    choose_checkpoint,
+    set_aside_newer,
+    with_recorded_micro_batches,
+    with_recorded_threads,
+)
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -138,6 +145,7 @@ class _Run:
         with ExitStack() as stack:
             self._enter_output(stack)
             folder = self._find_checkpoint()
+            stack.enter_context(threads_used(self._threads(folder), self._reporter))
             # Steps seed torch's global generator, whose state is the caller's.
             device = self._distribution.device
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -195,6 +203,10 @@ class _Run:
             self._settings, folder, data_ranks=distribution.data_ranks, reporter=reporter
         )
         return folder
+
+    def _threads(self, folder: Path | None) -> ThreadChoice:
+        threads = self._plan.threads
+        return threads if folder is None else with_recorded_threads(threads, folder, reporter=self._reporter)
 
     def _build(self, stack: ExitStack) -> Trainer[Any]:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter

@@ -17,6 +17,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import find_autoencoder, load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import (
     Hardware,
@@ -155,8 +156,9 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     job = _Job(settings, autoencoder, hardware, weights, reporter)
     rows: list[Reconstructed | Failed] = []
     try:
-        for file, stem in zip(settings.files, stems, strict=True):
-            rows.append(job.run(file, folder / stem))
+        with threads_used(pick_threads(asked=settings.runtime.threads), reporter):
+            for file, stem in zip(settings.files, stems, strict=True):
+                rows.append(job.run(file, folder / stem))
     except KeyboardInterrupt as interrupt:
         finished = [f"finished: {row.output}" for row in rows if isinstance(row, Reconstructed)]
         raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt

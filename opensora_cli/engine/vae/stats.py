@@ -11,6 +11,7 @@ from torch import Tensor
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.vae.reconstruct import Failed, centre, find_weights, pixels, what_failed
@@ -145,7 +146,10 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     encoder = _Encoder(settings, autoencoder, hardware)
     moments, failed, frames = RunningMoments(), [], 0
-    with reporter.stage("encode", total=len(files), unit="files") as progress:
+    with (
+        threads_used(pick_threads(asked=settings.runtime.threads), reporter),
+        reporter.stage("encode", total=len(files), unit="files") as progress,
+    ):
         for file in files:
             try:
                 of_file, count = encoder.run(file)

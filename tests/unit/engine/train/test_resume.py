@@ -21,7 +21,8 @@ from toy_training import Listener
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.folder_lock import locked_folder
-from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.core.threads import VARIABLES, Cores, ThreadChoice
+from opensora_cli.engine.train.resuming import Resume, with_recorded_threads
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.train import TrainSettings
 
@@ -100,6 +101,38 @@ def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole):
     assert {"model/model-00001-of-00001.safetensors", "ema.safetensors", "adversary.safetensors"} < hashes(
         run, STEPS
     ).keys()
+
+
+def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run, monkeypatch):
+    """Sums are rounded by how many threads share them."""
+    states = next(run.glob("epoch*")) / "running_states.json"
+    assert json.loads(states.read_text())["threads"] == torch.get_num_threads()
+    recorded = {**json.loads(states.read_text()), "threads": 2}
+    states.write_text(json.dumps(recorded))
+    free = ThreadChoice(count=1, reason="1 core", is_free=True)
+    listener = Listener()
+    assert with_recorded_threads(free, states.parent, reporter=listener).count == 2
+    assert listener.warnings == []
+    named = ThreadChoice(count=1, reason="OMP_NUM_THREADS")
+    assert with_recorded_threads(named, states.parent, reporter=listener) is named
+    (warning,) = listener.warnings
+    assert "had 2 threads, and from now on 1 (OMP_NUM_THREADS)" in warning
+    assert "--threads 2 goes on bit for bit" in warning
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    seen = []
+    monkeypatch.setattr("opensora_cli.engine.train.run.Trainer.do_step", lambda self: seen.append(self) or _stop())
+    monkeypatch.setattr("opensora_cli.core.threads.read_cores", lambda with_load: Cores(allowed=1))
+    notes = Listener()
+    with pytest.raises(KeyboardInterrupt):
+        train(clips(run, **{"loop.steps": 3}), resume=Resume(), reporter=notes)
+    assert len(seen) == 1
+    assert "threads: 2 (as the run began, for the same sums)" in notes.notes
+
+
+def _stop() -> None:
+    assert torch.get_num_threads() == 2
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

@@ -1,0 +1,169 @@
+"""How many threads compute: as many as there is work for, of the cores that are really to be had.
+
+Threads of OpenMP that wait for each other spin. On a core that another process uses too, a small model so takes many
+times longer than with one thread, and torch counts neither other processes nor the quota of a container.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # it ships none
+from pydantic import Field
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.formatting import first_few
+from opensora_cli.core.progress import Reporter
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""By which a user chooses; torch reads them."""
+VALUES_PER_THREAD = 2**15
+"""Torch itself splits element-wise operations into pieces of at least so many values (`at::internal::GRAIN_SIZE`)."""
+
+_LOOK_S = 0.2
+_IDLE = 0.25
+"""What an idle machine keeps a core busy with at the most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """What of a machine's processors this process may use."""
+
+    allowed: int
+    """Cores that it may run on (its affinity)."""
+    quota: float | None = None
+    """Cores' worth of time that its cgroups get; None: all of it."""
+    busy: float = 0.0
+    """Of the allowed cores, how many others keep busy."""
+
+
+class ThreadChoice(Document):
+    """How many threads compute, and why."""
+
+    count: int
+    reason: str
+    is_free: bool = Field(default=False, exclude=True)
+    """Whether nobody named the number."""
+
+    def line(self) -> str:
+        """Return it for people."""
+        return f"{self.count} ({self.reason})"
+
+
+def pick_threads(*, asked: int | None, values: int | None = None, ranks: int = 1) -> ThreadChoice:
+    """Return how many threads this process is to compute with.
+
+    Args:
+        asked: the number that `--threads` or a setting insists on.
+        values: in a layer of the work's main part; None: as many as any number of threads has work for.
+        ranks: processes on this machine that share it.
+    """
+    import torch
+
+    named = named_threads(os.environ, asked=asked, now=torch.get_num_threads())
+    if named is not None:
+        return named
+    useful = None if values is None else useful_threads(values)
+    return choose_threads(read_cores(with_load=ranks == 1), useful=useful, ranks=ranks)
+
+
+def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -> ThreadChoice:
+    """Return the threads of each of `ranks` processes on these cores, of which each has work for `useful`.
+    None: for any number.
+    """
+    reasons = [f"{cores.allowed} {'core' if cores.allowed == 1 else 'cores'}"]
+    free = float(cores.allowed)
+    if cores.busy > _IDLE:
+        free -= cores.busy
+        reasons.append(f"others keep {cores.busy:.1f} busy")
+    if cores.quota is not None and cores.quota < free:
+        free = cores.quota
+        reasons.append(f"the quota is {cores.quota:g}")
+    if ranks > 1:
+        free /= ranks
+        reasons.append(f"{ranks} processes")
+    # Half of a core is not worth a thread that all others wait for.
+    count = max(1, math.floor(free + _IDLE))
+    if useful is not None and useful < count:
+        count = max(1, useful)
+        reasons.append(f"work for {count}")
+    return ThreadChoice(count=count, reason=", ".join(reasons), is_free=True)
+
+
+def named_threads(environment: Mapping[str, str], *, asked: int | None, now: int) -> ThreadChoice | None:
+    """Return the number that a user insists on: `asked` for, or the one `now`, which a variable has set; else None."""
+    if asked is not None:
+        return ThreadChoice(count=asked, reason="asked for")
+    named = [name for name in VARIABLES if environment.get(name)]
+    return ThreadChoice(count=now, reason=first_few(named)) if named else None
+
+
+def useful_threads(values: int) -> int:
+    """Return how many threads have work in layers of so many values."""
+    return max(1, values // VALUES_PER_THREAD)
+
+
+def read_cores(*, with_load: bool = True) -> Cores:
+    """Return what this machine has for this process now. With the load it takes a fifth of a second.
+
+    Processes that start together must not measure each other: of several ranks none looks at the load.
+    """
+    numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    quota = read_quota(Path("/"))
+    if not with_load or len(numbers) == 1 or (quota is not None and quota < 2):
+        return Cores(allowed=len(numbers), quota=quota)
+    # This process itself sleeps meanwhile.
+    shares = psutil.cpu_percent(interval=_LOOK_S, percpu=True)
+    busy = sum(share for number, share in enumerate(shares) if number in numbers) / 100
+    return Cores(allowed=len(numbers), quota=quota, busy=busy)
+
+
+def read_quota(root: Path) -> float | None:
+    """Return the least quota of the cgroups, v2 or v1, that this process is in, in cores; None: none has one.
+
+    In a container the paths in `/proc/self/cgroup` may be those of the host: then the mounted top is this group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    quotas: list[float] = []
+    for line in lines:
+        _, controllers, place = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            quotas += _quotas(root / "sys/fs/cgroup", place, ("cpu.max",))
+        elif "cpu" in controllers.split(","):
+            for top in (controllers, "cpu"):
+                quotas += _quotas(root / "sys/fs/cgroup" / top, place, ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    return min(quotas, default=None)
+
+
+def _quotas(top: Path, place: str, names: tuple[str, ...]) -> Iterator[float]:
+    """Yield the quotas of a cgroup and of all that it is in."""
+    folder = top / place.lstrip("/")
+    while folder.is_relative_to(top):
+        try:
+            words = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
+            quota, period = float(words[0]), float(words[1])
+        except (OSError, ValueError, IndexError):  # missing, or `max`
+            quota, period = -1.0, 1.0
+        if quota > 0 and period > 0:
+            yield quota / period
+        folder = folder.parent
+
+
+@contextmanager
+def threads_used(choice: ThreadChoice, reporter: Reporter) -> Iterator[None]:
+    """Let torch compute with so many threads inside the block, and note how many and why."""
+    import torch
+
+    reporter.note(f"threads: {choice.line()}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(choice.count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

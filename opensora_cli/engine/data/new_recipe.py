@@ -1,0 +1,253 @@
+"""`osora train --new`: from a folder of clips to a recipe whose buckets take in all of them."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
+from opensora_cli.core.files import atomic_path
+from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.data.buckets import FILLED, NO_BUCKET, Samples, frame_intervals
+from opensora_cli.data.table import read_table
+from opensora_cli.engine.data.check import DataReport, check_data
+from opensora_cli.engine.data.scan import scan
+from opensora_cli.engine.encode.datasets import make_buckets
+from opensora_cli.engine.encode.left_out import rate_for
+from opensora_cli.engine.encode.loading import pixel_multiple
+from opensora_cli.sampling.sizes import num_pixels, training_sizes
+from opensora_cli.settings.data import BucketSettings, BucketTable, ScanSettings
+from opensora_cli.settings.files import EXTENDS, settings_path
+from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_settings
+
+_MOST_LENGTHS = 6
+
+
+class NewRecipe(Document):
+    """The recipe that was written."""
+
+    SCHEMA = "osora.new-recipe/1"
+
+    recipe: Path
+    table: Path
+    data: DataReport
+    """What an epoch of it has."""
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        return [
+            f"recipe    {self.recipe}",
+            *self.data.lines(),
+            *(f"problem   {problem}" for problem in self.data.problems),
+            f"next      osora train --config {self.recipe}",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Buckets that fit a table."""
+
+    buckets: BucketTable
+    counts: dict[tuple[str, int], int]
+    """Resolution and frames -> clips."""
+    fps_max: float
+    unfit: int
+    """Rows that no bucket can take: too small for a token, or with too few frames for a latent one."""
+
+
+def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
+    """Scan a folder, and write `FOLDER.yaml` beside it: the recipe `base` with buckets for all that is in the folder.
+
+    Raises:
+        RequestError: the base has no use for clips, or is a file of the reference implementation.
+        FileProblem: the folder is missing, or has nothing in it that can be trained on.
+        OutputError: the recipe exists already, or the table does and is not as a scan left it, or cannot be written.
+    """
+    recipe = Path(f"{os.path.abspath(folder)}.yaml")
+    if os.path.lexists(recipe):
+        raise OutputError(
+            f"{recipe} exists already", hint=f"use it: osora train --config {_shown(recipe)}; or move it elsewhere"
+        )
+    if base.suffix == ".py":
+        raise RequestError(f"--new takes a recipe of osora as --config, and {base} is a file of the reference")
+    settings = load_train_settings(config=base, overrides={}, environment={})
+    if settings.target is TrainTarget.TEXT:
+        raise RequestError(f"{base} has target=text, which learns from captions that it makes itself: use another")
+    reporter = reporter or SilentReporter()
+    scanned = scan(ScanSettings(folder=folder), reporter=reporter)
+    suggestion = suggest_buckets(read_table(scanned.table).samples, settings)
+    if not suggestion.buckets:
+        raise FileProblem(f"{folder} has nothing large and long enough to train on", hint="give larger or longer clips")
+    name = Path(os.path.abspath(folder)).name
+    text = _recipe_text(settings, suggestion, base=base, name=name, table=scanned.table, recipe=recipe)
+    with atomic_path(recipe, replace=False) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        # Before it has its name: a base may have settings that do not go with a table.
+        written = load_train_settings(config=temporary, overrides={}, environment={})
+        data = check_data(written, reporter=reporter)
+    return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data)
+
+
+def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
+    """Return buckets that take in all samples which the models of `settings` can take.
+
+    Their resolution, longest length, frame rate and size of a micro-batch are those that the settings have. Videos that
+    are shorter get lengths of their own, and smaller ones resolutions of theirs. A micro-batch is no larger than what
+    the rarest shape fills.
+    """
+    multiple, grid = pixel_multiple(settings), settings.vae.grid
+    side, longest, budget, fps_max = _usual(settings)
+    is_video = samples.num_frames > 1
+    shortest = grid.num_frames(2)
+    long_enough = is_video & (samples.num_frames >= shortest)
+    fast = np.flatnonzero(long_enough & (samples.num_frames // frame_intervals(samples.fps, fps_max) < shortest))
+    fps_max = max(fps_max, rate_for(samples, fast, length=shortest) or 0.0)
+    left = samples.num_frames // frame_intervals(samples.fps, fps_max)
+    lengths = np.array([grid.longest_clip(min(int(each), longest)) for each in left.tolist()], dtype=np.int64)
+    lengths = np.where(is_video, lengths, 1)
+    sides = _sides(samples, side, multiple=multiple)
+    fits = (~is_video | (lengths > 1)) & (sides > 0)
+    table: BucketTable = {}
+    for each in sorted(set(sides[fits].tolist()), reverse=True):
+        wanted = sorted(set(lengths[fits & (sides == each)].tolist()))
+        table[f"{each}px"] = {length: BucketSettings(1.0, 1) for length in _thinned(wanted)}
+    if not table:
+        return Suggestion(buckets={}, counts={}, fps_max=fps_max, unfit=len(samples))
+    buckets = make_buckets(table, fps_max=fps_max, multiple=multiple)
+    fitting_NR = buckets.fitting(samples)
+    first = (fitting_NR != NO_BUCKET).argmax(axis=1)
+    placed = np.take_along_axis(fitting_NR, first[:, None], axis=1)[:, 0]
+    counts = np.bincount(placed[placed != NO_BUCKET], minlength=len(buckets))
+    found: dict[tuple[str, int], list[int]] = {}
+    for index in np.flatnonzero(counts).tolist():
+        found.setdefault(buckets[index].kind, []).append(int(counts[index]))
+    filled: BucketTable = {}
+    for (name, length), of_shapes in sorted(found.items(), key=lambda item: (-num_pixels(item[0][0]), -item[0][1])):
+        most = int(budget // (grid.latent_frames(length) * num_pixels(name)))
+        filled.setdefault(name, {})[length] = BucketSettings(1.0, max(1, min(most, 4096, *of_shapes)))
+    return Suggestion(
+        buckets=filled,
+        counts={kind: sum(of_shapes) for kind, of_shapes in found.items()},
+        fps_max=fps_max,
+        unfit=int((placed == NO_BUCKET).sum()),
+    )
+
+
+def _usual(settings: TrainSettings) -> tuple[int, int, float, float]:
+    """Return side and length of the largest clips of a recipe, the latent frames x pixels of a batch, and its rate."""
+    data, grid = settings.data, settings.vae.grid
+    if data.table is None:
+        scenes = data.scenes
+        budget = scenes.batch_size * grid.latent_frames(scenes.num_frames) * scenes.size**2
+        return scenes.size, scenes.num_frames, budget, scenes.fps
+    name = max(data.buckets, key=lambda name: (max(data.buckets[name]) > 1, num_pixels(name)))
+    sizes = {length: bucket.batch_size * grid.latent_frames(length) for length, bucket in data.buckets[name].items()}
+    longest = max(sizes)
+    return int(math.sqrt(num_pixels(name))), longest, sizes[longest] * num_pixels(name), data.fps_max
+
+
+def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
+    """Return the side of each sample's resolution: the usual one, or smaller ones, each for clips up to four times as
+    large as the smallest of them; 0 for a sample that is too small for any.
+    """
+    own = np.floor(np.sqrt(samples.height * samples.width / FILLED)).astype(np.int64)
+    sides = np.where(own >= usual, usual, 0)
+    while (rest := np.flatnonzero((sides == 0) & (own > 0))).size:
+        group = rest[own[rest] * 2 >= own[rest].max()]
+        side = int(own[group].min())
+        sides[group] = side if _has_sizes(side, multiple) else 0
+        own[group] = np.where(sides[group] > 0, own[group], 0)
+    return sides
+
+
+def _has_sizes(side: int, multiple: int) -> bool:
+    if not 10 <= side < 10_000:
+        return False
+    try:
+        training_sizes(f"{side}px", multiple=multiple)
+    except RequestError:
+        return False
+    return True
+
+
+def _thinned(lengths: list[int]) -> list[int]:
+    """Return at most six of sorted lengths, the first and the last among them."""
+    if len(lengths) <= _MOST_LENGTHS:
+        return lengths
+    step = (len(lengths) - 1) / (_MOST_LENGTHS - 1)
+    return [lengths[round(index * step)] for index in range(_MOST_LENGTHS)]
+
+
+def _recipe_text(
+    settings: TrainSettings, suggestion: Suggestion, *, base: Path, name: str, table: Path, recipe: Path
+) -> str:
+    source = settings_path(base, "train")
+    extended = f"train/{base}" if source != base else os.path.abspath(base)
+    rate = f"{suggestion.fps_max:g}"
+    why = "faster videos lose frames"
+    if suggestion.fps_max > _usual(settings)[3]:
+        why += f"; with the usual {_usual(settings)[3]:g} some would be too short"
+    lines = [
+        f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
+        f"# osora data preview {_shown(table)} -o sheet.png --config {_shown(recipe)}",
+        f"# osora train --config {_shown(recipe)} --check-data",
+        f"# osora train --config {_shown(recipe)}",
+        f"{EXTENDS}: {_quoted(extended)}",
+        "# Checkpoints, log and weights. More steps: loop.steps.",
+        f"output: {_quoted(f'runs/{name}')}",
+        "data:",
+        "  # Again after changes in the folder: osora data scan.",
+        f"  table: {_quoted(str(_shown(table)))}",
+        f"  # {why}.",
+        f"  fps_max: {rate}",
+        "  # Resolution, frames, [probability, clips of a micro-batch]. A micro-batch has clips of one shape, so",
+        "  # no more of them than the rarest shape has; loop.micro_batches=N makes an update of N. The | replaces all.",
+        "  buckets: |",
+    ]
+    for resolution, lengths in suggestion.buckets.items():
+        lines.append(f"    {resolution}:")
+        for length, bucket in lengths.items():
+            count = suggestion.counts[resolution, length]
+            what = "picture" if length == 1 else "video"
+            lines.append(f"      {length}: [1.0, {bucket.batch_size}]  # {count:,} {what}{'' if count == 1 else 's'}")
+    if suggestion.unfit:
+        lines.append(f"  # Left out, too small or too short for any: {suggestion.unfit:,}.")
+    if settings.target is TrainTarget.MMDIT:
+        lines += _transformer_lines(settings, suggestion, name=name)
+    elif settings.data.table is None:
+        lines += ["train_vae:", "  # These are for procedural scenes.", "  picture_steps: 0", "  whitening_clips: 0"]
+    return "\n".join(lines) + "\n"
+
+
+def _transformer_lines(settings: TrainSettings, suggestion: Suggestion, *, name: str) -> list[str]:
+    chosen, grid = settings.train_mmdit, settings.vae.grid
+    most = max(grid.latent_frames(length) for lengths in suggestion.buckets.values() for length in lengths)
+    modes = [
+        mode
+        for mode in chosen.mode_weights.by_mode()
+        if chosen.lengths.given_latent_frames(CONDITION_MODES[mode], causal=grid.is_causal) >= most
+    ]
+    lines = []
+    if chosen.cache is not None:
+        lines += ["  # Encoded clips.", f"  cache: {_quoted(f'runs/{name}_cache')}"]
+    if modes:
+        lines += ["  mode_weights:", "    # No clip is long enough for these.", *(f"    {mode}: 0" for mode in modes)]
+        if not set(chosen.mode_weights.by_mode()) - set(modes):
+            lines.append("    t2v: 1")
+    return ["train_mmdit:", *lines] if lines else []
+
+
+def _shown(path: Path) -> Path:
+    """Return a path from the current folder, if it is inside."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _quoted(text: str) -> str:
+    """Return a text as YAML that means it, whatever is in it."""
+    return "'" + text.replace("'", "''") + "'"

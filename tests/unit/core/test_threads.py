@@ -1,0 +1,131 @@
+"""How many threads compute, and why: of affinity, quota, load and work."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora_cli.core import threads
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.threads import (
+    VARIABLES,
+    Cores,
+    ThreadChoice,
+    choose_threads,
+    named_threads,
+    pick_threads,
+    read_cores,
+    read_quota,
+    threads_used,
+    useful_threads,
+)
+
+
+@pytest.mark.parametrize(
+    ("cores", "useful", "ranks", "count", "reason"),
+    [
+        (Cores(allowed=8), None, 1, 8, "8 cores"),
+        (Cores(allowed=1), None, 1, 1, "1 core"),
+        (Cores(allowed=8), 3, 1, 3, "8 cores, work for 3"),
+        (Cores(allowed=8), 0, 1, 1, "8 cores, work for 1"),
+        (Cores(allowed=2, busy=0.1), None, 1, 2, "2 cores"),
+        # One busy process beside it, on two cores.
+        (Cores(allowed=2, busy=0.98), None, 1, 1, "2 cores, others keep 1.0 busy"),
+        (Cores(allowed=4, busy=7.0), None, 1, 1, "4 cores, others keep 7.0 busy"),
+        (Cores(allowed=64, quota=2.5), None, 1, 2, "64 cores, the quota is 2.5"),
+        (Cores(allowed=64, quota=0.5), None, 1, 1, "64 cores, the quota is 0.5"),
+        (Cores(allowed=4, quota=16.0, busy=1.0), None, 1, 3, "4 cores, others keep 1.0 busy"),
+        (Cores(allowed=8), None, 4, 2, "8 cores, 4 processes"),
+        (Cores(allowed=2), None, 4, 1, "2 cores, 4 processes"),
+        (Cores(allowed=16, quota=8.0), 2, 2, 2, "16 cores, the quota is 8, 2 processes, work for 2"),
+    ],
+)
+def test_the_choice(cores: Cores, useful: int | None, ranks: int, count: int, reason: str) -> None:
+    choice = choose_threads(cores, useful=useful, ranks=ranks)
+    assert (choice.count, choice.reason, choice.is_free) == (count, reason, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked", "expected"),
+    [
+        ({}, None, None),
+        ({"OMP_NUM_THREADS": ""}, None, None),
+        ({"OMP_NUM_THREADS": "3"}, None, "3 (OMP_NUM_THREADS)"),
+        ({"MKL_NUM_THREADS": "3"}, None, "3 (MKL_NUM_THREADS)"),
+        ({"OMP_NUM_THREADS": "3"}, 5, "5 (asked for)"),
+    ],
+)
+def test_what_a_user_names_holds(environment: dict[str, str], asked: int | None, expected: str | None) -> None:
+    choice = named_threads(environment, asked=asked, now=3)
+    assert (None if choice is None else choice.line()) == expected
+    assert choice is None or not choice.is_free
+
+
+def test_small_layers_have_work_for_one_thread() -> None:
+    assert [useful_threads(values) for values in (1, 2**15, 2**16 - 1, 2**16, 2**20)] == [1, 1, 1, 2, 32]
+
+
+def cgroup(root: Path, lines: str, files: dict[str, str]) -> Path:
+    for name, content in {"proc/self/cgroup": lines, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        # The tightest of a group and of those that it is in.
+        (
+            "0::/job/step\n",
+            {"sys/fs/cgroup/job/cpu.max": "200000 100000", "sys/fs/cgroup/job/step/cpu.max": "max 100000"},
+            2.0,
+        ),
+        (
+            "5:memory:/a\n4:cpu,cpuacct:/a\n",
+            {
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+            },
+            3.0,
+        ),
+        (
+            "1:cpu:/\n",
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+            None,
+        ),
+        # In a container the path may be that of the host.
+        ("0::/kubepods/pod7\n", {"sys/fs/cgroup/cpu.max": "400000 100000"}, 4.0),
+        ("nonsense\n\n", {}, None),
+    ],
+)
+def test_quotas_of_cgroups(tmp_path: Path, lines: str, files: dict[str, str], expected: float | None) -> None:
+    assert read_quota(cgroup(tmp_path, lines, files)) == expected
+    assert read_quota(tmp_path / "nowhere") is None
+
+
+def test_the_load_is_that_of_the_cores_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 3}, raising=False)
+    monkeypatch.setattr(threads, "read_quota", lambda root: None)
+    monkeypatch.setattr(threads.psutil, "cpu_percent", lambda interval, percpu: [100.0, 90.0, 100.0, 10.0])
+    assert read_cores() == Cores(allowed=2, busy=1.0)
+    assert read_cores(with_load=False) == Cores(allowed=2)
+
+
+def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "read_cores", lambda with_load: Cores(allowed=3))
+    notes: list[str] = []
+    reporter = SilentReporter()
+    monkeypatch.setattr(reporter, "note", notes.append)
+    before = torch.get_num_threads()
+    with threads_used(pick_threads(asked=None, values=2**20), reporter):
+        assert torch.get_num_threads() == 3
+    with pytest.raises(ZeroDivisionError), threads_used(ThreadChoice(count=2, reason="asked for"), reporter):
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
+    assert notes == ["threads: 3 (3 cores)", "threads: 2 (asked for)"]
