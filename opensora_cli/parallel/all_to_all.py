@@ -1,31 +1,196 @@
 """All-to-all for links that differ or are slow: in two stages over machines, and with fewer bytes on the wire."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.parallel.collectives import (
-    Exchange,
     Group,
-    Sizes,
+    Parts,
     all_to_all,
-    elements_beside,
+    as_bytes,
     exchange_flat,
-    exchange_once,
     exchange_with_gradient,
-    joined,
 )
+from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.rendezvous import group_with
+from opensora_cli.parallel.scheduling import BandwidthMonitor
 
 WireFormat = Literal["bf16", "fp8"]
 """`bf16` is two bytes an element; `fp8` is one (e4m3), and four for the scale of each row."""
 
 _FP8 = torch.float8_e4m3fn
 _SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangePlan:
+    """How the ranks of a group exchange tokens for heads."""
+
+    inner: int = 1
+    """Ranks of a group in a row that fast links join: over 1, exchanges have two stages, inside and between."""
+    wire: WireFormat | None = None
+    """What elements are rounded to on their way; None: they travel as they are."""
+    chunks: int = 1
+    """Groups of heads that are exchanged one after the other, while attention of the one before is computed."""
+
+    def stage_bytes(self, parts: Parts, itemsize: int) -> dict[str, int]:
+        """Return what all ranks put on the wire in one exchange: in sum, or inside and between those of `inner`.
+
+        `itemsize` is that of the tensor, in bytes. Raises ValueError as `wire_parts`.
+        """
+        parts = wire_parts(parts, self.wire)
+        itemsize = {None: itemsize, "bf16": 2, "fp8": 1}[self.wire]
+        ranks = range(len(parts.sources))
+        pairs = [(source, target, itemsize * parts.length(source, target)) for source in ranks for target in ranks]
+        if self.inner == 1:
+            return {"sent": sum(size for source, target, size in pairs if source != target)}
+        return {
+            "inside": sum(size for source, target, size in pairs if (source - target) % self.inner),
+            "between": sum(size for source, target, size in pairs if source // self.inner != target // self.inner),
+        }
+
+
+class Route(Protocol):
+    """How parts get to their ranks; itself an `Exchange`, of elements as they are."""
+
+    def __call__(self, sent: Tensor, parts: Parts, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Every rank of a group sends to every other."""
+
+    group: dist.ProcessGroup
+    monitor: BandwidthMonitor | None = None
+
+    def __call__(self, sent: Tensor, parts: Parts, /) -> Tensor:
+        """Return what came."""
+        rank = dist.get_rank(self.group)
+        return _measured(self.monitor, sent, parts.sent(rank), parts.received(rank), self.group)
+
+    def begin(self, sent: Tensor, parts: Parts) -> tuple[Tensor, Callable[[], dist.Work]]:
+        """Return where the result will be, and what issues the exchange and returns its handle."""
+        rank = dist.get_rank(self.group)
+        expected = parts.received(rank)
+        received = sent.new_empty(sum(expected))
+        start = partial(
+            dist.all_to_all_single,
+            as_bytes(received),
+            as_bytes(sent),
+            expected,
+            parts.sent(rank),
+            group=self.group,
+            async_op=True,
+        )
+        return received, start
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStages:
+    """Each rank hands what is for place p of any machine to the rank at place p of its own, which sends it there."""
+
+    local_group: dist.ProcessGroup
+    node_group: dist.ProcessGroup
+    monitor: BandwidthMonitor | None = None
+
+    def __call__(self, sent: Tensor, parts: Parts, /) -> Tensor:
+        """Return what came."""
+        inner, place, node = (
+            dist.get_world_size(self.local_group),
+            dist.get_rank(self.local_group),
+            dist.get_rank(self.node_group),
+        )
+        places, nodes = range(inner), range(dist.get_world_size(self.node_group))
+
+        # Lengths of what goes from one place of one node to another.
+        def length(from_node: int, from_place: int, to_node: int, to_place: int) -> int:
+            return parts.length(from_node * inner + from_place, to_node * inner + to_place)
+
+        pieces = torch.split(sent, parts.sent(node * inner + place))
+        by_place = torch.cat([pieces[n * inner + p] for p in places for n in nodes])
+        del sent, pieces
+        of_machine = _measured(
+            self.monitor,
+            by_place,
+            [sum(length(node, place, n, p) for n in nodes) for p in places],
+            [sum(length(node, p, n, place) for n in nodes) for p in places],
+            self.local_group,
+        )
+        del by_place
+        came = torch.split(of_machine, [length(node, p, n, place) for p in places for n in nodes])
+        by_node = torch.cat([came[p * len(nodes) + n] for n in nodes for p in places])
+        del of_machine, came
+        return _measured(
+            self.monitor,
+            by_node,
+            [sum(length(node, p, n, place) for p in places) for n in nodes],
+            [sum(length(n, p, node, place) for p in places) for n in nodes],
+            self.node_group,
+        )
+
+
+def _measured(
+    monitor: BandwidthMonitor | None, sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    stays = lengths[dist.get_rank(group)]
+    nbytes = (sent.numel() - stays) * sent.itemsize
+    with nullcontext() if monitor is None else monitor.observe(group, nbytes, device=sent.device):
+        return exchange_flat(sent, lengths, expected, group)
+
+
+def compressed(route: Route, wire: WireFormat | None, sent: Tensor, parts: Parts) -> Tensor:
+    """Be the `Exchange` by way of `route`, of elements that are rounded to `wire`.
+    Raises ValueError as `wire_parts`.
+    """
+    if wire is None:
+        return route(sent, parts)
+    return unpacked(route(to_wire(sent, parts, wire), wire_parts(parts, wire)), parts, wire, dtype=sent.dtype)
+
+
+def wire_parts(parts: Parts, wire: WireFormat | None) -> Parts:
+    """Return the parts of what `to_wire` makes. Raises ValueError for `fp8` if rows are divided or joined."""
+    if wire != "fp8":
+        return parts
+    if parts.row is None:
+        raise ValueError("rows of fp8 lie along the last dimension, which can be neither divided nor joined")
+    return parts._replace(unit=parts.unit // parts.row * (parts.row + _SCALE_BYTES))
+
+
+def to_wire(sent: Tensor, parts: Parts, wire: WireFormat) -> Tensor:
+    """Return flat elements as they travel."""
+    if wire == "bf16":
+        return sent.to(torch.bfloat16)
+    wire_parts(parts, wire)  # raises
+    values, scales = quantise(sent.view(-1, parts.row or 1))
+    # Values and scales share a message: a second one would cost its latency again.
+    return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=-1).view(-1)
+
+
+def unpacked(received: Tensor, parts: Parts, wire: WireFormat, *, dtype: torch.dtype) -> Tensor:
+    """Undo `to_wire`."""
+    if wire == "bf16":
+        return received.to(dtype)
+    rows = received.view(-1, (parts.row or 1) + _SCALE_BYTES)
+    values, scales = rows[:, :-_SCALE_BYTES], rows[:, -_SCALE_BYTES:].contiguous()
+    return (values.view(_FP8).float() * scales.view(torch.float32)).to(dtype).view(-1)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp8 values and the fp32 scale of each row (..., 1) by which to multiply them; the largest becomes 448.
+
+    Rows lie along the last dimension, and have at least one element.
+    """
+    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    # A row of zeros would divide by zero.
+    scales = (largest / torch.finfo(_FP8).max).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x.float() / scales).to(_FP8), scales
 
 
 def compressed_all_to_all(
@@ -53,45 +218,8 @@ def compressed_all_to_all(
     ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if ranks == 1:
         return input_
-    exchange = compress(partial(exchange_once, process_group), wire)
+    exchange = partial(compressed, Direct(process_group), wire)
     return exchange_with_gradient(exchange, ranks, rank, input_, scatter_dim, gather_dim, scatter_sizes, gather_sizes)
-
-
-def compress(exchange: Exchange, wire: WireFormat | None) -> Exchange:
-    """Return an exchange that rounds what it hands to `exchange`; None: the same exchange."""
-    match wire:
-        case None:
-            return exchange
-        case "bf16":
-            return partial(_as_bf16, exchange)
-        case "fp8":
-            return partial(_as_fp8, exchange)
-
-
-def _as_bf16(exchange: Exchange, x: Tensor, scatter: int, gather: int, scattered: Sizes, gathered: Sizes) -> Tensor:
-    return exchange(x.to(torch.bfloat16), scatter, gather, scattered, gathered).to(x.dtype)
-
-
-def _as_fp8(exchange: Exchange, x: Tensor, scatter: int, gather: int, scattered: Sizes, gathered: Sizes) -> Tensor:
-    if x.ndim - 1 in (scatter, gather):
-        raise ValueError(f"rows of fp8 lie along dimension {x.ndim - 1}, which can be neither divided nor joined")
-    values, scales = quantise(x)
-    # Values and scales share a message: a second one would cost its latency again.
-    sent = torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
-    received = exchange(sent, scatter, gather, scattered, gathered)
-    values, scales = received[..., :-_SCALE_BYTES], received[..., -_SCALE_BYTES:].contiguous()
-    return (values.view(_FP8).float() * scales.view(torch.float32)).to(x.dtype)
-
-
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp8 values and the fp32 scale of each row (..., 1) by which to multiply them; the largest becomes 448.
-
-    Rows lie along the last dimension, and have at least one element.
-    """
-    largest = x.abs().amax(dim=-1, keepdim=True).float()
-    # A row of zeros would divide by zero.
-    scales = (largest / torch.finfo(_FP8).max).clamp(min=torch.finfo(torch.float32).tiny)
-    return (x.float() / scales).to(_FP8), scales
 
 
 def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -109,6 +237,25 @@ def node_groups(group: dist.ProcessGroup, *, ranks_per_node: int) -> tuple[dist.
     node, place = divmod(dist.get_rank(group), ranks_per_node)
     local = group_with(ranks[node * ranks_per_node : (node + 1) * ranks_per_node])
     return local, group_with(ranks[place::ranks_per_node])
+
+
+def open_route(mesh: ParallelMesh, plan: ExchangePlan, monitor: BandwidthMonitor | None = None) -> Route:
+    """Return the route of exchanges between the Ulysses ranks of a mesh; with two stages all ranks of the run call it.
+
+    `monitor` gets the time of every exchange, of two stages that of each, under the name of its group.
+    """
+    if plan.inner == 1:
+        group = mesh.group("ulysses")
+        route: Route = Direct(group, monitor)
+        names = {"ulysses": group}
+    else:
+        local_group, node_group = mesh.stages("ulysses", inner=plan.inner)
+        route = TwoStages(local_group, node_group, monitor)
+        names = {"ulysses inside": local_group, "ulysses between": node_group}
+    if monitor is not None:
+        for name, each in names.items():
+            monitor.name(each, name)
+    return route
 
 
 def hierarchical_all_to_all(
@@ -136,45 +283,7 @@ def hierarchical_all_to_all(
     if inner * outer == 1:
         return input_
     rank = dist.get_rank(node_group) * inner + dist.get_rank(local_group)
-    exchange = compress(partial(_exchange_twice, local_group, node_group), wire)
+    exchange = partial(compressed, TwoStages(local_group, node_group), wire)
     return exchange_with_gradient(
         exchange, inner * outer, rank, input_, scatter_dim, gather_dim, scatter_sizes, gather_sizes
     )
-
-
-def _exchange_twice(
-    local_group: dist.ProcessGroup,
-    node_group: dist.ProcessGroup,
-    x: Tensor,
-    scatter: int,
-    gather: int,
-    scattered: Sizes,
-    gathered: Sizes,
-) -> Tensor:
-    inner, place, node = dist.get_world_size(local_group), dist.get_rank(local_group), dist.get_rank(node_group)
-    places, nodes = range(inner), range(dist.get_world_size(node_group))
-    others = elements_beside(x, scatter, gather)
-
-    # Lengths of what goes from one place of one node to another.
-    def length(from_node: int, from_place: int, to_node: int, to_place: int) -> int:
-        return others * gathered[from_node * inner + from_place] * scattered[to_node * inner + to_place]
-
-    pieces = torch.split(x, list(scattered), scatter)
-    by_place = torch.cat([pieces[n * inner + p].reshape(-1) for p in places for n in nodes])
-    of_machine = exchange_flat(
-        by_place,
-        [sum(length(node, place, n, p) for n in nodes) for p in places],
-        [sum(length(node, p, n, place) for n in nodes) for p in places],
-        local_group,
-    )
-    parts = torch.split(of_machine, [length(node, p, n, place) for p in places for n in nodes])
-    by_node = torch.cat([parts[p * len(nodes) + n] for n in nodes for p in places])
-    received = exchange_flat(
-        by_node,
-        [sum(length(node, p, n, place) for p in places) for n in nodes],
-        [sum(length(n, p, node, place) for p in places) for n in nodes],
-        node_group,
-    )
-    shape = list(x.shape)
-    shape[scatter], shape[gather] = scattered[node * inner + place], sum(gathered)
-    return joined(received, shape, gathered, gather)

@@ -12,7 +12,7 @@ A tensor that contradicts its sizes raises ValueError.
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,35 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 Group = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
 GradScale = Literal["up", "down"] | None
-Exchange = Callable[[Tensor, int, int, Sizes, Sizes], Tensor]
-"""An all-to-all without gradients, of (tensor, scatter_dim, gather_dim, scatter_sizes, gather_sizes)."""
+
+
+class Parts(NamedTuple):
+    """What the ranks send one another in an all-to-all: rank s sends rank t `unit * sources[s] * targets[t]` elements.
+
+    The parts of a rank lie in one flat tensor, in the order of ranks, before and after.
+    """
+
+    unit: int
+    sources: Sizes
+    targets: Sizes
+    row: int | None
+    """Elements along the last dimension, of which every part has whole rows; None: parts divide that dimension."""
+
+    def length(self, source: int, target: int) -> int:
+        """Return how many elements one rank sends another."""
+        return self.unit * self.sources[source] * self.targets[target]
+
+    def sent(self, rank: int) -> list[int]:
+        """Return how many elements `rank` sends each."""
+        return [self.length(rank, target) for target in range(len(self.targets))]
+
+    def received(self, rank: int) -> list[int]:
+        """Return how many elements `rank` gets from each."""
+        return [self.length(source, rank) for source in range(len(self.sources))]
+
+
+Exchange = Callable[[Tensor, Parts], Tensor]
+"""An all-to-all of flat tensors, without gradients: what a rank sends, to what it gets."""
 
 
 def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -74,7 +101,7 @@ def all_to_all(
     if process_group is None or _alone(process_group):
         return input_
     ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    exchange = partial(exchange_once, process_group)
+    exchange = partial(exchange_directly, process_group)
     return exchange_with_gradient(exchange, ranks, rank, input_, scatter_dim, gather_dim, scatter_sizes, gather_sizes)
 
 
@@ -94,12 +121,22 @@ def exchange_with_gradient(
         raise ValueError(f"dimension {scatter} cannot be divided and joined at once")
     scattered = _of_whole(input_, ranks, scatter, scatter_sizes)
     gathered = _of_shares(input_, ranks, rank, gather, gather_sizes)
-    return _exchanged(exchange, scatter, gather, scattered, gathered, input_)
+    return _exchanged(exchange, rank, scatter, gather, scattered, gathered, input_)
 
 
-def _exchanged(exchange: Exchange, scatter: int, gather: int, scattered: Sizes, gathered: Sizes, x: Tensor) -> Tensor:
-    back = partial(_exchanged, exchange, gather, scatter, gathered, scattered)
-    return _apply(x, lambda x: exchange(x, scatter, gather, scattered, gathered), back)
+def _exchanged(
+    exchange: Exchange, rank: int, scatter: int, gather: int, scattered: Sizes, gathered: Sizes, x: Tensor
+) -> Tensor:
+    def there(x: Tensor) -> Tensor:
+        last = x.ndim - 1
+        unit = prod(size for dim, size in enumerate(x.shape) if dim not in (scatter, gather))
+        parts = Parts(unit, gathered, scattered, None if last in (scatter, gather) else x.shape[last])
+        received = exchange(packed(x, scattered, scatter), parts)
+        shape = list(x.shape)
+        shape[scatter], shape[gather] = scattered[rank], sum(gathered)
+        return joined(received, shape, gathered, gather)
+
+    return _apply(x, there, partial(_exchanged, exchange, rank, gather, scatter, gathered, scattered))
 
 
 def gather_forward_split_backward(
@@ -184,20 +221,10 @@ def _apply(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor]
     return out
 
 
-def exchange_once(
-    group: dist.ProcessGroup, x: Tensor, scatter: int, gather: int, scattered: Sizes, gathered: Sizes
-) -> Tensor:
+def exchange_directly(group: dist.ProcessGroup, sent: Tensor, parts: Parts) -> Tensor:
     """Be the `Exchange` of a group in which every rank sends to every other."""
-    own, length, others = scattered[dist.get_rank(group)], x.shape[gather], elements_beside(x, scatter, gather)
-    received = exchange_flat(
-        packed(x, scattered, scatter),
-        [others * length * size for size in scattered],
-        [others * own * size for size in gathered],
-        group,
-    )
-    shape = list(x.shape)
-    shape[scatter], shape[gather] = own, sum(gathered)
-    return joined(received, shape, gathered, gather)
+    rank = dist.get_rank(group)
+    return exchange_flat(sent, parts.sent(rank), parts.received(rank), group)
 
 
 def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -206,13 +233,8 @@ def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: 
     `lengths` are those of the parts that are sent, in elements, and `expected` those of the parts that come.
     """
     received = sent.new_empty(sum(expected))
-    dist.all_to_all_single(_wire(received), _wire(sent), expected, lengths, group=group)
+    dist.all_to_all_single(as_bytes(received), as_bytes(sent), expected, lengths, group=group)
     return received
-
-
-def elements_beside(x: Tensor, *dims: int) -> int:
-    """Return the number of elements of a slice of `x` that is one long along each of `dims`."""
-    return prod(size for index, size in enumerate(x.shape) if index not in dims)
 
 
 def packed(x: Tensor, sizes: Sizes, dim: int) -> Tensor:
@@ -239,7 +261,7 @@ def _parts(flat: Tensor, shape: Sequence[int], sizes: Sizes, dim: int) -> list[T
 def _gathered(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
     padded = _with_length(x, dim, max(sizes))
     flat = padded.new_empty(len(sizes) * padded.numel())
-    all_gather_single(_wire(flat), _wire(padded.view(-1)), group=group)
+    all_gather_single(as_bytes(flat), as_bytes(padded.view(-1)), group=group)
     if min(sizes) == max(sizes):
         return joined(flat, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]), sizes, dim)
     parts = flat.view(len(sizes), *padded.shape)
@@ -258,8 +280,8 @@ def _reduced(x: Tensor, *, group: Group, dim: int, sizes: Sizes) -> Tensor:
     return own.narrow(dim, 0, sizes[dist.get_rank(group)]).contiguous()
 
 
-def _wire(flat: Tensor) -> Tensor:
-    # gloo does not know fp8, but to move them, bytes are bytes.
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return a tensor of one-byte elements as uint8, others unchanged: gloo does not know fp8."""
     return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
 
 

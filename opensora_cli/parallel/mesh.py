@@ -84,6 +84,15 @@ class ParallelMesh:
             self._groups[wanted] = self._make(wanted)
         return self._groups[wanted]
 
+    def stages(self, axis: str, *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Make two groups along an axis: of `inner` ranks in a row, and of those with the same place in each such row.
+
+        All ranks call it. `inner` divides the ranks of the axis.
+        """
+        lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis) // inner, inner)
+        places = lines.transpose(1, 2).reshape(-1, lines.shape[1])
+        return _own_group(lines.reshape(-1, inner).tolist()), _own_group(places.tolist())
+
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         inner = [AXES.index(axis) for axis in axes]
         outer = [index for index in range(len(AXES)) if index not in inner]
@@ -91,13 +100,17 @@ class ParallelMesh:
         if size == self.shape.size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        own: dist.ProcessGroup | None = None
-        for ranks in self._ranks.permute(*outer, *inner).reshape(-1, size).tolist():
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                own = group
-        assert own is not None
-        return own
+        return _own_group(self._ranks.permute(*outer, *inner).reshape(-1, size).tolist())
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None
+    return own
 
 
 def backend_of(device_type: str) -> str:

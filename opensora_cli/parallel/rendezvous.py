@@ -18,11 +18,15 @@ _GROUPS = "groups"
 
 
 class AbsentRanks(HardwareError):
-    """Some ranks did not come in time; `ranks` are their numbers in the group."""
+    """Some ranks did not come in time; `ranks` are their numbers in the group.
 
-    def __init__(self, ranks: list[int]) -> None:
+    Where this rank itself came too late, `gave_up` is set, and they had given up waiting.
+    """
+
+    def __init__(self, ranks: list[int], *, gave_up: bool = False) -> None:
         super().__init__(f"ranks {ranks} did not come in time", hint="see what became of them")
         self.ranks = ranks
+        self.gave_up = gave_up
 
 
 class Rendezvous:
@@ -58,7 +62,7 @@ class Rendezvous:
         ours = f"{_GONE} {self._rank}" if absent else _COMPLETE
         verdict = self._store.compare_set(f"{place}/{_VERDICT}", "", ours).decode()
         if verdict != _COMPLETE:
-            raise AbsentRanks(absent or [int(verdict.removeprefix(_GONE))])
+            raise AbsentRanks(absent or [int(verdict.removeprefix(_GONE))], gave_up=not absent)
         if self._held > 1:
             self._forget(f"{self._prefix}/{self._held - 1}")
         return [json.loads(self._store.get(key)) for key in keys]

@@ -2,9 +2,11 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,15 +65,38 @@ class Link:
         return self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
-class BandwidthMonitor:
-    """Remembers how fast the collectives of each process group are, as this rank sees them."""
+class Slow(NamedTuple):
+    """A collective that took far longer than others of its group."""
 
-    def __init__(self) -> None:
+    name: str
+    """Of its group."""
+    seconds: float
+    usual_s: float
+    """What it should have taken, by those before."""
+
+
+class BandwidthMonitor:
+    """Remembers how fast the collectives of each process group are, as this rank sees them.
+
+    A collective counts as slow if it takes over `slow_factor` times what those before it, at least `known_after`,
+    let expect, and `slow_s` longer.
+    """
+
+    def __init__(self, *, slow_factor: float = 5.0, slow_s: float = 0.05, known_after: int = 20) -> None:
         self._links: dict[dist.ProcessGroup, Link] = {}
+        self._slow_factor, self._slow_s, self._known_after = slow_factor, slow_s, known_after
+        self._names: dict[dist.ProcessGroup, str] = {}
+        self._timed: deque[tuple[dist.ProcessGroup, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._taken: dict[str, tuple[int, float]] = {}
+        self._slow: list[Slow] = []
 
     def link(self, group: dist.ProcessGroup) -> Link:
         """Return what is known of a group; at first nothing is, and everything takes no time."""
         return self._links.setdefault(group, Link())
+
+    def name(self, group: dist.ProcessGroup, name: str) -> None:
+        """Set what a group is called in `take` and `Slow`."""
+        self._names[group] = name
 
     @contextmanager
     def measure(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device | str) -> Iterator[None]:
@@ -83,7 +108,40 @@ class BandwidthMonitor:
         start = time.perf_counter()
         yield
         _finish(device)
-        self.link(group).record(nbytes, time.perf_counter() - start)
+        self.record(group, nbytes, time.perf_counter() - start)
+
+    @contextmanager
+    def observe(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device) -> Iterator[None]:
+        """Do as `measure`, without waiting for a GPU: `take` counts what has ended on it."""
+        if device.type != "cuda":
+            with self.measure(group, nbytes, device=device):
+                yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        yield
+        end.record()
+        self._timed.append((group, nbytes, start, end))
+
+    def record(self, group: dist.ProcessGroup, nbytes: int, seconds: float) -> None:
+        """Take in a collective of `group` that moved `nbytes` of this rank in `seconds`."""
+        link, name = self.link(group), self._names.get(group, group.group_name)
+        if link.calls >= self._known_after:
+            usual_s = link.predicted_s(nbytes)
+            if seconds > self._slow_factor * usual_s and seconds > usual_s + self._slow_s:
+                self._slow.append(Slow(name, seconds, usual_s))
+        link.record(nbytes, seconds)
+        before = self._taken.get(name, (0, 0.0))
+        self._taken[name] = before[0] + nbytes, before[1] + seconds
+
+    def take(self) -> tuple[dict[str, float], list[Slow]]:
+        """Return bytes per second of each group, by its name, and what was slow, since the last call."""
+        while self._timed and self._timed[0][3].query():  # type: ignore[no-untyped-call]
+            group, nbytes, start, end = self._timed.popleft()
+            self.record(group, nbytes, start.elapsed_time(end) / 1e3)
+        rates = {name: nbytes / seconds for name, (nbytes, seconds) in self._taken.items() if seconds > 0.0}
+        slow, self._taken, self._slow = self._slow, {}, []
+        return rates, slow
 
 
 class Handle:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.parallel.all_to_all import ExchangePlan, Route
 from opensora_cli.parallel.collectives import (
     copy_to_group,
     gather_forward_split_backward,
@@ -18,17 +19,24 @@ from opensora_cli.parallel.shares import SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 
 
-def sequence_attention(attention: AttentionFn, mesh: ParallelMesh, lengths: SequenceLengths) -> AttentionFn:
+def sequence_attention(
+    attention: AttentionFn,
+    mesh: ParallelMesh,
+    lengths: SequenceLengths,
+    *,
+    plan: ExchangePlan | None = None,
+    route: Route | None = None,
+) -> AttentionFn:
     """Return attention between the tokens of all sequence-parallel ranks, to hand into a model in place of `attention`.
 
     Ulysses goes around the ring (USP, Fang & Zhao 2024); where both have one rank it is `attention` itself. `lengths`
-    is the one that the `SequenceParallel` around the model has. Raises RequestError if there is a ring, and the
-    attention does not compute in parts.
+    is the one that the `SequenceParallel` around the model has. `plan` and `route` are those of `UlyssesAttention`.
+    Raises RequestError if there is a ring, and the attention does not compute in parts.
     """
     if mesh.shape.ring > 1:
         attention = RingAttention(attention, mesh.group("ring"), lengths)
     if mesh.shape.ulysses > 1:
-        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths)
+        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths, plan=plan, route=route)
     return attention
 
 

@@ -83,7 +83,7 @@ class Watched:
             notes = [json.loads(got) for got in rendezvous.exchange(json.dumps(note), timeout_s=limit)]
         except AbsentRanks as absent:
             raise HardwareError(
-                f"{called}: {_ranks(absent.ranks)} did not come to rank {self._group.rank()} within {limit:g} s",
+                f"{called}: {ranks_named(absent.ranks)} did not come to rank {self._group.rank()} within {limit:g} s",
                 hint="look at what that rank did last: nothing was sent, and the group can still be used",
             ) from None
         if any(got["name"] != name for got in notes):
@@ -94,7 +94,7 @@ class Watched:
             raise HardwareError(f"{name}: ranks bring different tensors: {listed}")
         not_finite = [rank for rank, got in enumerate(notes) if not got["finite"]]
         if not_finite:
-            raise HardwareError(f"{called}: not finite on {_ranks(not_finite)}")
+            raise HardwareError(f"{called}: not finite on {ranks_named(not_finite)}")
 
 
 class Retried:
@@ -148,7 +148,8 @@ def rebuilt_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.Process
         return group_with(dist.get_process_group_ranks(group), timeout_s=timeout_s)
     except AbsentRanks as absent:
         raise HardwareError(
-            f"the group cannot be rebuilt: {_ranks(absent.ranks)} did not come within {timeout_s:g} s", hint=RETRY_HINT
+            f"the group cannot be rebuilt: {ranks_named(absent.ranks)} did not come within {timeout_s:g} s",
+            hint=RETRY_HINT,
         ) from None
 
 
@@ -173,5 +174,6 @@ def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_named(ranks: list[int]) -> str:
+    """Return them for people."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

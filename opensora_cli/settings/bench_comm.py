@@ -19,6 +19,12 @@ class Collective(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    HIERARCHICAL = "hierarchical"
+    """The all-to-all in two stages, inside machines and between them."""
+    ALL_TO_ALL_BF16 = "all_to_all_bf16"
+    """The all-to-all of fp32 that travels as bf16."""
+    ALL_TO_ALL_FP8 = "all_to_all_fp8"
+    """As 8 bits, with a scale for each row."""
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
     GATHER_SPLIT = "gather_split"
@@ -29,11 +35,18 @@ class Collective(StrEnum):
     ULYSSES_768PX = "ulysses_768px"
     BLOCK_GATHER = "block_gather"
     """The weights of one transformer block."""
+    OVERLAP = "overlap"
+    """Ulysses attention of one block, whose exchanges overlap with it; its rows are a table of their own."""
 
     @property
     def has_sizes(self) -> bool:
         """Whether it is measured over a range of sizes; the others have the one that a model gives them."""
-        return self not in (Collective.ULYSSES_256PX, Collective.ULYSSES_768PX, Collective.BLOCK_GATHER)
+        return self not in (
+            Collective.ULYSSES_256PX,
+            Collective.ULYSSES_768PX,
+            Collective.BLOCK_GATHER,
+            Collective.OVERLAP,
+        )
 
 
 class Scaling(StrEnum):

@@ -16,7 +16,15 @@ from pydantic import (
 )
 
 from opensora_cli.settings.base import ByteSize, Section
-from opensora_cli.settings.enums import AttentionChoice, DType, HostWeights, ModelChoice, OffloadChoice
+from opensora_cli.settings.enums import (
+    AllToAll,
+    AttentionChoice,
+    Compression,
+    DType,
+    HostWeights,
+    ModelChoice,
+    OffloadChoice,
+)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _RETIRED_KEYS = ("node_rank", "rdzv_endpoint")
@@ -86,7 +94,90 @@ class DeviceSettings(Section):
         return []
 
 
-class ParallelSettings(DeviceSettings):
+class ExchangeSettings(DeviceSettings):
+    """How the devices that share tokens exchange them for heads, and whether collectives are watched."""
+
+    all_to_all: AllToAll = Field(
+        default=AllToAll.DIRECT, description="how the devices of ulysses_degree exchange tokens for heads"
+    )
+    fast_link_ranks: int | None = Field(
+        default=None,
+        ge=2,
+        description="with all_to_all=hierarchical: devices in a row that fast links join; none: those of a machine",
+    )
+    compression: Compression = Field(
+        default=Compression.NONE,
+        description="round what is exchanged: bf16 by at most 1/256 of an element, fp8 by at most 1/16",
+    )
+    watch: bool = Field(
+        default=False, description="before each collective, check that all ranks come to it, and name those that do not"
+    )
+    watch_limit_s: float = Field(
+        default=45.0, gt=0, le=86_400, description="with watch: seconds that a rank may come later than the others"
+    )
+
+    def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
+        """Return what has no effect on these devices, or cannot be: one line each, with its fix.
+
+        `ulysses` and `tensor` are the ranks along these axes.
+        """
+        problems = []
+        if self.watch and self.world_size == 1:
+            problems.append("parallel.watch=true has no effect on one device: use --gpus N, or leave it out")
+        if ulysses == 1:
+            problems += [
+                f"parallel.{name}={getattr(self, name)} has no effect, since no tokens are exchanged for heads: "
+                "use parallel.ulysses_degree over 1, or leave it out"
+                for name in self._changed("all_to_all", "compression")
+            ]
+        elif self.all_to_all is AllToAll.HIERARCHICAL:
+            problems += self._hierarchy_problems(ulysses=ulysses, tensor=tensor)
+        return problems
+
+    def inner_ranks(self, *, ulysses: int, tensor: int) -> int:
+        """Return how many ranks of a Ulysses group fast links join; 1: the exchange is direct, or cannot be divided.
+
+        Ranks that share heads and features, `tensor` of them, follow one another, and so do those of a machine.
+        """
+        fast = self.fast_link_ranks or self.ranks_per_node
+        if self.all_to_all is AllToAll.DIRECT or fast % tensor or ulysses % (fast // tensor):
+            return 1
+        return fast // tensor
+
+    def _hierarchy_problems(self, *, ulysses: int, tensor: int) -> list[str]:
+        inner = self.inner_ranks(ulysses=ulysses, tensor=tensor)
+        fast = self.fast_link_ranks or self.ranks_per_node
+        if 1 < inner < ulysses:
+            return []
+        machines = f"{self.nnodes} machine{'s' if self.nnodes > 1 else ''} of {fast} devices"
+        what = f"parallel.fast_link_ranks={fast}" if self.fast_link_ranks else machines
+        shared = f"parallel.ulysses_degree={ulysses}" + (f" x tensor_parallel_degree={tensor}" if tensor > 1 else "")
+        halves = [str(each * tensor) for each in range(2, ulysses // 2 + 1) if ulysses % each == 0]
+        fix = f"use direct, or parallel.fast_link_ranks={' or '.join(halves)}" if halves else "use direct"
+        return [
+            f"parallel.all_to_all=hierarchical needs {shared} in equal parts of several ranks, which "
+            f"{what} {'do' if self.nnodes > 1 else 'does'} not give: {fix}"
+        ]
+
+    def _changed(self, *names: str) -> list[str]:
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+    @model_validator(mode="after")
+    def _exchange_rules_hold(self) -> Self:
+        problems = []
+        if self.fast_link_ranks is not None and self.all_to_all is AllToAll.DIRECT:
+            problems.append(
+                f"parallel.fast_link_ranks={self.fast_link_ranks} has no effect with parallel.all_to_all=direct: "
+                "use hierarchical"
+            )
+        if self._changed("watch_limit_s") and not self.watch:
+            problems.append(f"parallel.watch_limit_s={self.watch_limit_s:g} has no effect without parallel.watch=true")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class ParallelSettings(ExchangeSettings):
     """Which devices make one video, and how many of them share what. Degrees that are not set are chosen."""
 
     degree_names = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
@@ -99,6 +190,22 @@ class ParallelSettings(DeviceSettings):
     tensor_parallel_degree: PositiveInt | None = Field(
         default=None, description="devices that share heads and features of each block, and so its weights"
     )
+    ulysses_chunks: PositiveInt = Field(
+        default=1,
+        description="exchange the heads of a device in so many parts, each while attention of the one before is "
+        "computed; 1: all at once, and nothing meanwhile",
+    )
+
+    def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
+        """Return what has no effect on these devices, or cannot be."""
+        problems = super().exchange_problems(ulysses=ulysses, tensor=tensor)
+        if self.ulysses_chunks > 1:
+            named = f"parallel.ulysses_chunks={self.ulysses_chunks}"
+            if ulysses == 1:
+                problems.append(f"{named} has no effect, since no tokens are exchanged for heads: leave it out")
+            elif self.all_to_all is AllToAll.HIERARCHICAL:
+                problems.append(f"{named} does not go with parallel.all_to_all=hierarchical: use one of them")
+        return problems
 
 
 def without_retired_keys(saved: Mapping[str, object]) -> Mapping[str, object]:

@@ -196,3 +196,28 @@ class EnvProfile(StrEnum):
     LOCAL = "local"
     CLOUD = "cloud"
     CLUSTER = "cluster"
+
+
+class AllToAll(StrEnum):
+    """How Ulysses attention exchanges tokens for heads."""
+
+    DIRECT = "direct"
+    """Every rank sends to every other."""
+    HIERARCHICAL = "hierarchical"
+    """Inside a machine first, then one message from each rank to each other machine."""
+
+
+class Compression(StrEnum):
+    """What the exchanges of Ulysses attention round their elements to, on the way."""
+
+    NONE = "none"
+    BF16 = "bf16"
+    """An element comes out wrong by at most 1/256 of itself."""
+    FP8 = "fp8"
+    """By at most 1/16 of itself, or 2^-18 of the largest element of its token and head, whichever is more."""
+
+    @property
+    def largest_error(self) -> str | None:
+        """For people; None: elements travel as they are."""
+        errors = {Compression.BF16: "1/256", Compression.FP8: "1/16"}
+        return f"elements off by at most {errors[self]}" if self in errors else None

@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from opensora_cli.settings.devices import DeviceSettings
+from opensora_cli.settings.devices import ExchangeSettings
+from opensora_cli.settings.enums import Compression
 
 _INNER = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
 """Degrees of ranks that share one sample."""
@@ -49,7 +50,7 @@ _MEANS = {
 }
 
 
-class TrainParallelSettings(DeviceSettings):
+class TrainParallelSettings(ExchangeSettings):
     """The devices of a run, and how many of them share what. Degrees that are not set follow from the rest."""
 
     degree_names = ("dp_replicate_degree", "dp_shard_degree", *_INNER)
@@ -119,6 +120,7 @@ def strategy_problems(
     num_heads: int,
     micro_batches: int | None,
     compiles: bool,
+    computes_in_fp32: bool,
     uses_muon: bool,
     uses_lora: bool,
     uses_fp8_linears: bool,
@@ -145,12 +147,34 @@ def strategy_problems(
             problems.append(f"lora does not go with {named}: use parallel.ulysses_degree or ring_degree instead")
         if uses_fp8_linears:
             problems.append(f"precision.fp8_linears=true does not go with {named}: use one of them")
+    problems += _exchange_problems(parallel, compiles=compiles, computes_in_fp32=computes_in_fp32)
     if not problems and micro_batches is not None and micro_batches % parallel.data_ranks(strategy):
         ranks = parallel.data_ranks(strategy)
         above = -(-micro_batches // ranks) * ranks
         problems.append(
             f"loop.micro_batches={micro_batches} must be a multiple of the {ranks} data-parallel ranks: use {above}"
         )
+    return problems
+
+
+def _exchange_problems(parallel: TrainParallelSettings, *, compiles: bool, computes_in_fp32: bool) -> list[str]:
+    problems = []
+    # On one device, torchrun may have started others: the plan of a run checks that.
+    if parallel.world_size > 1:
+        problems += parallel.exchange_problems(
+            ulysses=parallel.ulysses_degree or 1, tensor=parallel.tensor_parallel_degree or 1
+        )
+    if parallel.compression is Compression.FP8:
+        problems.append(
+            "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
+        )
+    if parallel.compression is Compression.BF16 and not computes_in_fp32:
+        problems.append(
+            "parallel.compression=bf16 has no effect on what is computed in 16 bits: use none, or "
+            "precision.compute=fp32"
+        )
+    if parallel.watch and compiles:
+        problems.append("parallel.watch=true does not go with compile=true, which would compile nothing: use one")
     return problems
 
 

@@ -208,6 +208,7 @@ def _strategy_problems(settings: TrainSettings) -> list[str]:
         num_heads=settings.model.num_heads,
         micro_batches=settings.loop.micro_batches,
         compiles=settings.compile,
+        computes_in_fp32=settings.precision.compute is Compute.FP32,
         uses_muon=settings.optimizer.name is OptimizerName.MUON,
         uses_lora=settings.lora.is_on,
         uses_fp8_linears=settings.precision.fp8_linears,

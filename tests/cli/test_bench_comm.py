@@ -60,6 +60,30 @@ def test_the_table_grows_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_kind_of_all_to_all_is_right_and_its_bytes_are_counted(
+    capfd: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    kinds = ["all_to_all", "hierarchical", "all_to_all_bf16", "all_to_all_fp8", "overlap"]
+    sizes = ["--gpus", str(ranks), "--device", "cpu", "--min-bytes", "64KiB", "--max-bytes", "64KiB", "--iters", "1"]
+    named = [word for kind in kinds for word in ("--collective", kind)]
+    assert main(["bench-comm", *sizes, *named, "--json", "--quiet"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    sent = {row["collective"]: row["sent_bytes_per_rank"] for row in document["rows"]}
+    direct = 2**16 * (ranks - 1) / ranks
+    expected = {"all_to_all": direct, "all_to_all_bf16": direct / 2, "all_to_all_fp8": direct * 132 / 512}
+    if ranks == 4:
+        # Half inside and half between: more than the direct one, in fewer messages.
+        expected["hierarchical"] = 2**16
+    assert sent == expected
+    assert document["wrong"] == 0
+    chunks = {row["chunks"]: row["exposed_bytes"] / row["sent_bytes"] for row in document["overlap"]}
+    assert chunks[1] == 1
+    assert chunks[2] == pytest.approx(1 / 2)
+    assert chunks[4] < chunks[2]
+
+
+@pytest.mark.slow
 def test_csv_on_stdout_and_the_live_table_on_stderr(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

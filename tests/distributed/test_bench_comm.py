@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from opensora_cli.engine.bench_comm import run as bench
 from opensora_cli.engine.bench_comm import workloads
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
+from opensora_cli.engine.bench_comm.overlap import measure_overlap
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.engine.bench_comm.shapes import ModelShapes, ulysses
 from opensora_cli.engine.bench_comm.timing import Repeats
 from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
 from opensora_cli.engine.generate.ranks import SharedBranches
+from opensora_cli.parallel.all_to_all import TwoStages, node_groups
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
 from opensora_cli.sampling.guidance import Branch
@@ -45,10 +48,20 @@ def _place() -> Place:
     return Place(dist.group.WORLD, CPU)
 
 
-def _all_operations() -> list[tuple[str, int, int, int]]:
+def _place_of_two_machines() -> Place:
+    """Return the place with two stages, where there are ranks enough."""
     place = _place()
+    if place.ranks < 4:
+        return place
+    return replace(place, two_stages=TwoStages(*node_groups(place.group, ranks_per_node=2)))
+
+
+def _all_operations() -> list[tuple[str, int, int, int]]:
+    place = _place_of_two_machines()
     found = []
     for collective, build in BUILDERS.items():
+        if collective is Collective.HIERARCHICAL and place.two_stages is None:
+            continue
         for size in SIZES:
             operation = build(place, size, torch.float32)
             with counted_bytes() as sent:
@@ -72,8 +85,32 @@ def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool:
         )
         # A broadcast is passed on by all but the last rank; all else loads the ranks alike.
         parts = ranks - 1 if collective is Collective.BROADCAST else ranks
-        assert sum(sents) == pytest.approx(parts * bus_factor(collective, ranks) * size)
-    assert len(answers[0]) == len(BUILDERS) * len(SIZES)
+        expected = parts * bus_factor(collective, ranks) * size
+        if collective is Collective.HIERARCHICAL:
+            # Half of it leaves each pair's rank, and half of that again leaves the pair.
+            expected = ranks * (1 / 2 + 1 / 2) * size
+        assert sum(sents) == pytest.approx(expected)
+    assert len(answers[0]) == (len(BUILDERS) - (ranks < 4)) * len(SIZES)
+
+
+def _overlapped() -> list[dict[str, Any]]:
+    shapes = ModelShapes(tokens={Collective.ULYSSES_256PX: 64}, num_heads=8, head_dim=8, block_parameters=1)
+    rows = measure_overlap(_place(), shapes, largest_bytes=2**20, repeats=Repeats(2, 2))
+    return [row.to_json() for row in rows]
+
+
+def test_chunks_expose_a_part_of_the_bytes(pool: Pool) -> None:
+    rows, _ = pool(2).run(_overlapped)
+    # q, k, v and the result of each rank's 32 tokens, 4 heads of which leave it, 8 wide, in bf16.
+    sent = 2 * 4 * 32 * 4 * 8 * 2
+    assert [(row["chunks"], row["sent_bytes"], row["exposed_bytes"]) for row in rows] == [
+        (1, sent, sent),
+        (2, sent, sent // 2),
+        (4, sent, sent // 4),
+    ]
+    for row in rows:
+        assert row["exposed_s"] <= row["total_s"]
+        assert (row["exchange_gb_per_s"] is None) == (row["chunks"] > 1)
 
 
 def _with_a_fault(name: str) -> dict[str, int]:
@@ -317,10 +354,14 @@ def _whole_bench(plot: str) -> tuple[BenchReport, list[list[str]]]:
 def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     plot = tmp_path / "links.png"
     (report, shown), (other, _) = pool(2).run(_whole_bench, str(plot))
-    assert other.model_copy(update={"scaling": ()}) == report.model_copy(update={"scaling": ()})
+    own: dict[str, object] = {"scaling": (), "overlap": ()}
+    assert other.model_copy(update=own) == report.model_copy(update=own)
+    assert [row.chunks for row in report.overlap] == [1, 2]
     rows = {collective: [row for row in report.rows if row.collective is collective] for collective in Collective}
     for collective, of_one in rows.items():
         expected = {Collective.ULYSSES_256PX: 1, Collective.ULYSSES_768PX: 0, Collective.BLOCK_GATHER: 1}
+        # Two ranks are no machines; a row of 128 for each of two ranks is over the sizes.
+        expected |= {Collective.HIERARCHICAL: 0, Collective.OVERLAP: 0, Collective.ALL_TO_ALL_FP8: 1}
         assert len(of_one) == expected.get(collective, 3), collective
         assert all(row.wrong == 0 and row.repeats in (1, 2) for row in of_one)
         assert all(0 < row.min_s <= row.p50_s <= row.p99_s for row in of_one)
@@ -328,9 +369,11 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert rows[Collective.BLOCK_GATHER][0].size_bytes == 1002 * 2
     assert any(note.startswith("ulysses_768px is left out") for note in report.notes)
     assert {verdict.judgement.value for verdict in report.verdicts} == {"works"}
-    assert len(report.verdicts) == 10
+    assert any(note.startswith("hierarchical is left out: 2 ranks") for note in report.notes)
+    assert len(report.verdicts) == 12
     # A line needs two sizes.
-    assert set(report.fits) == {collective for collective in Collective if collective.has_sizes}
+    alone = {Collective.HIERARCHICAL, Collective.ALL_TO_ALL_FP8}
+    assert set(report.fits) == {collective for collective in Collective if collective.has_sizes} - alone
     # All but the verdicts was shown while it was made: the header, then each row by itself.
     assert [len(lines) for lines in shown[1:]] == [1] * len(report.rows)
     assert [*chain.from_iterable(shown), *report.closing_lines()] == report.lines()

@@ -194,9 +194,11 @@ def expected_bandwidth(
 
 
 _ULYSSES = (Collective.ULYSSES_256PX, Collective.ULYSSES_768PX)
-_EACH_TO_EACH = (Collective.ALL_TO_ALL, *_ULYSSES)
+_COMPRESSED = (Collective.ALL_TO_ALL_BF16, Collective.ALL_TO_ALL_FP8)
+_SORTED = (*_ULYSSES, *_COMPRESSED, Collective.HIERARCHICAL)
+_EACH_TO_EACH = (Collective.ALL_TO_ALL, *_SORTED)
 _COPIES = 0.5
-"""How much less is good enough where tokens are also sorted in memory, before and after."""
+"""How much less is good enough where elements are also sorted or rounded in memory, before and after."""
 
 
 def judge(
@@ -227,7 +229,7 @@ def judge(
     if expected is None:
         return verdict(Judgement.UNKNOWN, f"{best_gb_per_s:.1f} GB/s; what the links should give could not be read")
     rate, link = expected
-    share, good = best_gb_per_s / rate, link.good_share * (_COPIES if collective in _ULYSSES else 1)
+    share, good = best_gb_per_s / rate, link.good_share * (_COPIES if collective in _SORTED else 1)
     reason = f"{best_gb_per_s:.1f} of {rate:.1f} GB/s, {share:.0%} ({link.link}, good from {good:.0%})"
     if share >= good:
         return verdict(Judgement.GOOD, reason)

@@ -10,11 +10,14 @@ sides round alike.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from opensora_cli.parallel.all_to_all import Direct, Route, TwoStages, WireFormat, compressed, to_wire, unpacked
 from opensora_cli.parallel.collectives import (
+    Parts,
     all_gather_single,
     gather_forward_split_backward,
     reduce_scatter_single,
@@ -23,6 +26,10 @@ from opensora_cli.parallel.collectives import (
 from opensora_cli.settings.bench_comm import Collective
 
 _PERIOD = 31
+_ROW = 128
+"""Elements that share a scale, as many as the released model's heads are wide."""
+_ON_WIRE = {Collective.ALL_TO_ALL_BF16: 2 / 4, Collective.ALL_TO_ALL_FP8: (_ROW + 4) / (4 * _ROW)}
+"""Of each byte of fp32, how many travel."""
 _CHUNK = 1 << 22
 """Elements made at a time, so that checking 1 GiB needs no other GiB."""
 
@@ -33,6 +40,8 @@ class Place:
 
     group: dist.ProcessGroup
     device: torch.device
+    two_stages: TwoStages | None = None
+    """The hierarchical exchange; None: the ranks are not equal parts of several each."""
 
     @property
     def rank(self) -> int:
@@ -71,7 +80,8 @@ def bus_factor(collective: Collective, ranks: int) -> float:
         return 2 * (ranks - 1) / ranks
     if collective in (Collective.BROADCAST, Collective.SEND_RECV):
         return 1.0
-    return (ranks - 1) / ranks
+    # Compressed ones put less on the wire than their size is.
+    return (ranks - 1) / ranks * _ON_WIRE.get(collective, 1.0)
 
 
 def all_reduce(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -136,6 +146,42 @@ def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
         fill(sent, scale=place.rank + 1)
         run()
         return count_mismatches_of_pieces(received, ranks=place.ranks, start=place.rank * length)
+
+    return Operation(sent.nbytes, dtype, run, count_wrong)
+
+
+def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
+    """Do as `all_to_all`, in two stages. Raises ValueError if the place has none."""
+    if place.two_stages is None:
+        raise ValueError(f"{place.ranks} ranks are not equal parts of several each")
+    return _exchange(place, place.two_stages, None, size_bytes, dtype)
+
+
+def compressed_all_to_all(wire: WireFormat, place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
+    """Do as `all_to_all`, with elements that are rounded on the way; each arrives as one process would round it."""
+    return _exchange(place, Direct(place.group), wire, size_bytes, dtype)
+
+
+def _exchange(place: Place, route: Route, wire: WireFormat | None, size_bytes: int, dtype: torch.dtype) -> Operation:
+    row = _ROW if wire == "fp8" else 1
+    sent = place.empty(_whole(size_bytes, dtype, place.ranks * row), dtype)
+    length = sent.numel() // place.ranks
+    parts = Parts(length, (1,) * place.ranks, (1,) * place.ranks, row)
+
+    def run() -> torch.Tensor:
+        return compressed(route, wire, sent, parts)
+
+    def count_wrong() -> int:
+        fill(sent, scale=place.rank + 1)
+        wrong = 0
+        for source, piece in enumerate(run().view(place.ranks, -1)):
+            expected = torch.empty_like(piece)
+            fill(expected, scale=source + 1, start=place.rank * length)
+            if wire is not None:
+                alone = Parts(length, (1,), (1,), row)
+                expected = unpacked(to_wire(expected, alone, wire), alone, wire, dtype=dtype)
+            wrong += int((piece != expected).sum())
+        return wrong
 
     return Operation(sent.nbytes, dtype, run, count_wrong)
 
@@ -223,6 +269,9 @@ BUILDERS: Mapping[Collective, Build] = {
     Collective.ALL_GATHER: all_gather,
     Collective.REDUCE_SCATTER: reduce_scatter,
     Collective.ALL_TO_ALL: all_to_all,
+    Collective.HIERARCHICAL: hierarchical,
+    Collective.ALL_TO_ALL_BF16: partial(compressed_all_to_all, "bf16"),
+    Collective.ALL_TO_ALL_FP8: partial(compressed_all_to_all, "fp8"),
     Collective.BROADCAST: broadcast,
     Collective.SEND_RECV: send_recv,
     Collective.GATHER_SPLIT: gather_split,

@@ -11,6 +11,7 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Verdict
+from opensora_cli.engine.bench_comm.overlap import OverlapRow
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
 from opensora_cli.engine.bench_comm.topology import Header
@@ -41,8 +42,8 @@ class Row(Document):
     """What the slowest link carries, whatever the number of ranks."""
     wrong: int
     """Elements of all ranks."""
-    wire_bytes: float = Field(exclude=True)
-    """What one rank puts on the wire."""
+    wire_bytes: float = Field(serialization_alias="sent_bytes_per_rank")
+    """What one rank puts on the wire, counted: the mean over ranks."""
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class Row(Document):
         repeats: int,
         bus_factor: float,
         wrong: int,
+        wire_bytes: float,
     ) -> Self:
         """Return the row of what was measured; `bus_factor` is that of `operations.bus_factor`."""
         bandwidth = size_bytes / times.avg_s / 1e9
@@ -67,7 +69,7 @@ class Row(Document):
             algorithm_bandwidth_gb_per_s=bandwidth,
             bus_bandwidth_gb_per_s=bandwidth * bus_factor,
             wrong=wrong,
-            wire_bytes=size_bytes * bus_factor,
+            wire_bytes=wire_bytes,
         )
 
     def line(self) -> str:
@@ -89,6 +91,8 @@ class BenchReport(Document):
     verdicts: tuple[Verdict, ...]
     fits: Mapping[Collective, LatencyBandwidth]
     """Time over the bytes that one rank sends, for each collective of several sizes."""
+    overlap: tuple[OverlapRow, ...]
+    """Exchanges while attention computes, for each number of chunks."""
     scaling: tuple[ScalingTable, ...]
     wrong: int
     """Elements in all rows."""
@@ -104,6 +108,7 @@ class BenchReport(Document):
         *,
         verdicts: Sequence[Verdict],
         fits: Mapping[Collective, LatencyBandwidth],
+        overlap: Sequence[OverlapRow] = (),
         scaling: Sequence[ScalingTable] = (),
         notes: Sequence[str] = (),
         plot: str | None = None,
@@ -115,6 +120,7 @@ class BenchReport(Document):
             rows=tuple(rows),
             verdicts=tuple(verdicts),
             fits=fits,
+            overlap=tuple(overlap),
             scaling=tuple(scaling),
             wrong=sum(row.wrong for row in rows),
             notes=tuple(notes),
@@ -137,6 +143,7 @@ class BenchReport(Document):
         """Return the lines below the table."""
         found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
         found += [f"fit         {_fit_line(collective, fit)}" for collective, fit in self.fits.items()]
+        found += [f"overlap     {row.line()}" for row in self.overlap]
         for table in self.scaling:
             found += ["", *table.lines()]
         found += [f"note        {note}" for note in self.notes]

@@ -12,8 +12,10 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
+from opensora_cli.engine.bench_comm.overlap import OverlapRow, measure_overlap
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import ScalingTable, Workload, measure_scaling
 from opensora_cli.engine.bench_comm.shapes import released_shapes
@@ -29,6 +31,7 @@ from opensora_cli.engine.bench_comm.workloads import DenoisingStep, TrainingStep
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
+from opensora_cli.parallel.all_to_all import TwoStages, node_groups
 from opensora_cli.settings.bench_comm import BenchCommSettings, BenchDevice, Collective
 
 Show = Callable[[Sequence[str]], None]
@@ -97,6 +100,7 @@ def measure_as_rank(
             environment=environment,
             reporter=WatchedReporter(reporter),
             show=show,
+            ranks_per_machine=context.world_size // context.nnodes,
         )
 
 
@@ -108,29 +112,34 @@ def bench_comm(
     environment: Mapping[str, str],
     reporter: Reporter | None = None,
     show: Show | None = None,
+    ranks_per_machine: int | None = None,
 ) -> BenchReport:
     """Measure what `settings` ask for; all 2 or more ranks of the group call this, and the first writes the chart.
 
-    The header shows variables of `environment`. `show` gets the header and each row as soon as it is measured.
-    Raises OutputError if the chart exists already, or cannot be written, and HardwareError if not even the smallest
-    size fits into memory, or matplotlib is missing.
+    The ranks of a machine, `ranks_per_machine`, are the inner stage of hierarchical exchanges; None: all are on one,
+    whose halves are taken for machines. The header shows variables of `environment`. `show` gets the header and each
+    row as soon as it is measured. Raises OutputError if the chart exists already, or cannot be written, and
+    HardwareError if not even the smallest size fits into memory, or matplotlib is missing.
     """
     writes = settings.plot is not None and dist.get_rank(group) == 0
     if writes:
         check_plot(settings)
-    bench = _Bench(settings, Place(group, device), reporter or SilentReporter(), show or (lambda lines: None))
+    place, place_notes = _place(settings, group, device, ranks_per_machine or group.size())
+    bench = _Bench(settings, place, reporter or SilentReporter(), show or (lambda lines: None))
     with communication_buffers(group, device) as buffers:
         header = gather_header(group, device, environment=environment, buffers=buffers)
         bench.show([*header.lines(), "", TABLE_HEAD])
         rows, notes = bench.measure_all()
+        overlap = bench.measure_overlap()
     tables, table_notes = bench.measure_scaling(rows, is_gloo=header.is_gloo)
     report = BenchReport.of(
         header,
         rows,
         verdicts=[_verdict(header, of_one) for of_one in _by_collective(rows).values()],
         fits={of: _fit(of_one) for of, of_one in _by_collective(rows).items() if len(of_one) > 1},
+        overlap=overlap,
         scaling=tables,
-        notes=(*notes, *table_notes),
+        notes=(*place_notes, *notes, *table_notes),
         plot=settings.plot,
     )
     if writes and settings.plot is not None:
@@ -180,6 +189,10 @@ class _Bench:
             notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
         rows: list[Row] = []
         for collective in self.settings.measured:
+            if collective is Collective.OVERLAP or (
+                collective is Collective.HIERARCHICAL and self.place.two_stages is None
+            ):
+                continue
             if not collective.has_sizes:
                 size = released_shapes().size_bytes(collective, self.place.ranks)
                 if size > largest:
@@ -212,8 +225,11 @@ class _Bench:
             device=self.place.device,
             group=self.place.group,
         )
-        wrong = torch.tensor([operation.count_wrong()], dtype=torch.int64, device=self.place.device)
-        dist.all_reduce(wrong, group=self.place.group)
+        with counted_bytes() as sent:
+            operation.run()
+        counts = torch.tensor([operation.count_wrong(), sent.num_bytes], dtype=torch.int64, device=self.place.device)
+        dist.all_reduce(counts, group=self.place.group)
+        wrong, sent_bytes = counts.tolist()
         return Row.of(
             collective,
             times,
@@ -221,8 +237,22 @@ class _Bench:
             dtype=str(operation.dtype).removeprefix("torch."),
             repeats=repeats,
             bus_factor=bus_factor(collective, self.place.ranks),
-            wrong=int(wrong),
+            wrong=wrong,
+            wire_bytes=sent_bytes / self.place.ranks,
         )
+
+    def measure_overlap(self) -> list[OverlapRow]:
+        """Return how exchanges and attention overlap, if that was asked for."""
+        if Collective.OVERLAP not in self.settings.measured:
+            return []
+        asked = self.settings.largest_bytes(on_gpu=self.place.device.type == "cuda")
+        with self.reporter.stage(Collective.OVERLAP.value):
+            return measure_overlap(
+                self.place,
+                released_shapes(),
+                largest_bytes=min(asked, affordable_bytes(self.place)),
+                repeats=Repeats(self.settings.warmup, self.settings.iters),
+            )
 
     def measure_scaling(self, rows: Sequence[Row], *, is_gloo: bool) -> tuple[list[ScalingTable], list[str]]:
         """Return a table for each kind of step, and notes on them."""
@@ -256,6 +286,21 @@ class _Bench:
                     f"{largest:.0f}: the share of communication and predictions are rough; raise --max-bytes"
                 )
         return tables, notes
+
+
+def _place(
+    settings: BenchCommSettings, group: dist.ProcessGroup, device: torch.device, ranks_per_machine: int
+) -> tuple[Place, list[str]]:
+    """Return where operations run, and how the hierarchical one divides the ranks; all ranks call it."""
+    if Collective.HIERARCHICAL not in settings.measured:
+        return Place(group, device), []
+    ranks, inner, notes = group.size(), ranks_per_machine, []
+    if inner == ranks and ranks % 2 == 0:
+        inner = ranks // 2
+        notes.append(f"hierarchical divides one machine as if it were two of {inner} ranks each")
+    if inner == 1 or ranks % inner:
+        return Place(group, device), [f"hierarchical is left out: {ranks} ranks are not equal parts of several each"]
+    return Place(group, device, TwoStages(*node_groups(group, ranks_per_node=inner))), notes
 
 
 def affordable_bytes(place: Place) -> int:

@@ -40,6 +40,7 @@ from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.vae.tiling import Tiling
+from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import denoise_distilled, denoise_with_scales
@@ -66,6 +67,7 @@ class GenerationSizes:
     guidance: Guidance
     mesh: MeshShape = field(default_factory=MeshShape)
     """Ranks, of which this is one."""
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
     loras: LoraRanks = field(default_factory=LoraRanks)
     attention: str = "sdpa"
     """The backend."""
@@ -139,7 +141,7 @@ def _denoising(
     ]
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention))
+        attention = fake_attention(sizes.mesh, attention_stand_in(sizes.attention), exchange=sizes.exchange)
         transformer = fake_module(
             lambda: _with_loras(MMDiT(with_depth(config, 2), attention=attention), sizes.loras),
             device=device,

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, RepeatedBlocks, repeated_blocks
+from opensora_cli.parallel.all_to_all import ExchangePlan, compressed
+from opensora_cli.parallel.collectives import Parts
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import OffloadMode
@@ -142,28 +145,43 @@ class FakeSequenceParallel:
         return whole.narrow(dim, 0, shares(whole.shape[dim], self._ranks)[0]).clone()
 
 
-def fake_attention(mesh: MeshShape, backend: AttentionBackend = sdpa) -> AttentionFn:
+def fake_attention(
+    mesh: MeshShape, backend: AttentionBackend = sdpa, *, exchange: ExchangePlan | None = None
+) -> AttentionFn:
     """Return what allocates what the attention between ranks does (`UlyssesAttention`, `RingAttention`).
 
-    `backend` is one that runs on fake tensors (`attention_stand_in`).
+    Chunks of heads need less than what is exchanged at once. `backend` is one that runs on fake tensors
+    (`attention_stand_in`).
     """
     attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend)
-    return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses)
+    return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses, exchange or ExchangePlan())
 
 
-def _for_heads(attention: AttentionFn, ranks: int, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
+def _for_heads(
+    attention: AttentionFn, ranks: int, exchange: ExchangePlan, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /
+) -> Tensor:
     batch, heads, tokens, width = q_BHND.shape
     shape = batch, shares(heads, ranks)[0], tokens * ranks, width
-    q, k, v = _exchanged([q_BHND, k_BHND, v_BHND], shape)
-    (out,) = _exchanged([attention(q, k, v)], q_BHND.shape)
+    q, k, v = _exchanged(exchange, [q_BHND, k_BHND, v_BHND], shape)
+    (out,) = _exchanged(exchange, [attention(q, k, v)], q_BHND.shape)
     return out
 
 
-def _exchanged(tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
+def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    received = sent.new_empty(len(tensors), *shape)
+    # As if all of it came from one rank.
+    parts = Parts(len(tensors) * prod(shape), (1,), (1,), shape[-1])
+    received = compressed(partial(_routed, exchange.inner > 1), exchange.wire, sent, parts)
     del sent
-    return [part.clone() for part in received]
+    return [part.clone() for part in received.view(len(tensors), *shape)]
+
+
+def _routed(twice: bool, sent: Tensor, parts: Parts, /) -> Tensor:
+    if twice:
+        # In the order of places, and as it comes in the machine.
+        sent = sent.clone()
+        sent = torch.empty_like(sent)
+    return sent.new_empty(parts.length(0, 0))
 
 
 def _round_the_ring(backend: AttentionBackend, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:

@@ -7,6 +7,7 @@ from pydantic import Field, InstanceOf
 
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.components.exchanges import PlannedExchange
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
@@ -83,6 +84,8 @@ class PlanDocument(Document):
     budget_gib: float
     """What may be used: what is free, or `memory.limit`."""
     mesh: MeshShape
+    exchange: PlannedExchange | None
+    """None: no tokens are exchanged for heads."""
     offload: OffloadPlan
     attention: AttentionPlan | None
     """What computes the transformer's attention; None: it does not run."""
@@ -130,6 +133,7 @@ class PlanDocument(Document):
             free_gib=hardware.free_bytes / GIB,
             budget_gib=plan.budget_bytes / GIB,
             mesh=plan.mesh,
+            exchange=plan.planned_exchange,
             offload=plan.offload,
             attention=plan.attention,
             fits=plan.fits,
@@ -168,6 +172,7 @@ class PlanDocument(Document):
             f"{self.model_evaluations} model evaluations",
             f"memory    {memory}",
             *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
+            *([f"exchange  {self.exchange.line()}"] if self.exchange is not None else []),
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
             f"offload   {'; '.join(self.offload.lines()) or 'none'}",
             f"peak      {gib_or_less(plan.peak_bytes)} of {gib_or_less(plan.budget_bytes)} "

@@ -174,6 +174,7 @@ def write_sidecar(
     """
     if sample.sidecar is None:
         return
+    exchange = plan.planned_exchange
     settings = plan.settings
     document = {
         "schema": SIDECAR_SCHEMA,
@@ -200,6 +201,7 @@ def write_sidecar(
         **peak_memory_gib,
         "threads": None if plan.threads is None else plan.threads.to_json(),
         "mesh": asdict(plan.mesh),
+        "exchange": None if exchange is None else exchange.to_json(),
         "offload": asdict(plan.offload),
         "attention": None if plan.attention is None else plan.attention.to_json(),
         "versions": versions(),

@@ -13,6 +13,7 @@ from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
+from opensora_cli.engine.components.exchanges import AttentionSizes, PlannedExchange, plan_exchange
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
@@ -21,6 +22,7 @@ from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_ge
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
@@ -48,6 +50,7 @@ class ExecutionPlan:
     evaluations_per_sample: int
     """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
     mesh: MeshShape = field(default_factory=MeshShape)
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
     offload: OffloadPlan
     stages: tuple[StageMemory, ...]
     """With that offload, on each of the ranks; rank 0 alone encodes references."""
@@ -95,6 +98,22 @@ class ExecutionPlan:
     def latent_bytes(self) -> int:
         """Size of one sample's latents, in memory and on disk."""
         return prod(self.latent_shape) * self.hardware.dtype.itemsize
+
+    @property
+    def planned_exchange(self) -> PlannedExchange | None:
+        """How the ranks exchange tokens for heads, and what they send; None: they do not."""
+        if self.mesh.ulysses == 1 or self.decodes_only:
+            return None
+        config = mmdit_config(self.settings.model)
+        sizes = AttentionSizes(
+            attentions=config.depth + config.depth_single_blocks,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            video_tokens=self.video_tokens,
+            text_tokens=self.settings.text.t5_max_length,
+            itemsize=self.hardware.dtype.itemsize,
+        )
+        return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, sizes)
 
     @property
     def peak_bytes(self) -> int:
@@ -217,6 +236,9 @@ def make_plan(
     tokens_per_frame = rows * columns // settings.model.patch_size**2
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
     require_branches(mesh, settings, guidance, mode)
+    exchange = plan_exchange(
+        settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
+    )
     # Saved latents have gone through them already.
     loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
     attention = None if settings.from_latents is not None else _attention(settings, hardware, mesh, tries_device)
@@ -228,6 +250,7 @@ def make_plan(
         lengths=lengths,
         guidance=guidance,
         mesh=mesh,
+        exchange=exchange,
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
     )
@@ -271,6 +294,7 @@ def make_plan(
         ),
         evaluations_per_sample=_evaluations(settings, guidance, mode),
         mesh=mesh,
+        exchange=exchange,
         offload=offload,
         stages=estimate(offload),
         loras=loras,

@@ -3,7 +3,7 @@
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joi
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.explain import Given
@@ -77,10 +79,12 @@ class Ranks:
     `device` is that of this process.
     """
 
-    def __init__(self, shape: MeshShape, device: torch.device) -> None:
+    def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
         self.mesh = ParallelMesh(shape, device_type=device.type)
         use_mesh(self.mesh)
         self.device = device
+        self._exchange = exchange or ExchangePlan()
+        self._route = open_route(self.mesh, self._exchange)
         self.machine_group = _machine_group()
 
     @property
@@ -98,7 +102,10 @@ class Ranks:
         if self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
-        transformer.set_attention(sequence_attention(transformer.attention, self.mesh, lengths))
+        attention = sequence_attention(
+            transformer.attention, self.mesh, lengths, plan=self._exchange, route=self._route
+        )
+        transformer.set_attention(attention)
         return SequenceParallel(
             transformer,
             self.mesh.group("ring", "ulysses"),
@@ -247,7 +254,9 @@ def planned_on_ranks(
         # All plan for the GPU with the least free memory.
         hardware = replace(hardware, free_bytes=least(hardware.free_bytes))
         plan = make_plan(settings, hardware=hardware)
-        yield plan, Ranks(plan.mesh, device)
+        parallel = settings.parallel
+        with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
+            yield plan, Ranks(plan.mesh, device, plan.exchange)
 
 
 def _as_text(values: Mapping[str, Any], key: str) -> str:

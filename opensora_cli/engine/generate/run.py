@@ -295,6 +295,8 @@ def _make(
     plan.require_fit()
     if plan.mesh.size > 1:
         reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
+        if plan.planned_exchange is not None:
+            reporter.note(f"exchange: {plan.planned_exchange.line()}")
     if plan.attention is not None:
         reporter.note(f"attention: {plan.attention.line()}")
     if plan.offload.lines():

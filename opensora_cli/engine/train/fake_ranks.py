@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution
+from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution, training_exchange
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
 from opensora_cli.memory.counting import TensorBytes
@@ -43,6 +43,7 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
             settings.parallel,
             device=device,
             dtype=gathered_dtype(settings),
+            exchange=training_exchange(settings),
             replicated=FakeReplicated,
             sharded=_FakeSharded,
         )

@@ -13,12 +13,13 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.components.exchanges import describe_exchange
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters, find_frozen_parts, plan_attention
 from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
-from opensora_cli.engine.train.ranks import training_device
+from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.resuming import Resume, checkpoints_to_try
 from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.settings.train import TrainSettings, TrainTarget
@@ -46,6 +47,8 @@ class TrainPlan(Document):
     """That compute on the CPU; a resumed run keeps those of its checkpoint, unless others are named."""
     activations: ActivationPlan | None
     """What is held between forward and backward, and where; None: everything, on the device."""
+    exchange: str | None
+    """How ranks that share tokens exchange them for heads; None: they do not."""
     memory: tuple[RankMemory, ...] = ()
     """Of each rank; empty where it was not estimated."""
     attention: AttentionPlan | None
@@ -68,6 +71,7 @@ class TrainPlan(Document):
             f"parameters  {self.parameters:,}",
             f"steps       {self.steps}, {_examples(settings)} each{start}",
             *([f"devices     {parallel.describe(settings.strategy)}"] if self.ranks > 1 else []),
+            *([f"exchange    {self.exchange}"] if self.exchange else []),
             f"threads     {self.threads.line()}",
             f"output      {self.output}: {', '.join(self.exports)}",
             *([f"memory      {self.activations.line()}"] if self.activations else []),
@@ -90,6 +94,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         HardwareError: a library is missing, or the device lacks a requested feature.
     """
     _check_output(settings, resume=resume, overwrite=overwrite)
+    exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
     first_weights = first_weights_of(settings)
     if first_weights is not None and not first_weights.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
@@ -116,6 +121,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         ),
         activations=plan_activations(settings),
         attention=_attention(settings) if settings.target is TrainTarget.MMDIT else None,
+        exchange=describe_exchange(settings.parallel, exchange, shape) if shape.ulysses > 1 else None,
         settings=settings,
         resume_from=resume,
         overwrite=overwrite,

@@ -1,19 +1,22 @@
 """The ranks of a training run: how they are started, agree on the settings, and share the work."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.exchanges import plan_exchange
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, settings_of_ranks
 from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.engine.train.strategy.distribution import Distribution, ReplicatedDistribution
 from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
+from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
+from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.settings.strategy import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -47,14 +50,37 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
     settings = settings_of_ranks(settings, context)
     with joined(context, device_type=device_type(settings.device)) as device:
         settings = agreed(settings)
-        dtype = gathered_dtype(settings)
-        yield settings, open_distribution(settings.strategy, settings.parallel, device=device, dtype=dtype)
+        parallel = settings.parallel
+        with watched_collectives(limit_s=parallel.watch_limit_s) if parallel.watch else nullcontext():
+            yield settings, _distribution(settings, device)
+
+
+def _distribution(settings: TrainSettings, device: torch.device) -> Distribution:
+    return open_distribution(
+        settings.strategy,
+        settings.parallel,
+        device=device,
+        dtype=gathered_dtype(settings),
+        exchange=training_exchange(settings),
+    )
 
 
 def gathered_dtype(settings: TrainSettings) -> torch.dtype | None:
     """Return in what divided weights are gathered and computed with; None: as they are."""
     dtype = DTYPES[settings.precision.compute]
     return None if dtype is torch.float32 else dtype
+
+
+def training_exchange(settings: TrainSettings) -> ExchangePlan:
+    """Return how the ranks of a run exchange tokens for heads.
+    Raises RequestError if something that was asked for has no effect between these ranks, or cannot be.
+    """
+    return plan_exchange(
+        settings.parallel,
+        mesh_shape(settings.strategy, settings.parallel),
+        num_heads=settings.model.num_heads,
+        itemsize=DTYPES[settings.precision.compute].itemsize,
+    )
 
 
 def training_device(settings: TrainSettings) -> torch.device:
@@ -73,14 +99,15 @@ def open_distribution(
     *,
     device: torch.device,
     dtype: torch.dtype | None,
+    exchange: ExchangePlan | None = None,
     replicated: Callable[[torch.device, ParallelMesh], Distribution] = ReplicatedDistribution,
     sharded: type[ShardedDistribution] = ShardedDistribution,
 ) -> Distribution:
     """Return how the ranks of this run share its work; all of them call it, after `dist.init_process_group`.
 
     One process alone needs no group, and ignores the strategy. `parallel` has passed `strategy_problems`. Gathered
-    weights are computed with in `dtype`; None: their own. `replicated` is made for whole copies of the weights, and
-    `sharded` for shares of them.
+    weights are computed with in `dtype`; None: their own. Tokens are exchanged for heads as `exchange` has it.
+    `replicated` is made for whole copies of the weights, and `sharded` for shares of them.
     """
     shape = mesh_shape(strategy, parallel)
     if shape.size == 1:
@@ -95,4 +122,5 @@ def open_distribution(
         dtype=dtype,
         gathers_twice=strategy in (Strategy.ZERO3, Strategy.HYBRID),
         exchanges_once=strategy is Strategy.ZERO1,
+        exchange=exchange,
     )

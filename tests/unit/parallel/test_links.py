@@ -1,8 +1,9 @@
 import math
+from unittest.mock import Mock
 
 import pytest
 
-from opensora_cli.parallel.scheduling import Link
+from opensora_cli.parallel.scheduling import BandwidthMonitor, Link
 
 
 def _measured(*pairs: tuple[int, float]) -> Link:
@@ -42,3 +43,30 @@ def test_more_bytes_in_less_time_are_noise() -> None:
 
 def test_of_what_is_unknown_nothing_is_expected() -> None:
     assert Link().predicted_s(10**9) == 0.0
+
+
+GROUP = Mock(group_name="3")
+
+
+def test_a_slow_exchange_is_found_against_its_usual() -> None:
+    monitor = BandwidthMonitor(known_after=5)
+    monitor.name(GROUP, "ulysses")
+    for nbytes in (10**6, 2 * 10**6) * 3:
+        monitor.record(GROUP, nbytes, nbytes / 1e8)
+    assert monitor.take() == ({"ulysses": pytest.approx(1e8)}, [])
+    monitor.record(GROUP, 10**6, 0.5)
+    # Longer in proportion only, or by little: both are usual.
+    monitor.record(GROUP, 10**7, 0.1)
+    rates, [slow] = monitor.take()
+    assert rates == {"ulysses": pytest.approx(11e6 / 0.6)}
+    assert slow == ("ulysses", 0.5, pytest.approx(0.01))
+    assert monitor.take() == ({}, [])
+
+
+def test_nothing_is_slow_before_the_usual_is_known() -> None:
+    monitor = BandwidthMonitor(known_after=5)
+    for seconds in (0.001, 1.0, 0.001, 9.0, 0.001):
+        monitor.record(GROUP, 1000, seconds)
+    rates, slow = monitor.take()
+    assert list(rates) == ["3"]
+    assert slow == []

@@ -1,5 +1,8 @@
 """Settings of training on several devices: what each strategy means, and what does not go together."""
 
+import re
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +15,7 @@ def _problems(strategy: str, parallel: dict[str, int], **given: object) -> list[
         "num_heads": 4,
         "micro_batches": None,
         "compiles": False,
+        "computes_in_fp32": True,
         "uses_muon": False,
         "uses_lora": False,
         "uses_fp8_linears": False,
@@ -171,3 +175,44 @@ def test_what_a_strategy_comes_to_is_told() -> None:
     assert "with resharding" in four.describe(Strategy.ZERO3)
     assert "ulysses 2" in TrainParallelSettings(gpus=4, ulysses_degree=2).describe(Strategy.HYBRID)
     assert TrainParallelSettings().describe(Strategy.DDP) == "1"
+
+
+ULYSSES = {"gpus": 4, "ulysses_degree": 4}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "given", "message"),
+    [
+        ({"compression": "fp8"}, {}, "parallel.compression=fp8 would round gradients by up to 1/16"),
+        ({"compression": "bf16"}, {"computes_in_fp32": False}, "parallel.compression=bf16 has no effect on what is"),
+        ({"all_to_all": "hierarchical"}, {}, "which 1 machine of 4 devices does not give: use direct, or "),
+        ({"watch": True}, {"compiles": True}, "parallel.watch=true does not go with compile=true"),
+    ],
+)
+def test_exchanges_that_cannot_be(parallel: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    problems = _problems("hybrid", {**ULYSSES, **parallel}, **given)
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("parallel", "inner"),
+    [
+        ({"all_to_all": "direct"}, 1),
+        ({"all_to_all": "hierarchical", "fast_link_ranks": 2}, 2),
+        ({"all_to_all": "hierarchical", "gpus": 2, "nnodes": 2}, 2),
+        ({"compression": "bf16", "watch": True}, 1),
+    ],
+)
+def test_exchanges(parallel: dict[str, Any], inner: int) -> None:
+    given = {**ULYSSES, **parallel}
+    assert _problems("hybrid", given) == []
+    assert TrainParallelSettings.model_validate(given).inner_ranks(ulysses=4, tensor=1) == inner
+
+
+def test_fast_links_between_ranks_that_share_features() -> None:
+    settings = TrainParallelSettings(
+        gpus=4, nnodes=2, ulysses_degree=4, tensor_parallel_degree=2, all_to_all="hierarchical"
+    )
+    assert settings.inner_ranks(ulysses=4, tensor=2) == 2
+    assert settings.inner_ranks(ulysses=2, tensor=4) == 1
+    assert settings.inner_ranks(ulysses=4, tensor=3) == 1

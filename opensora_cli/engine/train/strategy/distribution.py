@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.scheduling import BandwidthMonitor
 
 
 class Distribution:
@@ -27,6 +28,8 @@ class Distribution:
     def __init__(self, device: torch.device, mesh: ParallelMesh | None = None) -> None:
         self.device = device
         self.mesh = mesh
+        self.monitor = BandwidthMonitor()
+        """Of the exchanges of tokens for heads."""
         self.rank = dist.get_rank() if mesh else 0
         self.ranks = mesh.shape.size if mesh else 1
         self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1

@@ -18,6 +18,7 @@ from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
 from opensora_cli.parallel.collectives import all_gather
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
@@ -41,6 +42,7 @@ class ShardedDistribution(Distribution):
             Otherwise they are held from the first forward of an update to its last backward.
         exchanges_once: keep whole gradients until the last micro-batch of an update (ZeRO-1). Otherwise those of each
             micro-batch are shared out in its backward pass.
+        exchange: how ranks that share tokens exchange them for heads; None: directly, as they are.
     """
 
     divides = True
@@ -53,8 +55,12 @@ class ShardedDistribution(Distribution):
         dtype: torch.dtype | None,
         gathers_twice: bool,
         exchanges_once: bool,
+        exchange: ExchangePlan | None = None,
     ) -> None:
         super().__init__(device, mesh)
+        self._exchange = exchange or ExchangePlan()
+        # What the main rank sees is what is logged.
+        self._route = open_route(mesh, self._exchange, self.monitor if self.is_main else None)
         self._gathers_twice = gathers_twice
         self._exchanges_once = exchanges_once
         # The model casts what it is given itself, and the rotary tables of its blocks have to stay in fp32.
@@ -110,7 +116,9 @@ class ShardedDistribution(Distribution):
         if mesh.shape.ring * mesh.shape.ulysses == 1:
             return module
         lengths = SequenceLengths.of_mesh(mesh)
-        module.set_attention(sequence_attention(module.attention, mesh, lengths))
+        module.set_attention(
+            sequence_attention(module.attention, mesh, lengths, plan=self._exchange, route=self._route)
+        )
         return SequenceParallel(
             module,
             mesh.group("ring", "ulysses"),

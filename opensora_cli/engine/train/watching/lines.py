@@ -6,6 +6,7 @@ from typing import Protocol
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.train.watching.clocks import StepReport
+from opensora_cli.parallel.scheduling import Slow
 
 Line = Mapping[str, object]
 """`step`, and its figures. A line that is not of training has an `event`: `skipped` or `validation`."""
@@ -33,7 +34,8 @@ class StepLines:
     A step that was skipped is in the mean of no loss, and is counted. On a terminal the unfinished line is shown after
     each step. `memory` returns peaks in GiB, by the name of what they count. `mfu` returns the share of the devices'
     peak that training makes use of, from samples and tokens of all ranks and the seconds that they took; None: it is
-    unknown.
+    unknown. `exchange` returns the bytes per second of exchanges between ranks by their name, and those that were slow,
+    since its last call: the first of these is a warning.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class StepLines:
         steps: int,
         memory: Callable[[], Mapping[str, float]],
         mfu: Callable[[int, int, float], float] | None,
+        exchange: Callable[[], tuple[Mapping[str, float], Sequence[Slow]]] = lambda: ({}, ()),
         reporter: Reporter,
     ) -> None:
         self._sinks = sinks
@@ -51,6 +54,8 @@ class StepLines:
         self._total_steps = steps
         self._memory = memory
         self._mfu = mfu
+        self._exchange = exchange
+        self._has_warned = False
         self._reporter = reporter
         self._begin_window()
 
@@ -74,7 +79,7 @@ class StepLines:
         shown = cells(line)
         self._reporter.figures(shown)
         if report.step % self._every == 0:
-            self._write(line)
+            self._write({**line, **self._exchange_figures()})
             self._reporter.note("  ".join(f"{name} {value}" for name, value in shown.items()))
             self._begin_window()
 
@@ -113,6 +118,20 @@ class StepLines:
             "seconds": {name: round(seconds / self._steps, 6) for name, seconds in parts.items()},
             "skipped": self._skipped,
         }
+
+    def _exchange_figures(self) -> dict[str, object]:
+        rates, slow = self._exchange()
+        if slow and not self._has_warned:
+            self._has_warned = True
+            first = slow[0]
+            self._reporter.warn(
+                f"an exchange ({first.name}) took {first.seconds:.3g} s, which usually takes {first.usual_s:.3g} s: a "
+                "link or a rank is slow; the log counts further ones as slow_exchanges"
+            )
+        if not rates:
+            return {}
+        rounded = {name: round(rate / 1e9, 6) for name, rate in rates.items()}
+        return {"exchange_gb_per_s": rounded, "slow_exchanges": len(slow)}
 
     def _speed(self, seconds: float) -> dict[str, float]:
         if seconds <= 0:

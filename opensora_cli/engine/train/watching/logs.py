@@ -102,7 +102,8 @@ def require_tensorboard() -> "type[SummaryWriter]":
 
 
 class TensorBoardLog:
-    """Writes `train/loss` and the other figures of steps, `seconds/data` and the other parts, and `validation/loss`.
+    """Writes `train/loss` and the other figures of steps, `validation/loss`, `seconds/data` and the other parts, and
+    `exchange_gb_per_s/ulysses`.
     Raises HardwareError if TensorBoard is not installed.
     """
 
@@ -126,9 +127,9 @@ class TensorBoardLog:
         if self._writer is None or event == "skipped":
             return
         for name, value in line.items():
-            if name == "seconds" and isinstance(value, dict):
-                for part, seconds in value.items():
-                    self._writer.add_scalar(f"seconds/{part}", seconds, step)
+            if isinstance(value, dict):
+                for part, number in value.items():
+                    self._writer.add_scalar(f"{name}/{part}", number, step)
             elif name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(f"{event}/{name}", value, step)
         # A run that is killed does not write this again when it is resumed.

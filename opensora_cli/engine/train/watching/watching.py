@@ -60,6 +60,7 @@ def open_watching(settings: TrainSettings, *, distribution: Distribution, output
             steps=settings.loop.steps,
             memory=partial(peak_memory_gib, distribution.device),
             mfu=_mfu(settings, distribution),
+            exchange=distribution.monitor.take,
             reporter=reporter,
         )
     ]

@@ -21,7 +21,16 @@ NVLINK = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, goo
 def _row(collective: Collective, size: int, *, factor: float, wrong: int = 0) -> Row:
     seconds = 1e-5 + size / 300e9
     times = Times(min_s=seconds / 2, avg_s=seconds, p50_s=seconds, p99_s=2 * seconds)
-    return Row.of(collective, times, size_bytes=size, dtype="float32", repeats=20, bus_factor=factor, wrong=wrong)
+    return Row.of(
+        collective,
+        times,
+        size_bytes=size,
+        dtype="float32",
+        repeats=20,
+        bus_factor=factor,
+        wrong=wrong,
+        wire_bytes=size * factor,
+    )
 
 
 def _report(*, backend: str = "nccl", wrong: int = 0) -> BenchReport:
@@ -76,13 +85,13 @@ def test_json_has_these_keys_and_numbers_only_where_numbers_belong() -> None:
     document = json.loads(json.dumps(_report().to_json(), allow_nan=False))
     assert (document["schema"], document["shows"]) == ("osora.bench-comm/1", "speed")
     assert set(document) == {
-        *("schema", "header", "shows", "rows", "verdicts", "fits", "scaling", "wrong", "notes", "files")
+        *("schema", "header", "shows", "rows", "verdicts", "fits", "overlap", "scaling", "wrong", "notes", "files")
     }
     assert len(document["rows"]) == 30
     assert document["rows"][0]["collective"] == "all_reduce"
     assert set(document["rows"][0]) == {
         *("collective", "size_bytes", "dtype", "repeats", "min_s", "avg_s", "p50_s", "p99_s"),
-        *("algorithm_bandwidth_gb_per_s", "bus_bandwidth_gb_per_s", "wrong"),
+        *("algorithm_bandwidth_gb_per_s", "bus_bandwidth_gb_per_s", "wrong", "sent_bytes_per_rank"),
     }
     assert document["verdicts"][0]["judgement"] == "good"
     assert set(document["verdicts"][0]) == {

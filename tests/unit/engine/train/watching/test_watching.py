@@ -19,6 +19,7 @@ from opensora_cli.engine.train.watching.clocks import PARTS, Clock, StepReport
 from opensora_cli.engine.train.watching.lines import StepLines
 from opensora_cli.engine.train.watching.logs import JsonLog, TensorBoardLog, cut_back
 from opensora_cli.engine.train.watching.watching import StepProfiler, open_watching, remove_records, truncate_records
+from opensora_cli.parallel.scheduling import Slow
 
 CPU = torch.device("cpu")
 KEYS = [
@@ -63,9 +64,15 @@ def report(step, *, loss=1.0, skipped=False, **seconds):
     )
 
 
-def step_lines(*sinks, every=2, mfu=None, reporter=None):
+def step_lines(*sinks, every=2, mfu=None, exchange=lambda: ({}, ()), reporter=None):
     return StepLines(
-        sinks, every=every, steps=10, memory=lambda: {"peak_resident_gib": 0.5}, mfu=mfu, reporter=reporter or Shown()
+        sinks,
+        every=every,
+        steps=10,
+        memory=lambda: {"peak_resident_gib": 0.5},
+        mfu=mfu,
+        exchange=exchange,
+        reporter=reporter or Shown(),
     )
 
 
@@ -120,6 +127,20 @@ class TestLines:
         assert (line["seconds_per_step"], line["samples_per_s"], line["tokens_per_s"]) == (2.0, 2.667, 26.7)
         assert (line["data_wait"], line["eta_s"], line["mfu"]) == (0.25, 16.0, 0.25)
         assert line["seconds"] == {"data": 0.375, "forward": 0.5, "checkpoint": 0.5, "other": 0.625}
+
+    def test_bandwidth_of_exchanges_and_one_warning(self, tmp_path):
+        slow = Slow("ulysses", 2.0, 0.01)
+        taken = [({"ulysses": 2.5e9}, [slow]), ({"ulysses": 5e9}, [slow, slow]), ({}, [])]
+        shown = Shown()
+        lines = step_lines(json_log(tmp_path / "log.jsonl"), every=1, exchange=lambda: taken.pop(0), reporter=shown)
+        for step in (1, 2, 3):
+            lines.on_step(report(step))
+        first, second, third = read(tmp_path / "log.jsonl")
+        assert (first["exchange_gb_per_s"], first["slow_exchanges"]) == ({"ulysses": 2.5}, 1)
+        assert (second["exchange_gb_per_s"], second["slow_exchanges"]) == ({"ulysses": 5.0}, 2)
+        assert "exchange_gb_per_s" not in third
+        [warning] = shown.warnings
+        assert warning.startswith("an exchange (ulysses) took 2 s, which usually takes 0.01 s: ")
 
     def test_skipped_steps_are_logged_and_in_no_mean(self, tmp_path):
         lines = step_lines(json_log(tmp_path / "log.jsonl"))

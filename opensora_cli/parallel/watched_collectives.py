@@ -1,0 +1,133 @@
+"""All collectives of a run watched: before each, the ranks that should take part find out whether all have come."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.parallel.rendezvous import AbsentRanks, Rendezvous
+from opensora_cli.parallel.watching import ranks_named
+
+_LATE_HINT = "see what that rank did last; if it was still at work, allow more: --set parallel.watch_limit_s=SECONDS"
+_POINT_TO_POINT = {"send": "send", "recv_": "receive"}
+# The operators of c10d (torch/csrc/distributed/c10d/Ops.cpp), as people call them.
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_": "reduce",
+    "barrier": "barrier",
+}
+
+
+@contextmanager
+def watched_collectives(*, limit_s: float) -> Iterator[None]:
+    """Watch every collective that this thread calls inside the block, backward passes included.
+
+    Before one begins, its ranks exchange notes through the store, and so do the two of a message: that costs round
+    trips, so it is for finding out why a run hangs. All ranks of the run are inside such a block, with the same
+    `limit_s`. A collective from inside raises HardwareError, on every rank that came, if another has not come within
+    `limit_s` seconds, or has called another collective; the message names it, its group and those ranks. Nothing is
+    sent then.
+    """
+    with _Watching(limit_s):
+        yield
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, limit_s: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._limit_s = limit_s
+        self._meetings: dict[dist.ProcessGroup, Rendezvous] = {}
+        self._messages: Counter[tuple[dist.ProcessGroup, int, int]] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func.namespace == "c10d":
+            check = self._message if func._opname in _POINT_TO_POINT else self._collective
+            check(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
+        group = _group_of(args)
+        if operator not in _NAMES or group is None or group.size() == 1:
+            return
+        name, ranks = _NAMES[operator], dist.get_process_group_ranks(group)
+        where = f"{name} between {ranks_named(ranks)}"
+        if group not in self._meetings:
+            self._meetings[group] = Rendezvous(group, "watched run")
+        note = json.dumps(f"{name} of {_dtype_of(args)}")
+        try:
+            notes = self._meetings[group].exchange(note, timeout_s=self._limit_s)
+        except AbsentRanks as absent:
+            missing = ranks_named([ranks[rank] for rank in absent.ranks])
+            what = (
+                f"{missing} gave up waiting for rank {dist.get_rank()}"
+                if absent.gave_up
+                else f"{missing} did not come within {self._limit_s:g} s"
+            )
+            raise HardwareError(f"{where}: {what}", hint=_LATE_HINT) from None
+        called = {rank: json.loads(each) for rank, each in zip(ranks, notes, strict=True)}
+        if len(set(called.values())) > 1:
+            listed = ", ".join(f"rank {rank}: {each}" for rank, each in called.items())
+            raise HardwareError(f"{where}: ranks call different collectives: {listed}", hint=_LATE_HINT)
+
+    def _message(self, operator: str, args: tuple[Any, ...]) -> None:
+        group = _group_of(args)
+        assert group is not None
+        own, peer = group.rank(), int(args[2])
+        source, target = (own, peer) if operator == "send" else (peer, own)
+        # Of the messages between two ranks each has a number, which both count.
+        self._messages[group, source, target] += 1
+        key, store = f"watched run/{source}>{target}/{self._messages[group, source, target]}", group.get_group_store()
+        if operator == "send":
+            store.set(key, "")
+            return
+        try:
+            store.wait([key], timedelta(seconds=self._limit_s))
+        except RuntimeError:
+            ranks = dist.get_process_group_ranks(group)
+            raise HardwareError(
+                f"message from rank {ranks[source]} to rank {ranks[target]}, of {ranks_named(ranks)}: rank "
+                f"{ranks[source]} did not send it within {self._limit_s:g} s",
+                hint=_LATE_HINT,
+            ) from None
+        store.delete_key(key)
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    for each in args:
+        # A reduction's operator is such an object, too.
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            group: dist.ProcessGroup = dist.ProcessGroup.unbox(each)
+            return group
+    return None
+
+
+def _dtype_of(args: tuple[Any, ...]) -> str:
+    first = args[0]
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    return str(first.dtype).removeprefix("torch.") if isinstance(first, torch.Tensor) else "nothing"

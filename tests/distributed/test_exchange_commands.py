@@ -1,0 +1,224 @@
+"""Exchanges of tokens for heads as the commands make them: what each sends, and that the result is that of one rank."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import tiny_frozen
+import tiny_training
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from opensora_cli.cli.app import main
+
+pytestmark = pytest.mark.usefixtures("no_ranks_around")
+SHORT = ["generate", "raining, sea", "--seed", "7", "--device", "cpu", "--num-frames", "5", "--steps", "2"]
+SHORT += ["--set", "video.height=32", "--set", "video.width=32", "--format", "png", "--quiet"]
+
+
+def counted(words: list[str]) -> int:
+    """Run a command as one rank, and print what it sends in all-to-alls: bytes by the ranks of each group."""
+    exchange, sent = dist.all_to_all_single, dict[str, int]()
+
+    def counting(
+        received: torch.Tensor, flat: torch.Tensor, expected: list[int], lengths: list[int], **kwargs: Any
+    ) -> Any:
+        group = kwargs["group"]
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        sent[ranks] = sent.get(ranks, 0) + (sum(lengths) - lengths[group.rank()]) * flat.itemsize
+        return exchange(received, flat, expected, lengths, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", counting):
+        code = main(words)
+    print(json.dumps(sent))
+    return code
+
+
+def start(
+    processes: Any, folder: Path, function: Callable[..., int], words: list[str], *, ranks: int, machines: int = 1
+) -> list[Any]:
+    """Start a command on ranks as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started, local = [], ranks // machines
+    for rank in range(ranks):
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_RANK": rank % local,
+            "LOCAL_WORLD_SIZE": local,
+            "GROUP_WORLD_SIZE": machines,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+            started.append(processes.program(folder, function, words))
+    return started
+
+
+def run(processes: Any, folder: Path, words: list[str], *, ranks: int, machines: int = 1) -> list[dict[str, int]]:
+    """Run a command on ranks, and return what each counted."""
+    started = start(processes, folder, counted, words, ranks=ranks, machines=machines)
+    ends = [program.end(240.0) for program in started]
+    assert [code for code, _, _ in ends] == [0] * ranks, ends
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in ends]
+
+
+def frames(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(path)).astype(int) for path in sorted(folder.glob("*.png"))])
+
+
+def generate(
+    processes: Any, folder: Path, *settings: str, ranks: int, machines: int = 1
+) -> tuple[list[dict[str, int]], dict[str, Any], int]:
+    """Return what each rank counted, the sidecar, and by how much a pixel is off from that of one process."""
+    one, many = folder / "one.png", folder / "many.png"
+    assert main([*SHORT, "--out", str(one)]) == 0
+    words = [*SHORT, "--out", str(many), *(word for each in settings for word in ("--set", f"parallel.{each}"))]
+    sent = run(processes, folder, words, ranks=ranks, machines=machines)
+    sidecar = json.loads((folder / "many.json").read_text())
+    difference = np.abs(frames(folder / "many") - frames(folder / "one")).max()
+    return sent, sidecar, int(difference)
+
+
+def planned(sidecar: dict[str, Any]) -> dict[str, int]:
+    sizes: dict[str, int] = sidecar["exchange"]["bytes_per_evaluation"]
+    return {stage: size * sidecar["model_evaluations"] for stage, size in sizes.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "most", "share"),
+    [
+        ((), 1, 1.0),
+        (("compression=bf16",), 4, 0.5),
+        (("compression=fp8",), 32, 68 / 256),  # heads of 64: 64 bytes and a scale, of 256
+        (("ulysses_chunks=2",), 1, 1.0),
+        (("watch=true",), 1, 1.0),
+    ],
+)
+def test_two_ranks_generate_what_one_does(
+    processes: Any, tmp_path: Path, settings: tuple[str, ...], most: int, share: float
+) -> None:
+    sent, sidecar, difference = generate(processes, tmp_path, *settings, ranks=2)
+    assert difference <= most
+    assert sum(of_rank["0,1"] for of_rank in sent) == planned(sidecar)["sent"] == 3_276_800 * share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "more"), [(2, ()), (1, ("fast_link_ranks=2",))])
+def test_two_machines_generate_what_one_rank_does(
+    processes: Any, tmp_path: Path, machines: int, more: tuple[str, ...]
+) -> None:
+    settings = ("ulysses_degree=4", "all_to_all=hierarchical", *more)
+    sent, sidecar, difference = generate(processes, tmp_path, *settings, ranks=4, machines=machines)
+    assert difference <= 1
+    assert [sorted(of_rank) for of_rank in sent] == [
+        ["0,1", "0,2"],
+        ["0,1", "1,3"],
+        ["0,2", "2,3"],
+        ["1,3", "2,3"],
+    ]
+    inside = sum(size for of_rank in sent for ranks, size in of_rank.items() if ranks in ("0,1", "2,3"))
+    between = sum(size for of_rank in sent for ranks, size in of_rank.items() if ranks in ("0,2", "1,3"))
+    assert planned(sidecar) == {"inside": inside, "between": between}
+
+
+def train(processes: Any, folder: Path, *words: str, ranks: int, machines: int = 1) -> tuple[list[int], list[dict]]:
+    """Return what each rank sent in all-to-alls, and the lines of the log."""
+    weights = tiny_frozen.save_frozen_parts(folder / "frozen")
+    settings = tiny_training.mmdit_settings(folder / "run", weights).replace(
+        {"optimizer.name": "adamw", "loop.steps": 2, "loop.micro_batches": 2, "precision.compute": "fp32"}
+    )
+    (folder / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
+    sent = run(
+        processes,
+        folder,
+        ["train", "--from", str(folder / "settings.json"), "--quiet", *words],
+        ranks=ranks,
+        machines=machines,
+    )
+    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    return [sum(of_rank.values()) for of_rank in sent], lines
+
+
+def hybrid(*settings: str) -> list[str]:
+    given = ["strategy=hybrid", "parallel.gpus=2", "parallel.ulysses_degree=2", *settings]
+    return [word for each in given for word in ("--set", each)]
+
+
+@pytest.mark.slow
+def test_training_with_compressed_exchanges(processes: Any, tmp_path: Path) -> None:
+    whole, lines = train(processes, tmp_path / "a", *hybrid(), ranks=2)
+    half, also = train(processes, tmp_path / "b", *hybrid("parallel.compression=bf16", "parallel.watch=true"), ranks=2)
+    assert [2 * sent for sent in half] == whole
+    for ours, theirs in zip(also, lines, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
+        assert list(ours["exchange_gb_per_s"]) == ["ulysses"]
+        assert ours["exchange_gb_per_s"]["ulysses"] > 0
+
+
+def omitting(words: list[str]) -> int:
+    """Run a command as a rank of which the last never comes to its third exchange of tokens."""
+    exchange, called = dist.all_to_all_single, 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == 3 and dist.get_rank() == 1:
+            os._exit(9)
+        return exchange(*args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", counting):
+        return main(words)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named(processes: Any, tmp_path: Path) -> None:
+    flags = ["--out", str(tmp_path / "a.png"), "--set", "parallel.watch=true", "--set", "parallel.watch_limit_s=8"]
+    first, second = start(processes, tmp_path, omitting, [*SHORT, *flags], ranks=2)
+    assert second.end(120.0)[0] == 9
+    code, _, err = first.end(120.0)
+    assert code == 4
+    assert [line for line in err.splitlines() if line.startswith("error")] == [
+        "error: all_to_all between ranks 0, 1: rank 1 did not come within 8 s"
+    ]
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short = [*SHORT, "--out", str(tmp_path / "a.png"), "--gpus", "2"]
+    for settings, message in (
+        ("all_to_all=hierarchical", "needs parallel.ulysses_degree=2 in equal parts of several ranks"),
+        ("fast_link_ranks=2", "parallel.fast_link_ranks=2 has no effect with parallel.all_to_all=direct"),
+        ("ulysses_chunks=3", "parallel.ulysses_chunks=3 must be at most the heads of a device"),
+        ("watch_limit_s=3", "parallel.watch_limit_s=3 has no effect without parallel.watch=true"),
+    ):
+        assert main([*short, "--set", f"parallel.{settings}"]) == 2
+        assert message in capsys.readouterr().err
+    assert main([*short, "--set", "parallel.ring_degree=2", "--set", "parallel.compression=fp8"]) == 2
+    assert "parallel.compression=fp8 has no effect, since no tokens are exchanged" in capsys.readouterr().err
+    assert main([*short, "--dtype", "bfloat16", "--set", "parallel.compression=bf16"]) == 2
+    assert "has no effect on what is computed in 16 bits: use fp8 or none" in capsys.readouterr().err
+    assert main([*SHORT, "--out", str(tmp_path / "a.png"), "--set", "parallel.watch=true"]) == 2
+    assert "parallel.watch=true has no effect on one device" in capsys.readouterr().err
+
+
+def test_the_plan_shows_the_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["all_to_all=hierarchical", "fast_link_ranks=2", "ulysses_degree=4", "compression=fp8"]
+    words = [*SHORT, "--gpus", "4", "--dry-run", *(word for each in settings for word in ("--set", f"parallel.{each}"))]
+    assert main(words) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exchange"))
+    assert line.startswith("exchange  hierarchical, 2 x 2 ranks, fp8 (elements off by at most 1/16); all ranks send ")
+    assert main([*words, "--json"]) == 0
+    exchange = json.loads(capsys.readouterr().out)["exchange"]
+    assert (exchange["all_to_all"], exchange["compression"], exchange["inner_ranks"]) == ("hierarchical", "fp8", 2)
+    assert sorted(exchange["bytes_per_evaluation"]) == ["between", "inside"]
