@@ -30,7 +30,8 @@ MACHINE_KEYS = frozenset(
     {
         "runtime.weights",
         *(f"memory.{name}" for name in ("offload", "resident_blocks", "limit", "host_weights")),
-        *(f"parallel.{name}" for name in ParallelSettings.model_fields),
+        # Compression changes the result.
+        *(f"parallel.{name}" for name in ParallelSettings.model_fields if name != "compression"),
     }
 )
 """What depends on the machine: of a saved run these give way to the environment of the one that repeats it."""

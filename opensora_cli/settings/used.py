@@ -5,7 +5,7 @@ from typing import Any
 
 from opensora_cli.core.conditions import Length, condition_mode
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.enums import Compression, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
 _GUIDANCE = ("guidance_scale", "image_guidance_scale", "text_oscillation", "image_oscillation")
@@ -27,8 +27,11 @@ def used_settings(settings: GenerateSettings) -> dict[str, Any]:
 
 
 def _unused(settings: GenerateSettings) -> Iterator[str]:
-    # However many devices there are then: they change no more than rounding.
-    yield "parallel"
+    # However many devices there are then: they change no more than rounding, if they send what they have.
+    if settings.parallel.compression is Compression.NONE:
+        yield "parallel"
+    else:
+        yield from (f"parallel.{name}" for name in type(settings.parallel).model_fields if name != "compression")
     yield from ("from_latents", "output.overwrite")
     yield from (f"memory.{name}" for name in _unset(settings.memory))
     yield from (f"runtime.{name}" for name in _unset(settings.runtime))

@@ -110,6 +110,8 @@ def test_two_ranks_generate_what_one_does(
 ) -> None:
     sent, sidecar, difference = generate(processes, tmp_path, *settings, ranks=2)
     assert difference <= most
+    kept = {"compression": settings[0].partition("=")[2]} if "compression" in "".join(settings) else None
+    assert sidecar["settings"].get("parallel") == kept
     assert sum(of_rank["0,1"] for of_rank in sent) == planned(sidecar)["sent"] == 3_276_800 * share
 
 

@@ -105,8 +105,8 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
         "sampling.num_samples": 1,
         "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
         "from_latents": None,
-        # However many devices there are then: they change no more than rounding.
-        "parallel": {},
+        # However many devices there are then: they change no more than rounding, but for this.
+        "parallel": {"compression": settings.parallel.compression},
         # To replace files is never carried over to a later run.
         "output.overwrite": False,
     }

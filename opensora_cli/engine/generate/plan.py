@@ -236,9 +236,11 @@ def make_plan(
     tokens_per_frame = rows * columns // settings.model.patch_size**2
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
     require_branches(mesh, settings, guidance, mode)
-    exchange = plan_exchange(
-        settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
-    )
+    exchange = ExchangePlan()
+    if settings.from_latents is None:
+        exchange = plan_exchange(
+            settings.parallel, mesh, num_heads=settings.model.num_heads, itemsize=hardware.dtype.itemsize
+        )
     # Saved latents have gone through them already.
     loras = open_loras(settings.loras if settings.from_latents is None else (), settings.model)
     attention = None if settings.from_latents is not None else _attention(settings, hardware, mesh, tries_device)

@@ -93,3 +93,9 @@ def test_what_took_part(settings: GenerateSettings, without: set[str], there: se
     # One of an earlier version has all settings.
     saved = SavedSettings(source="s.json", values=settings.model_dump(mode="json"))
     assert load_generate_settings(GenerateRequest(saved=saved), model=ModelName(settings.model.name)) == settings
+
+
+def test_compression_is_part_of_a_request_for_it_changes_the_result():
+    settings = made(parallel__gpus=2, parallel__compression="fp8", parallel__watch=True)
+    assert used_settings(settings)["parallel"] == {"compression": "fp8"}
+    assert "parallel" not in used_settings(made(parallel__gpus=2, parallel__watch=True))
