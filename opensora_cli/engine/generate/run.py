@@ -297,8 +297,6 @@ def _make(
         reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
         if plan.planned_exchange is not None:
             reporter.note(f"exchange: {plan.planned_exchange.line()}")
-    if plan.attention is not None:
-        reporter.note(f"attention: {plan.attention.line()}")
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     references = references_of(plan, reporter) if is_main else []
@@ -312,6 +310,8 @@ def _make(
     if all(sample.made_before for sample in chosen):  # by another run, since this one looked first
         return _made_before(plan, chosen, reporter)
     _note(choice, reporter)
+    if plan.attention is not None:
+        reporter.note(f"attention: {plan.attention.line()}")
     kept = []
     for sample in chosen:
         if sample.made_before:
