@@ -7,6 +7,7 @@ import typer
 
 from opensora_cli.cli import errors, options, output
 from opensora_cli.cli.command import Command, Group
+from opensora_cli.core.files import require_there
 from opensora_cli.settings.enums import QKVLayout, RotaryLayout, TargetFormat, WeightDType, WeightSelection
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def convert(
             {"select": select, "only": only, "drop": drop, "rename": rename, "qkv": qkv, "rotary": rotary}
             | {"dtype": dtype, "preset": preset, "format": format_, "shard_size": shard_size, "overwrite": overwrite},
         )
+        require_there(settings.source)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import convert as engine
 
@@ -167,6 +169,7 @@ def inspect(
         settings = _validated(
             InspectSettings, {"path": ("PATH", path)}, {"only": only, "select": select, "stats": stats}
         )
+        require_there(settings.path)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import inspect as engine
 
@@ -239,6 +242,7 @@ def diff(
             {"first": ("A", first), "second": ("B", second)},
             {"rtol": rtol, "atol": atol, "only": only, "select": select},
         )
+        require_there(settings.first, settings.second)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import diff as engine
 
@@ -281,6 +285,7 @@ def merge_lora(
             | {"hashing": ("--no-hash", not no_hash)},
             {"unmerge": unmerge, "scale": scale, "format": format_, "shard_size": shard_size, "overwrite": overwrite},
         )
+        require_there(settings.base, settings.adapter)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import merge_lora as engine
 

@@ -8,6 +8,7 @@ import typer
 
 from opensora_cli.cli import errors, options, output, train
 from opensora_cli.cli.command import Command, Group
+from opensora_cli.core.files import require_there
 
 if TYPE_CHECKING:
     from opensora_cli.settings.base import Section
@@ -71,6 +72,7 @@ def scan(
                 "overwrite": ("--overwrite", overwrite),
             },
         )
+        require_there(settings.folder)
         with errors.uninterrupted():
             from opensora_cli.engine.data import scan as engine
 
@@ -99,6 +101,7 @@ def shard(
             ShardSettings,
             {"table": ("TABLE", table), "parts": ("--parts", parts), "overwrite": ("--overwrite", overwrite)},
         )
+        require_there(settings.table)
         with errors.uninterrupted():
             from opensora_cli.engine.data import scan as engine
 
@@ -142,6 +145,7 @@ def preview(
                 "overwrite": ("--overwrite", overwrite),
             },
         )
+        require_there(settings.table)
         with errors.uninterrupted():
             from opensora_cli.engine.data import preview as engine
             from opensora_cli.engine.encode.loading import pixel_multiple

@@ -246,12 +246,16 @@ def _other_settings() -> tuple[type["Section"], ...]:
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
     from opensora_cli.core.ranks import find_context
 
-    with errors.uninterrupted():
-        from opensora_cli.engine.generate import run as engine
-
     context = find_context(os.environ)
     is_main = context is None or context.is_main
     reporter = output.make_reporter(quiet=quiet or not is_main)
+    if context is None:
+        from opensora_cli.engine.generate.early import refuse_early
+
+        refuse_early(request, dry_run=dry_run, reporter=reporter)
+    with errors.uninterrupted():
+        from opensora_cli.engine.generate import run as engine
+
     if dry_run:
         if request.profiled_runs:
             reporter.note(f"profile: everything is to be run {request.profiled_runs} times, and once before to warm up")

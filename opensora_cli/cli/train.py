@@ -8,6 +8,7 @@ import typer
 
 from opensora_cli.cli import errors, options, output
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.files import require_there
 
 if TYPE_CHECKING:
     from opensora_cli.settings.train import TrainSettings
@@ -179,6 +180,8 @@ def _write_recipe(folder: str, base: Path, *, as_json: bool, quiet: bool) -> Non
 
 
 def _check_data(settings: "TrainSettings", *, as_json: bool, quiet: bool) -> None:
+    if settings.data.table is not None:
+        require_there(settings.data.table)
     with errors.uninterrupted():
         from opensora_cli.engine.data.check import check_data
 
@@ -200,6 +203,9 @@ def _run(
 ) -> None:
     from opensora_cli.core.ranks import find_context
 
+    cache = settings.train_mmdit.cache
+    if settings.data.table is not None and not dry_run and (cache is None or not Path(cache).exists()):
+        require_there(settings.data.table)
     with errors.uninterrupted():
         from opensora_cli.engine.train import run
         from opensora_cli.engine.train.plan import plan_training, with_memory

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.formatting import format_bytes
 
 _MAKE_ROOM = "make room there, or write to another disk"
@@ -109,6 +109,13 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
     text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
     # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
     write_bytes_atomic(path, (text + "\n").encode("utf-8", "backslashreplace"))
+
+
+def require_there(*paths: str) -> None:
+    """Raise FileProblem if a file or folder is not there: for commands, before they import what reads it."""
+    for path in paths:
+        if not os.path.exists(path):
+            raise FileProblem(f"{path} does not exist")
 
 
 def refuse_special(path: Path) -> None:

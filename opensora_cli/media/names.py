@@ -1,9 +1,7 @@
 """File names made from prompts: of any language, valid on every system, bounded."""
 
 import hashlib
-import os
 import unicodedata
-from pathlib import Path
 
 MAX_PROMPT_BYTES = 100
 """Room for the prompt in a name, in UTF-8 bytes. File systems allow 255 for the whole name; the seed, the index, and
@@ -24,14 +22,6 @@ def file_stem(prompt: str, *, seed: int, index: int | None = None) -> str:
     """
     suffix = "" if index is None else f"_{index:03d}"
     return f"{prompt_part(prompt)}_seed{seed}{suffix}"
-
-
-def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) -> Path:
-    """Return what `write_media` makes for these arguments: `path`, or the folder of a PNG sequence."""
-    target = Path(path)
-    if format != "png" or num_frames == 1:
-        return target
-    return target.with_suffix("") if target.suffix.lower() == ".png" else target
 
 
 def prompt_part(prompt: str) -> str:

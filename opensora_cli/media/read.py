@@ -12,6 +12,7 @@ import torch
 from opensora_cli.core.exceptions import FileProblem, MediaError
 from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
+from opensora_cli.media.files import readable_file
 
 _VIDEOS = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv", ".wmv", ".gif"}
 _PICTURES = {".png", ".apng", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".jp2", ".ppm"}
@@ -45,7 +46,7 @@ def media_files(folder: Path) -> list[Path]:
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
     """Return True for a still picture, False for a video or an animated GIF, WebP or PNG; else a MediaError."""
-    return pictures.num_pictures(_readable_file(path)) == 1
+    return pictures.num_pictures(readable_file(path)) == 1
 
 
 def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
@@ -53,7 +54,7 @@ def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
 
     The orientation that a camera noted is applied. Transparency is dropped, sixteen bits become eight.
     """
-    file = _readable_file(path)
+    file = readable_file(path)
     if pictures.num_pictures(file) == 0:
         raise MediaError(f"{file} is not a picture", hint="give a PNG, JPEG, WebP or another common picture format")
     return pictures.read_first(file)
@@ -79,7 +80,7 @@ def read_video(
         raise ValueError(f"num_frames={num_frames} must be at least 1")
     if fps is not None and not fps > 0:
         raise ValueError(f"fps={fps} must be over 0")
-    file = _readable_file(path)
+    file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 1:
         raise MediaError(f"{file} is a picture, not a video", hint="give a video, or choose a mode for pictures")
@@ -101,7 +102,7 @@ def probe(path: str | os.PathLike[str], *, deep: bool = False) -> MediaFacts:
 
     A MediaError if that fails.
     """
-    file = _readable_file(path)
+    file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 0:
         facts = containers.probe_video(file)
@@ -122,7 +123,7 @@ def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, inter
     A video is entered as near to `start` as it can be, and no frame is kept here. A MediaError where the file is
     missing, broken, neither picture nor video, too short, or of several sizes.
     """
-    file = _readable_file(path)
+    file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 1:
         frames = iter([pictures.read_first(file)][start:])
@@ -173,21 +174,3 @@ def _too_short(file: Path, *, found: int, wanted: int | None, fps: float | None)
     at_rate = "" if fps is None else f" at {fps:g} frames a second"
     frames = "1 frame" if found == 1 else f"{found} frames"
     return MediaError(f"{file} has {frames}{at_rate}, but {wanted} are needed", hint="give a longer video")
-
-
-def _readable_file(path: str | os.PathLike[str]) -> Path:
-    """Return `path` if it is a file with something in it that may be read."""
-    file = Path(path)
-    try:
-        if file.is_dir():
-            raise MediaError(f"{file} is a folder, not a picture or video")
-        with file.open("rb") as stream:
-            if not stream.read(1):
-                raise MediaError(f"{file} is empty")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        address = "://" in str(path)
-        raise MediaError(
-            f"cannot read {path}: {cause}", hint="osora reads files: download it first" if address else None
-        ) from error
-    return file

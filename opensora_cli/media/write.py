@@ -15,7 +15,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic
 from opensora_cli.media.containers import EXACT_COLOURS
-from opensora_cli.media.names import media_path
+from opensora_cli.media.files import media_path
 from opensora_cli.media.pictures import gif_bytes, save_png, webp_bytes
 
 

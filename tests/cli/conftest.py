@@ -7,6 +7,7 @@ import pytest
 from cli.fake_engine import FakeEngine
 
 import opensora_cli.engine.generate
+from opensora_cli.engine.generate import early
 
 
 @pytest.fixture
@@ -17,6 +18,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     module.plan_from_request = fake.plan_from_request  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "opensora_cli.engine.generate.run", module)
     monkeypatch.setattr(opensora_cli.engine.generate, "run", module, raising=False)
+    # What is refused before an engine is imported is not the subject where there is none.
+    monkeypatch.setattr(early, "refuse_early", lambda request, **_: None)
     return fake
 
 

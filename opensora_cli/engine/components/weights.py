@@ -1,16 +1,15 @@
 """Finding weights on this machine, without any request to a network, and choosing the model that they allow."""
 
 import importlib.resources
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch
-
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings
 from opensora_cli.settings.enums import ModelChoice, ModelName
 from opensora_cli.settings.generate import GenerateSettings
@@ -122,14 +121,21 @@ def packaged_demo() -> Path:
 
 
 def hub_snapshot(repo: str) -> Path | None:
-    """Return the folder in the Hugging Face cache that holds what was downloaded of `repo`; makes no request."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    """Return the folder in the Hugging Face cache that holds what was downloaded of `repo`; makes no request.
 
+    By the documented layout of the cache and its variables: huggingface_hub itself takes longer to import than the rest
+    of a wrong request takes to be refused.
+    """
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    places = (os.environ.get("HF_HUB_CACHE"), os.environ.get("HUGGINGFACE_HUB_CACHE"), os.path.join(home, "hub"))
+    cache = Path(os.path.expandvars(os.path.expanduser(next(filter(None, places)))))
+    folder = cache / f"models--{repo.replace('/', '--')}"
     try:
-        return Path(str(snapshot_download(repo, local_files_only=True)))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
         return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if revision and snapshot.is_dir() else None
 
 
 def _located(
@@ -177,9 +183,9 @@ def _names(files: FileSettings) -> dict[Component, str]:
 
 def _lacking(component: Component, path: Path) -> list[str]:
     if component is Component.T5:
-        return T5Encoder.missing_files(path)
+        return missing_files(path, vocabularies=T5_VOCABULARIES)
     if component is Component.CLIP:
-        return ClipEncoder.missing_files(path)
+        return missing_files(path, vocabularies=CLIP_VOCABULARIES)
     return [] if path.exists() else [str(path)]
 
 
@@ -204,7 +210,7 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
     if choice is not ModelChoice.AUTO:
         return ModelDecision(ModelName(choice), "as asked")
     located = find_released(FileSettings(), weights)
-    lacks_cuda = device == "cpu" or not torch.cuda.is_available()
+    lacks_cuda = device == "cpu" or not _has_cuda()
     if located.complete and not lacks_cuda:
         folder = located.paths[Component.TRANSFORMER].parent
         return ModelDecision(ModelName.OPEN_SORA_V2, f"its weights are in {folder}, and there is a CUDA device")
@@ -216,3 +222,18 @@ def choose_model(choice: ModelChoice, *, weights: str | None = None, device: str
     if lacks_cuda:
         reasons.append("the CPU was asked for" if device == "cpu" else "there is no CUDA device")
     return ModelDecision(ModelName.DEMO, " and ".join(reasons))
+
+
+def choose_model_early(choice: ModelChoice, *, weights: str | None, device: str) -> ModelName | None:
+    """Return the model that `choose_model` chooses; None where that takes torch to know."""
+    if choice is not ModelChoice.AUTO:
+        return ModelName(choice)
+    if device == "cpu" or not find_released(FileSettings(), weights).complete:
+        return ModelName.DEMO
+    return None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -18,6 +18,7 @@ import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
+from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target, sample_files, size
 from opensora_cli.engine.generate.text import full_prompt
@@ -250,18 +251,16 @@ def save_latents(
 
 def load_latents(path: str | Path) -> SavedLatents:
     """Read a file of `save_latents`; a CheckpointError if it is missing, truncated, or not such a file."""
-    hint = "--from-latents takes the .latents.safetensors file of an unfinished run"
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} does not exist or is no file", hint=hint)
+    require_latents(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, str] = file.metadata() or {}
             if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
-                raise CheckpointError(f"{path} holds no latents of osora", hint=hint)
+                raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
             return SavedLatents(file.get_tensor(_KEY), _settings_in(path, metadata))
     except SafetensorError as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=hint) from error
+        raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=LATENTS_HINT) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 

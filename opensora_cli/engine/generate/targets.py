@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.folder_lock import locked_file
-from opensora_cli.media.names import file_stem, media_path
+from opensora_cli.media.files import media_path
+from opensora_cli.media.names import file_stem
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES
 from opensora_cli.models.text.t5 import fuse_t5_norms
 
 
@@ -45,11 +46,6 @@ class _FolderEncoder(PromptReader):
         self.model = model
         self.device = torch.device(device)
 
-    @classmethod
-    def missing_files(cls, path: str | Path) -> list[str]:
-        """Return the files that the folder lacks, as paths; a quick look that loads nothing."""
-        return folders.missing_files(Path(path), vocabularies=cls._vocabularies)
-
     def _input_ids(self, texts: list[str]) -> Tensor:
         with folders.quiet():
             tokens = self.tokenizer(
@@ -62,7 +58,7 @@ class _FolderEncoder(PromptReader):
 class T5Encoder(_FolderEncoder):
     """The encoder of a T5 (Raffel et al. 2020)."""
 
-    _vocabularies = (("spiece.model",), ("tokenizer.json",))
+    _vocabularies = T5_VOCABULARIES
 
     @classmethod
     def from_folder(
@@ -129,7 +125,7 @@ class T5Encoder(_FolderEncoder):
 class ClipEncoder(_FolderEncoder):
     """The text tower of a CLIP (Radford et al. 2021)."""
 
-    _vocabularies = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    _vocabularies = CLIP_VOCABULARIES
 
     @classmethod
     def from_folder(cls, path: str | Path, *, max_length: int, device: torch.device | str, dtype: torch.dtype) -> Self:

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import logging
 import pickle
 import warnings
@@ -15,32 +14,10 @@ import torch
 from safetensors import SafetensorError
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
-
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+from opensora_cli.models.text.files import missing_files
 
 # What transformers raises for a broken file, depending on its format and on where it is broken.
 _BROKEN = (OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
-
-
-def missing_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> list[str]:
-    """Return what a transformers folder lacks, reading no weight; one whole set of `vocabularies` is enough."""
-    missing = [] if (folder / "config.json").is_file() else [str(folder / "config.json")]
-    if not any((folder / name).is_file() for name in _WEIGHT_FILES):
-        indexes = [folder / name for name in _INDEX_FILES if (folder / name).is_file()]
-        missing += _missing_shards(indexes[0]) if indexes else [str(folder / _WEIGHT_FILES[0])]
-    if not any(all((folder / name).is_file() for name in names) for names in vocabularies):
-        choices = " or ".join(" + ".join(names) for names in vocabularies)
-        missing.append(str(folder / choices))
-    return missing
-
-
-def _missing_shards(index: Path) -> list[str]:
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of weight files: {error}", hint="fetch it again") from error
-    return [str(index.parent / shard) for shard in shards if not (index.parent / shard).is_file()]
 
 
 def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> None:

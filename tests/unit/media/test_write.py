@@ -16,7 +16,7 @@ from PIL import Image
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media import pictures, write
-from opensora_cli.media.names import media_path
+from opensora_cli.media.files import media_path
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.resize import Fit
 from opensora_cli.media.write import MediaFormat, write_media

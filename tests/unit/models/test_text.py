@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.models.text import folder as folders
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
+from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 
 WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "red", "boat", "on", "the", "sea", "rain", "raining", "at", "night", ","]
 SENTENCES = ["a red boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
@@ -240,11 +241,11 @@ class TestIncompleteFolders:
             assert str(tmp_path / "none" / name) in caught.value.message
 
     def test_missing_files_without_loading(self, tmp_path, clip):
-        assert ClipEncoder.missing_files(clip) == []
-        assert T5Encoder.missing_files(clip) == []
+        assert missing_files(clip, vocabularies=CLIP_VOCABULARIES) == []
+        assert missing_files(clip, vocabularies=T5_VOCABULARIES) == []
         (tmp_path / "config.json").touch()
         (tmp_path / "vocab.json").touch()
-        assert ClipEncoder.missing_files(tmp_path) == [
+        assert missing_files(tmp_path, vocabularies=CLIP_VOCABULARIES) == [
             str(tmp_path / "model.safetensors"),
             str(tmp_path / "tokenizer.json or vocab.json + merges.txt"),
         ]
@@ -254,7 +255,7 @@ class TestIncompleteFolders:
         index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         (folder / "model-1-of-2.safetensors").touch()
-        assert T5Encoder.missing_files(folder) == [str(folder / "model-2-of-2.safetensors")]
+        assert missing_files(folder, vocabularies=T5_VOCABULARIES) == [str(folder / "model-2-of-2.safetensors")]
 
     def test_sharded_and_pickled_weights_load(self, t5_words, copied):
         expected = t5(t5_words).encode(["a red boat"])
@@ -275,10 +276,10 @@ class TestIncompleteFolders:
         names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
         shard_of = {key: names[index % 2] for index, key in enumerate(state)}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
-        assert T5Encoder.missing_files(folder) == [str(folder / name) for name in names]
+        assert missing_files(folder, vocabularies=T5_VOCABULARIES) == [str(folder / name) for name in names]
         for name in names:
             torch.save({key: tensor for key, tensor in state.items() if shard_of[key] == name}, folder / name)
-        assert T5Encoder.missing_files(folder) == []
+        assert missing_files(folder, vocabularies=T5_VOCABULARIES) == []
         assert torch.equal(t5(folder).encode(["a red boat"]), t5(t5_words).encode(["a red boat"]))
 
     def test_no_code_in_pickled_weights_is_run(self, t5_words, copied):

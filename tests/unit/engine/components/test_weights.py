@@ -4,7 +4,6 @@ import shlex
 import shutil
 import socket
 
-import huggingface_hub.constants
 import pytest
 import torch
 from tiny_world import demo_settings, released_settings
@@ -24,7 +23,7 @@ def empty_machine(tmp_path, monkeypatch):
 
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

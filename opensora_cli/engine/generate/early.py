@@ -1,0 +1,73 @@
+"""What a request is refused for before torch is imported, which takes longer than all that is checked here."""
+
+from pathlib import Path
+
+from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, choose_model_early, find_weights
+from opensora_cli.engine.generate.targets import num_samples, read_made, refuse_existing, sample_files
+from opensora_cli.media.files import readable_file
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
+
+LATENTS_HINT = "--from-latents takes the .latents.safetensors file of an unfinished run"
+
+
+def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter) -> None:
+    """Refuse what is wrong with a request as far as that is known without torch; the run checks all of it again.
+
+    What is noted of the files of settings is reported where the request is refused, and else by the run.
+
+    Raises:
+        RequestError: a key is unknown, or a value breaks a rule.
+        FileProblem: settings, a reference, saved latents or an adapter are missing.
+        CheckpointError: weights are missing, and this is no dry run.
+        OutputError: a named result exists already, and this is no dry run.
+    """
+    notes: list[str] = []
+    try:
+        settings = _settings(request, notes)
+        if settings is None:
+            return
+        for reference in settings.condition.references:
+            readable_file(reference)
+        for lora in settings.loras if settings.from_latents is None else ():
+            if ":" not in lora.path and not Path(lora.path).exists():
+                raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
+        if not dry_run:
+            components = ALL_COMPONENTS if settings.from_latents is None else (Component.VAE,)
+            find_weights(settings).require(components)
+            _refuse_named(settings, remake=request.profiled_runs > 0)
+    except (OsoraError, ValueError):
+        for line in notes:
+            reporter.note(line)
+        raise
+
+
+def require_latents(path: str | Path) -> None:
+    """Raise CheckpointError if a file of latents is not there."""
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
+
+
+def _settings(request: GenerateRequest, notes: list[str]) -> GenerateSettings | None:
+    """Return the settings that a request means; None where that takes torch to know."""
+    latents = request.overrides.get("from_latents")
+    if latents is not None:
+        require_latents(str(latents.value))
+        if request.saved is None:
+            return None  # they are in the file
+    runtime = load_runtime_settings(request)
+    model = choose_model_early(runtime.model_choice, weights=runtime.weights, device=runtime.device)
+    return None if model is None else load_generate_settings(request, model=model, report=notes.append)
+
+
+def _refuse_named(settings: GenerateSettings, *, remake: bool) -> None:
+    """Refuse a named result that is there, unless it may be what the same request has made before."""
+    if settings.output.named_format is None or settings.output.overwrite:
+        return
+    for index in range(num_samples(settings)):
+        sample = sample_files(settings, index)
+        made = None if remake else read_made(sample)
+        if made is None or (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
+            refuse_existing(sample)
