@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import sample_settings, save_latents
+from opensora_cli.engine.generate.outputs import load_latents, sample_settings, save_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.stages import RunRecord, retried
@@ -31,6 +32,24 @@ class DenoisedSample:
     """On the CPU."""
     denoise_s: float
     """Seconds; 0 where they come from a file."""
+
+
+def saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DenoisedSample | None:
+    """Return the sample to go on from, if that is asked for; rank 0 reads it."""
+    source = plan.settings.from_latents
+    if source is None:
+        return None
+    if ranks is None:
+        latents_CTHW = load_latents(source).latents_CTHW
+    else:
+        read = [load_latents(source).latents_CTHW] if ranks.is_main else None
+        [latents_CTHW] = agreed_tensors(read, device=ranks.device)
+    if tuple(latents_CTHW.shape) != plan.latent_shape:
+        raise RequestError(
+            f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",
+            hint="change neither size, length nor model when going on from latents",
+        )
+    return DenoisedSample(latents_CTHW, denoise_s=0.0)
 
 
 def denoise_samples(

@@ -1,22 +1,27 @@
-"""A plan as `osora generate --dry-run` prints it."""
+"""What `osora generate` returns: its plan with `--dry-run`, else its result."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, InstanceOf
 
 from opensora_cli.core.documents import Document
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.exchanges import PlannedExchange
 from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate.decode import GeneratedVideo
 from opensora_cli.engine.generate.outputs import planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 _LISTED_FILES = 5
 
@@ -194,3 +199,36 @@ class PlanDocument(Document):
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""
         self.plan.require_fit()
+
+
+class GenerateResult(Document):
+    """What a run made, and what it took; `--from` makes it again from this document."""
+
+    SCHEMA = SIDECAR_SCHEMA
+
+    videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
+    model: ModelName
+    device: str
+    model_evaluations: int
+    """Of all samples."""
+    timings_s: dict[str, float]
+    """Seconds of each stage."""
+    threads: ThreadChoice | None = None
+    """That computed on the CPU; left out where nothing was. Their number is in the settings of a run on a CPU, too."""
+    peak_allocated_gib: float | None = None
+    """The most memory in use on a CUDA device; left out on a CPU."""
+    peak_resident_gib: float | None = None
+    """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
+    profile: AccelerationReport | None = None
+    """Times over repeated runs, if they were asked for; else left out."""
+    attention: AttentionPlan | None = None
+    """What computed the transformer's attention, and why; left out where saved latents were decoded."""
+    settings: GenerateSettings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document, without what was not measured or did not run."""
+        return {key: value for key, value in super().to_json().items() if value is not None}
+
+    def lines(self) -> list[str]:
+        """Return the path of every result, and the times if they were asked for."""
+        return [*(str(video.path) for video in self.videos), *(self.profile.lines() if self.profile else ())]

@@ -5,20 +5,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 
-from opensora_cli.core.documents import Document
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.threads import ThreadChoice, threads_used
-from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import (
     Hardware,
     limited_memory,
@@ -32,14 +28,13 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component, choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
-from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
-from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
+from opensora_cli.engine.generate.documents import GenerateResult, PlanDocument
 from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, load_latents, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
-    agreed_tensors,
     planned_on_ranks,
     request_of_rank,
     require_devices,
@@ -56,48 +51,14 @@ from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_fil
 from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
-from opensora_cli.settings.enums import DType, ModelChoice, ModelName
+from opensora_cli.settings.enums import DType, ModelChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
-    SIDECAR_SCHEMA,
     GenerateRequest,
     SavedSettings,
     load_generate_settings,
     load_runtime_settings,
 )
-
-
-class GenerateResult(Document):
-    """What a run made, and what it took; `--from` makes it again from this document."""
-
-    SCHEMA = SIDECAR_SCHEMA
-
-    videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
-    model: ModelName
-    device: str
-    model_evaluations: int
-    """Of all samples."""
-    timings_s: dict[str, float]
-    """Seconds of each stage."""
-    threads: ThreadChoice | None = None
-    """That computed on the CPU; left out where nothing was. Their number is in the settings of a run on a CPU, too."""
-    peak_allocated_gib: float | None = None
-    """The most memory in use on a CUDA device; left out on a CPU."""
-    peak_resident_gib: float | None = None
-    """The most memory of the process, mapped files of weights included; left out on a CUDA device."""
-    profile: AccelerationReport | None = None
-    """Times over repeated runs, if they were asked for; else left out."""
-    attention: AttentionPlan | None = None
-    """What computed the transformer's attention, and why; left out where saved latents were decoded."""
-    settings: GenerateSettings
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document, without what was not measured or did not run."""
-        return {key: value for key, value in super().to_json().items() if value is not None}
-
-    def lines(self) -> list[str]:
-        """Return the path of every result, and the times if they were asked for."""
-        return [*(str(video.path) for video in self.videos), *(self.profile.lines() if self.profile else ())]
 
 
 def generate_from_request(
@@ -300,7 +261,7 @@ def _make(
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
     references = references_of(plan, reporter) if is_main else []
-    saved = _saved_sample(plan, ranks)
+    saved = saved_sample(plan, ranks)
 
     def claimed() -> tuple[SampleFiles, ...]:
         check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
@@ -423,21 +384,3 @@ def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
     if borrowed := plan.weights.borrowed():
         folder = plan.weights.path(Component.TRANSFORMER).parent
         reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
-
-
-def _saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DenoisedSample | None:
-    """Return the sample to go on from, if that is asked for; rank 0 reads it."""
-    source = plan.settings.from_latents
-    if source is None:
-        return None
-    if ranks is None:
-        latents_CTHW = load_latents(source).latents_CTHW
-    else:
-        read = [load_latents(source).latents_CTHW] if ranks.is_main else None
-        [latents_CTHW] = agreed_tensors(read, device=ranks.device)
-    if tuple(latents_CTHW.shape) != plan.latent_shape:
-        raise RequestError(
-            f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",
-            hint="change neither size, length nor model when going on from latents",
-        )
-    return DenoisedSample(latents_CTHW, denoise_s=0.0)
