@@ -1,11 +1,17 @@
 """The one owner of the groups of ranks: a mesh with an axis for each way in which work is divided."""
 
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from opensora_cli.core.exceptions import HardwareError
 
 AXES = ("replicate", "shard", "guidance", "ring", "ulysses", "tensor")
 """Outermost first: ranks that exchange the most, those of `tensor`, are adjacent, and so on the same machine."""
@@ -55,7 +61,8 @@ class ParallelMesh:
         self.shape = shape
         self._ranks = torch.arange(shape.size).view(astuple(shape))
         # Needs no other rank, and serves for all axes along which there is one rank.
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        with libraries_on_stderr():
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {(): alone}
         for axes in (*((axis,) for axis in AXES), *_JOINT_AXES):
             self.group(*axes)
@@ -106,7 +113,7 @@ class ParallelMesh:
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     own: dist.ProcessGroup | None = None
     for ranks in groups:
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if dist.get_rank() in ranks:
             own = group
     assert own is not None
@@ -120,6 +127,42 @@ def backend_of(device_type: str) -> str:
     GPU.
     """
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make a group of `ranks`, numbered as they are given; all ranks of the run call it, in the same order.
+
+    Raises HardwareError if they are given in another order than ascending, which torch 2.10 would make of it.
+    """
+    with libraries_on_stderr():
+        if list(ranks) == sorted(ranks):
+            group: dist.ProcessGroup = dist.new_group(list(ranks))
+            return group
+        try:
+            group = dist.new_group(list(ranks), sort_ranks=False)
+            return group
+        except TypeError:
+            raise HardwareError(
+                f"torch {torch.__version__} has no groups in the order {list(ranks)}", hint="use torch 2.11 or later"
+            ) from None
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Send what libraries write to stdout, where results go, to stderr: gloo in torch 2.10, NCCL if it is asked to."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:
+        # It is closed.
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 _groups: dict[str, dist.ProcessGroup | None] = {}

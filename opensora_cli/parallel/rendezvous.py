@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.parallel.mesh import backend_of
+from opensora_cli.parallel.mesh import backend_of, libraries_on_stderr, new_group
 
 _LONGEST_PAUSE_S = 30.0
 RETRY_HINT = "see what became of the other ranks, and start the run again"
@@ -89,7 +89,7 @@ def group_with(ranks: list[int], *, timeout_s: float = 600.0) -> dist.ProcessGro
     notes = Rendezvous(world, _GROUPS).exchange(json.dumps(ranks), timeout_s=timeout_s)
     own: dist.ProcessGroup | None = None
     for wanted in sorted({tuple(json.loads(note)) for note in notes}):
-        group = dist.new_group(list(wanted), sort_ranks=False)
+        group = new_group(wanted)
         if list(wanted) == ranks:
             own = group
     assert own is not None
@@ -124,7 +124,10 @@ def init_with_retry(
         )
     store.set_timeout(limit)
     try:
-        dist.init_process_group(backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit)
+        with libraries_on_stderr():
+            dist.init_process_group(
+                backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
+            )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise HardwareError(

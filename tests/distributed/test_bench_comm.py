@@ -263,7 +263,12 @@ def _counts_of_other_collectives() -> dict[str, int]:
     own = torch.ones(6)
     for name, call in {
         "pieces": lambda: dist.all_gather([torch.empty(6) for _ in range(ranks)], own),
-        "to all": lambda: dist.all_to_all(list(torch.empty(ranks, 2)), list(torch.ones(ranks, 2))),
+        # Gloo of torch 2.10 has it for one tensor alone.
+        "to all": lambda: (
+            dist.all_to_all_single(torch.empty(ranks, 2), torch.ones(ranks, 2))
+            if torch.__version__ < "2.11"
+            else dist.all_to_all(list(torch.empty(ranks, 2)), list(torch.ones(ranks, 2)))
+        ),
         "uneven": lambda: all_gather(own[: 6 - dist.get_rank()], group, dim=0, sizes=[6 - r for r in range(ranks)]),
         "scatter": lambda: reduce_scatter(torch.ones(ranks, 5), group, dim=0),
         "raw scatter": lambda: reduce_scatter_single(torch.empty(1), torch.ones(ranks)),

@@ -112,7 +112,8 @@ class TestDone:
     @pytest.mark.skipif(sys.platform != "linux", reason="only there the loopback has more than one address")
     def test_only_this_machine_reaches_the_ranks(self, tmp_path, capfd):
         run(tmp_path, "--gloo", "--rank", "1", "--stage", "decode", "--act", "ports")
-        assert log(tmp_path, 1).splitlines() == [
+        # Torch 2.10 reports that gloo has connected.
+        assert [line for line in log(tmp_path, 1).splitlines() if "[Gloo]" not in line] == [
             "127.0.0.1 reached",
             "127.0.0.2 ECONNREFUSED",
             "['127.0.0.1']",
@@ -146,7 +147,9 @@ class TestKilled:
         failure = failing(tmp_path, "--gloo", "--rank", "1", "--act", "kill")
         assert "rank 1" in failure.message
         assert "SIGKILL" in failure.message
-        assert capfd.readouterr() == ("", "")
+        printed = capfd.readouterr()
+        # Torch 2.10 reports there that gloo has connected.
+        assert (printed.out, [line for line in printed.err.splitlines() if "[Gloo]" not in line]) == ("", [])
 
     def test_rank_0(self, tmp_path):
         failure = failing(tmp_path, "--rank", "0", "--act", "kill")

@@ -1,7 +1,8 @@
 """Files of `torch.save`: opened by `torch.load(weights_only=True)` without their data, and written piece by piece.
 
 torch opens an archive on the meta device: that gives dtypes, shapes, and where in the file each storage lies. The bytes
-are read later, as those of any lazily read tensor. Files before torch 1.6 are no archives; torch reads them whole.
+are read later, as those of any lazily read tensor. Torch 2.10 reads the bytes for that, and finds the places for fake
+tensors alone. Files before torch 1.6 are no archives; torch reads them whole.
 
 `weights_only` runs no code, but it can be made to take a lot of memory, and its errors have many lines. So a file is
 checked first: its records lie in it as they are, and its pickle imports nothing but what weights need.
@@ -15,6 +16,7 @@ import zipfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -63,6 +65,7 @@ _PICKLE, _METADATA, _BYTE_ORDER, _CODE = "data.pkl", "metadata.json", "byteorder
 _ROOT = "archive"
 _OLD_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 _OLD_PICKLES = 5
+_META_IS_LAZY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 _MAX_PICKLE_BYTES = 2**26
 _MAX_METADATA_BYTES = 2**23
@@ -128,9 +131,11 @@ class _Opened:
         if start is None or self.archive is None:
             return None
         number = bisect_right(self.records, start, key=lambda record: record.header_offset) - 1
-        if number < 0 or storage.nbytes() > min(self.records[number].file_size, self.archive.length - start):
-            return None
-        return self.archive.part(start, start + storage.nbytes())
+        there = self.records[number].file_size
+        # Torch 2.10 takes the bytes of a fake tensor's storage for elements: what is used of it has to be there.
+        size = storage.nbytes() if _META_IS_LAZY else there
+        whole = number >= 0 and size <= min(there, self.archive.length - start)
+        return self.archive.part(start, start + size) if whole else None
 
 
 def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
@@ -198,7 +203,8 @@ def _open_archive(whole: Extent) -> _Opened:
         window = _Window(file, whole)
         records, content, metadata = _read_records(window, path)
         check_pickle(content, path=path, max_operations=_MAX_OPERATIONS, names=WEIGHT_NAMES)
-        tree = _load(window, path, device="meta")
+        with nullcontext() if _META_IS_LAZY else _fake_tensors():
+            tree = _load(window, path, device="meta" if _META_IS_LAZY else None)
     return _Opened(path, tree, metadata, whole, records)
 
 
@@ -254,7 +260,13 @@ def _read_old(path: Path, *, is_ours: bool) -> _Opened:
         return _Opened(path, _load(file, path, device="cpu"), {})
 
 
-def _load(file: "BinaryIO | _Window", path: Path, *, device: str) -> Any:
+def _fake_tensors() -> AbstractContextManager[object]:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow, and only for torch 2.10
+
+    return FakeTensorMode()
+
+
+def _load(file: "BinaryIO | _Window", path: Path, *, device: str | None) -> Any:
     file.seek(0)
     try:
         return torch.load(file, map_location=device, weights_only=True)  # type: ignore[arg-type]  # what it needs

@@ -10,6 +10,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.engine.bench_comm.counting import Traffic, counted_bytes
 from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, meet
 from opensora_cli.engine.components.hardware import timed
+from opensora_cli.parallel.mesh import new_group
 from opensora_cli.settings.bench_comm import Collective, Scaling
 
 _PREDICTED_DOUBLINGS = 3
@@ -92,7 +93,7 @@ def measure_scaling(
     measured: dict[int, tuple[float, Traffic]] = {}
     for ranks in ranks_to_time(group.size()):
         members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
-        part = dist.new_group(members)
+        part = new_group(members)
         seconds, own = 0.0, Traffic()
         if dist.get_rank(group) < ranks:
             seconds, own = _time_steps(workload.prepare(part, scaling), part, device, steps)

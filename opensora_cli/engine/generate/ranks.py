@@ -24,7 +24,7 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, use_mesh
+from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.watched_collectives import watched_collectives
@@ -68,7 +68,7 @@ def _machine_group() -> dist.ProcessGroup:
     if len(set(hosts)) == 1:
         return own
     for host in dict.fromkeys(hosts):
-        group = dist.new_group([rank for rank, name in enumerate(hosts) if name == host])
+        group = new_group([rank for rank, name in enumerate(hosts) if name == host])
         own = group if host == socket.gethostname() else own
     return own
 

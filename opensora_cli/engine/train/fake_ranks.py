@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution, training_exchange
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.strategy.sharded import ShardedDistribution
@@ -25,7 +26,7 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
     """Be this rank of a run inside the block: its collectives return at once, and leave what they should fill.
 
     To be entered before `fake_device`, inside which `Distribution.shard` is called. Raises RuntimeError in a process
-    that is a rank already.
+    that is a rank already, and HardwareError if torch is too old for it.
     """
     device, ranks = torch.device("cpu"), settings.parallel.world_size
     if ranks == 1:
@@ -33,6 +34,12 @@ def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
         return
     if dist.is_initialized():
         raise RuntimeError("the memory of ranks is estimated in a process that is none of them")
+    if settings.strategy.shards and torch.__version__ < "2.11":
+        raise HardwareError(
+            f"the memory of ranks that share weights is not estimated with torch {torch.__version__}, which has no "
+            "collectives for fake tensors",
+            hint="use torch 2.11 or later",
+        )
     # Not at the top: it registers a backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

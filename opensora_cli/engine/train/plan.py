@@ -8,7 +8,7 @@ from pydantic import Field
 from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
@@ -129,8 +129,15 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
 
 
 def with_memory(plan: TrainPlan, *, reporter: Reporter) -> TrainPlan:
-    """Return the plan with the memory of each rank; it raises what `estimate_ranks` raises."""
-    return plan.model_copy(update={"memory": estimate_ranks(plan.settings, reporter=reporter)})
+    """Return the plan with the memory of each rank, or warn why it is not estimated.
+
+    It raises what else `estimate_ranks` raises.
+    """
+    try:
+        return plan.model_copy(update={"memory": estimate_ranks(plan.settings, reporter=reporter)})
+    except HardwareError as error:
+        reporter.warn(error.message)
+        return plan
 
 
 def _attention(settings: TrainSettings) -> AttentionPlan:

@@ -258,6 +258,8 @@ from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 
 source, target, spare = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+if torch.__version__ < "2.11":
+    import torch._dynamo  # which fake tensors import there, in a quarter of a gigabyte
 entries = open_checkpoint(source).entries
 total = sum(entry.nbytes for entry in entries.values())
 largest = max(entry.nbytes for entry in entries.values())

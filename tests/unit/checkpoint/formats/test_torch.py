@@ -456,3 +456,15 @@ def test_sizes_and_places_beyond_32_bits(tmp_path):
     assert entries["large"].elements(numel - 2, numel).tolist() == [0, 0]
     assert entries["behind"].read().tolist() == list(range(5))
     (tmp_path / "a").unlink()
+
+
+def test_places_are_found_by_fake_tensors_where_torch_would_read_for_them(tmp_path, monkeypatch):
+    """As with torch 2.10, whose meta device knows no places."""
+    state = {key: value for key, value in of_all_kinds().items() if not isinstance(value, nn.Parameter)}
+    torch.save(state, tmp_path / "a")
+    expected = opened(tmp_path / "a")
+    monkeypatch.setattr(torch_format, "_META_IS_LAZY", False)
+    assert bit_equal(opened(tmp_path / "a"), expected)
+    raw = (tmp_path / "a").read_bytes()
+    (tmp_path / "b").write_bytes(raw[: len(raw) // 2])
+    refused(lambda: open_torch(tmp_path / "b"))

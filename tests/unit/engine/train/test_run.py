@@ -20,7 +20,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.plan import plan_training
+from opensora_cli.engine.train.plan import plan_training, with_memory
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -315,6 +315,16 @@ class TestPlan:
                 assert plan.parameters == sum(entry.numel for entry in saved.values())
             assert plan.parameters > 1000
             assert plan.missing_weights == ()
+
+    def test_a_plan_lacks_what_this_torch_cannot_estimate(self, tmp_path, monkeypatch):
+        settings = tiny_training.mmdit_settings(tmp_path)
+        settings = settings.replace({"parallel.gpus": 2, "strategy": "zero2", "optimizer.name": "adamw"})
+        plan, reporter, warned = plan_training(settings), SilentReporter(), []
+        reporter.warn = warned.append
+        monkeypatch.setattr(torch, "__version__", "2.10.0")
+        assert with_memory(plan, reporter=reporter) == plan
+        [line] = warned
+        assert "is not estimated with torch 2.10.0" in line
 
     def test_missing_parts_are_listed(self, tmp_path, vae_folder):
         plan = plan_training(tiny_training.mmdit_settings(tmp_path / "run", vae_folder))
