@@ -19,6 +19,7 @@ from opensora_cli.settings.enums import (
     ModelChoice,
     OffloadChoice,
     OutputFormat,
+    ReferenceRate,
 )
 
 _VIDEO = "Video"
@@ -144,6 +145,14 @@ References = Annotated[
 FitOption = Annotated[
     Fit | None,
     typer.Option("--fit", help="How a reference of another shape is fitted in.", rich_help_panel=_REFERENCE),
+]
+ReferenceFps = Annotated[
+    ReferenceRate | None,
+    typer.Option(
+        "--ref-fps",
+        help="A reference video of another rate: keep its frames, or match the rate by resampling.",
+        rich_help_panel=_REFERENCE,
+    ),
 ]
 Loras = Annotated[
     list[str] | None,
@@ -376,6 +385,7 @@ SETTINGS = {
     "--cond": "condition.mode",
     "--ref": "condition.references",
     "--fit": "condition.fit",
+    "--ref-fps": "condition.ref_fps",
     "--lora": "loras",
     "--out": "output.path",
     "--format": "output.format",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.core.exceptions import FileProblem, MediaError
+from opensora_cli.core.exceptions import FileProblem, MediaError, TooShortError
 from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
 from opensora_cli.media.files import readable_file
@@ -173,4 +173,5 @@ def _too_short(file: Path, *, found: int, wanted: int | None, fps: float | None)
         return MediaError(f"{file} holds no video frame that can be read")
     at_rate = "" if fps is None else f" at {fps:g} frames a second"
     frames = "1 frame" if found == 1 else f"{found} frames"
-    return MediaError(f"{file} has {frames}{at_rate}, but {wanted} are needed", hint="give a longer video")
+    message = f"{file} has {frames}{at_rate}, but {wanted} are needed"
+    return TooShortError(message, num_frames=found, hint="give a longer video")

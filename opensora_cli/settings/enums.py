@@ -62,6 +62,15 @@ class Fit(StrEnum):
     STRETCH = "stretch"
 
 
+class ReferenceRate(StrEnum):
+    """Which frames of a reference video of another rate are given."""
+
+    KEEP = "keep"
+    """Those that are stored, one for one."""
+    MATCH = "match"
+    """Those that it shows at the times of the video's frames."""
+
+
 class OutputFormat(StrEnum):
     """What kind of file a result is saved as. Each is also its file ending."""
 

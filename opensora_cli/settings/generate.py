@@ -29,6 +29,7 @@ from opensora_cli.settings.enums import (
     ModelChoice,
     ModelName,
     OutputFormat,
+    ReferenceRate,
     VAEKind,
 )
 from opensora_cli.settings.explain import nearest
@@ -106,6 +107,10 @@ class ConditionSettings(Section):
     )
     references: tuple[str, ...] = Field(default=(), description="pictures or videos; as text, separated by ;")
     fit: Fit = Field(default=Fit.CROP, description="how a reference of another shape is fitted in")
+    ref_fps: ReferenceRate = Field(
+        default=ReferenceRate.KEEP,
+        description="of a video at another rate: keep its frames as they are, or match the rate by resampling",
+    )
     video_latent_frames: int = Field(
         default=8, ge=1, description="latent frames of a v2v reference, without the causal one"
     )

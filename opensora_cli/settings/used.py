@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from opensora_cli.core.conditions import Length, condition_mode
+from opensora_cli.core.conditions import Length, Source, condition_mode
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import Compression, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
@@ -72,6 +72,8 @@ def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
         yield from ("sampling.image_guidance_scale", "sampling.image_oscillation")
     if not mode.gives_pictures:
         yield "sampling.temporal_image_scaling"
+    if mode.source is not Source.VIDEO:
+        yield "condition.ref_fps"
     if mode.length is not Length.VIDEO:
         yield "condition.video_latent_frames"
     if mode.length is not Length.EASY:

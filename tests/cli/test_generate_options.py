@@ -49,6 +49,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--ref", "a.png", "--ref", "b, c.png"], "condition.references", ("a.png", "b, c.png")),
         (["--ref", "a.png;b.png"], "condition.references", ("a.png", "b.png")),
         (["--fit", "pad"], "condition.fit", "pad"),
+        (["--ref-fps", "match"], "condition.ref_fps", "match"),
         (["--lora", "style"], "loras", (LoraFile(path="style"),)),
         (
             ["--lora", "a, b:0.8", "--lora", "C:/style/adapter_model.safetensors:-1"],

@@ -34,6 +34,7 @@ OPTIONS = {
     "--cond",
     "--ref",
     "--fit",
+    "--ref-fps",
     "--lora",
     "--seed",
     "--num-samples",

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from opensora_cli.core.documents import Document
+from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
@@ -20,7 +21,7 @@ from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import media_tags, write_sidecar
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, SharedDecoder
-from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference
+from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.engine.generate.targets import SampleFiles, read_made, refuse_existing
 from opensora_cli.media.resize import to_uint8
@@ -88,11 +89,20 @@ def decode_and_save(
         video, plan = retried(save, plan, DECODE, record)
         record.complete(sample.media, sample.latents)
         if video.given_frames_psnr_db is not None:
-            record.reporter.note(
-                f"given frames came back at {video.given_frames_psnr_db:.1f} dB PSNR (seed {sample.seed})"
-            )
+            _report_given_frames(video.given_frames_psnr_db, sample.seed, record.reporter)
         videos.append(video)
     return tuple(videos)
+
+
+def _report_given_frames(psnr_db: float, seed: int, reporter: Reporter) -> None:
+    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if psnr_db < LOW_PSNR_DB:
+        reporter.warn(
+            f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
+            "something else; a reference like the model's own videos comes back better"
+        )
+    else:
+        reporter.note(came)
 
 
 def _decode_for_rank_0(

@@ -140,6 +140,7 @@ def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str])
         "latents": None if latents is None else _sha256(latents),
         "format": settings.output.resolved_format,
         "weights": {part: _state_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
+        "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
         "versions": versions(),
     }

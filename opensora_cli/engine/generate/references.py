@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import (
+    CONDITION_MODES,
     RELEASED_LENGTHS,
     ConditionMode,
     ReferenceLengths,
@@ -16,7 +17,7 @@ from opensora_cli.core.conditions import (
     condition_mode,
     reference_parts,
 )
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import MediaError, RequestError, TooShortError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.hardware import release_memory
@@ -28,11 +29,15 @@ from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import Fit, fit_frames, to_uint8
 from opensora_cli.models.vae.autoencoder import VideoAutoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
+from opensora_cli.settings.enums import ReferenceRate
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
 # Identical frames have no finite PSNR, and JSON no infinity.
 _HIGHEST_PSNR_DB = 99.0
+
+LOW_PSNR_DB = 24.0
+"""Below this, given frames are not taken for the same: the demo's autoencoder gives scenes like its own back at 29."""
 
 # Rates such as 23.976 and 24 are the same to the eye.
 _SAME_RATE = 0.05
@@ -103,22 +108,26 @@ def read_references(
     temporal_compression: int = 4,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
     fps: float | None = None,
+    resample: bool = False,
     reporter: Reporter | None = None,
 ) -> list[Reference]:
     """Read what `mode` needs of the files, fit to the video: one for each of `reference_parts(mode)`, in their order.
 
-    Frames of a video are taken as they are stored, whatever their rate: so the released model was trained.
+    Frames of a video are taken as they are stored, whatever their rate, unless `resample` is set: so the released model
+    was trained.
 
     Args:
         height: of the video, in pixels; so is `width`.
         causal: whether the autoencoder keeps the first frame on its own.
         temporal_compression: frames per latent frame.
         lengths: latent frames given by the video modes.
-        fps: of the video; a reference of another rate causes a warning.
+        fps: of the video; a reference of another rate causes a warning, or is resampled.
 
     Raises:
-        MediaError: a file is missing, broken, of the wrong kind, or too short (with the frames that are needed).
+        MediaError: a file is missing, broken, of the wrong kind, or too short (with the frames that are needed, and the
+            mode for which it is long enough).
     """
+    rate = fps if resample and mode.source is Source.VIDEO else None
     parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references = []
     for part, at_head in zip(parts, [True] * mode.at_head + [False] * mode.at_tail, strict=True):
@@ -126,15 +135,48 @@ def read_references(
         if mode.source is not Source.VIDEO and is_picture(path):
             frames_THWC = read_picture(path)[None]
         else:
-            clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end)
+            try:
+                clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end, fps=rate)
+            except TooShortError as error:
+                compression = temporal_compression
+                fitting = _longest_mode(mode, error.num_frames, lengths, causal=causal, compression=compression)
+                raise MediaError(error.message, hint=f"{error.hint}{fitting}") from error
             frames_THWC = clip.frames_THWC
             if mode.source is Source.VIDEO and fps and reporter and abs(clip.fps / fps - 1) > _SAME_RATE:
                 reporter.warn(
-                    f"{path} has {clip.fps:g} frames a second and the video {fps:g}: "
-                    f"what it shows will move at {fps / clip.fps:.0%} of its speed"
+                    f"{path} has {clip.fps:g} frames a second and the video {fps:g}: what it shows will move at "
+                    f"{fps / clip.fps:.0%} of its speed; --ref-fps match resamples it"
                 )
         references.append(Reference(fit_frames(frames_THWC, height=height, width=width, fit=fit), at_head))
+    if mode.gives_pictures and reporter:
+        _warn_about_videos([(paths[part.file_index], part.from_end) for part in parts], mode, reporter)
     return references
+
+
+def _longest_mode(
+    mode: ConditionMode, num_frames: int, lengths: ReferenceLengths, *, causal: bool, compression: int
+) -> str:
+    """Return the end of a hint: the mode at the same position that takes most of a video with `num_frames`."""
+    needs = {
+        other.name: lengths.pixel_frames(other, causal=causal, temporal_compression=compression)
+        for other in CONDITION_MODES.values()
+        if other.position is mode.position and other.needs_reference
+    }
+    fitting = [name for name, needed in needs.items() if needed <= num_frames]
+    if not fitting:
+        return ""
+    best = max(fitting, key=lambda name: needs[name])
+    return f", or use --cond {best}, which needs {needs[best]} frame{'' if needs[best] == 1 else 's'}"
+
+
+def _warn_about_videos(taken: Sequence[tuple[str | Path, bool]], mode: ConditionMode, reporter: Reporter) -> None:
+    """Warn of videos of which a mode takes single frames: paths, and whether the frame is the last one."""
+    for path in dict.fromkeys(path for path, _ in taken):
+        if not is_picture(path):
+            ends = " and ".join("last" if is_last else "first" for name, is_last in taken if name == path)
+            reporter.warn(
+                f"{path} is a video, and {mode.name} takes its {ends} frame alone; a v2v mode takes more of it"
+            )
 
 
 def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
@@ -152,6 +194,7 @@ def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
         temporal_compression=plan.settings.vae.grid.time_compression_ratio,
         lengths=plan.lengths,
         fps=plan.settings.video.fps,
+        resample=condition.ref_fps is ReferenceRate.MATCH,
         reporter=reporter,
     )
 

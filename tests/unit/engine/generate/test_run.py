@@ -11,7 +11,7 @@ from media_tags import read_metadata
 from pydantic import ValidationError
 from tiny_world import RELEASED_SIZES, demo_settings, moving_frames, released_settings
 
-from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
+from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
 from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -72,7 +72,8 @@ def test_every_mode_of_the_released_model(world, tmp_path, monkeypatch, reporter
     psnr = result.videos[0].given_frames_psnr_db
     assert (psnr is None) == (mode == "t2v")
     assert psnr is None or 3 < psnr < 99
-    assert reporter.warnings == []
+    is_low = psnr is not None and psnr < references.LOW_PSNR_DB
+    assert [f"came back at {psnr:.1f} dB" in line for line in reporter.warnings] == [True] * is_low
     assert names(tmp_path) == ["raining-sea_seed42.mp4", "raining-sea_seed42.mp4.json"]
 
 
@@ -359,6 +360,8 @@ def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(w
         assert (video.path.name, video.made_before, again.model_evaluations) == ("raining-sea_seed42.mp4", True, 0)
         assert reporter.notes[-1].startswith(f"made before by the same request: {video.path}")
         assert generate(longer).to_json()["outputs"][0]["made_before"] is True
+        [other] = choose_outputs(make_plan(with_mode(settings.replace({"runtime.attention": "math"}), reporter)))
+        assert (other.media.name, other.made_before) == ("raining-sea_seed42_3.mp4", False)
     assert generate(settings.replace({"sampling.num_inference_steps": 4})).lines() == [
         str(tmp_path / "raining-sea_seed42_3.mp4")
     ]
@@ -557,8 +560,15 @@ class TestReferences:
         )
         write_media([moving_frames(20)], tmp_path / "short.mp4", fps=24, format="mp4")
         settings = settings.replace({"condition.references": (str(tmp_path / "short.mp4"),)})
-        with pytest.raises(MediaError, match="has 20 frames, but 33 are needed"):
+        with pytest.raises(MediaError, match="has 20 frames, but 33 are needed") as caught:
             generate(settings)
+        assert caught.value.hint == "give a longer video, or use --cond i2v_tail, which needs 1 frame"
+        with pytest.raises(MediaError) as caught:
+            references.read_references(
+                [tmp_path / "short.mp4"], CONDITION_MODES["v2v_head_easy"], height=16, width=32,
+                lengths=ReferenceLengths(video=4, easy=5),
+            )  # fmt: skip
+        assert "--cond v2v_head, which needs 17 frames" in caught.value.hint
 
     def test_broken_references_stop_the_dry_run_too(self, world, tmp_path, reporter):
         (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
@@ -579,6 +589,34 @@ class TestReferences:
         )
         with pytest.raises(MediaError, match="is a picture, not a video"):
             generate(settings)
+
+    def test_a_video_under_a_mode_for_pictures_is_reported(self, world, tmp_path, reporter):
+        for files in (f"{world.video}", f"{world.video};{world.picture}", f"{world.picture}"):
+            settings = demo_settings(world, tmp_path, condition__mode="i2v_loop", condition__references=files)
+            plan_generation(settings, reporter=reporter)
+        assert reporter.warnings == [
+            f"{world.video} is a video, and i2v_loop takes its {frames} frame alone; a v2v mode takes more of it"
+            for frames in ("first and last", "first")
+        ]
+
+    def test_a_reference_of_another_rate_is_resampled_if_asked(self, tmp_path, reporter):
+        frames_THWC = moving_frames(40)
+        write_media([frames_THWC], tmp_path / "fast.gif", fps=20, format="gif")
+        mode, at = CONDITION_MODES["v2v_head"], {"height": 16, "width": 32, "lengths": ReferenceLengths(video=2)}
+        [kept], [matched] = (
+            references.read_references(
+                [tmp_path / "fast.gif"], mode, fps=10, resample=resample, reporter=reporter, **at
+            )
+            for resample in (False, True)
+        )
+        assert kept.pixels_CTHW.shape == matched.pixels_CTHW.shape
+        [longer] = references.read_references(
+            [tmp_path / "fast.gif"], mode, **{**at, "lengths": ReferenceLengths(video=4)}
+        )
+        # Every second frame.
+        torch.testing.assert_close(matched.pixels_CTHW, longer.pixels_CTHW[:, ::2], rtol=0, atol=0)
+        [warning] = reporter.warnings
+        assert "--ref-fps match" in warning
 
     def test_other_rate_is_reported(self, world, tmp_path, reporter):
         settings = released_settings(
@@ -641,6 +679,14 @@ class TestRequests:
         )
         assert plan_from_request(request, reporter=reporter).missing_weights == ()
         assert reporter.notes == []
+
+
+@pytest.mark.parametrize(("psnr_db", "warns"), [(16.0, True), (23.9, True), (24.1, False)])
+def test_given_frames_that_do_not_come_back_are_warned_of(reporter, psnr_db, warns):
+    decode._report_given_frames(psnr_db, 7, reporter)
+    [line] = reporter.warnings if warns else reporter.notes
+    assert line.startswith(f"given frames came back at {psnr_db} dB PSNR (seed 7)")
+    assert len(reporter.warnings + reporter.notes) == 1
 
 
 @pytest.mark.parametrize("pieces", [[4], [1, 3], [1, 1, 1, 1]])
