@@ -41,7 +41,12 @@ class Block:
     @property
     def runs_here(self) -> bool:
         """Whether a machine without GPUs, weights and network can run it after the blocks before it."""
-        return not set(self.needs) - {"the steps before"} and "pip install" not in self.text
+        return not set(self.needs) - {"the steps before"} and "pip install" not in self.script
+
+    @property
+    def script(self) -> str:
+        """What is run: osora is installed already."""
+        return re.sub(r"^pip install [^&\n]* && (?=osora )", "", self.text, flags=re.MULTILINE)
 
     @property
     def exit_codes(self) -> frozenset[int]:

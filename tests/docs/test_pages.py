@@ -181,7 +181,7 @@ def test_the_commands_of_a_page_run_in_their_order(name: str, tmp_path: Path) ->
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment.pop("OSORA_WEIGHTS", None)
     # One shell, as a reader has one: what a block exports holds in the next.
-    script = "\n".join(block.text for block in blocks_of(PAGES_BY_NAME[name]) if block.runs_here)
+    script = "\n".join(block.script for block in blocks_of(PAGES_BY_NAME[name]) if block.runs_here)
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
         cwd=folder,
