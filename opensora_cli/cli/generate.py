@@ -117,8 +117,6 @@ def generate(
     if list_presets:
         _print_presets(as_json=json_)
         return
-    if lora and from_latents:
-        raise RequestError("--lora has no effect with --from-latents, which the model has made already: drop --lora")
     _check_prompt(prompt, prompt_text)
     for flag, value in (("--res", res), ("--aspect-ratio", aspect_ratio)):
         if value is not None and not (width is None and height is None):

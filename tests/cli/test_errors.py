@@ -49,7 +49,6 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         (["generate", "x", "--ref", ""], "--ref is empty"),
         (["generate", "x", "--ref", "a.png", "--ref", ";"], "--ref is empty"),
         (["generate", "x", "--lora", "a", "--lora", ""], "--lora is empty: name an adapter, or drop --lora"),
-        (["generate", "--from-latents", "x", "--lora", "a"], "--lora has no effect with --from-latents"),
         (["generate", "x", "--lora", "a:1000"], "must be at most 100 (from --lora)"),
         (["generate", "x", "--cond", "v2v_tail"], "give the video with --ref FILE (from --cond)"),
         (["generate", "x", "--model", "open-sora-v2", "--num-frames", "130"], "use 129 (from --num-frames)"),

@@ -20,7 +20,7 @@ from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target, sample_files, size
+from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target, size
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
@@ -37,8 +37,10 @@ def choose_outputs(
     """Return the files of every sample; see `find_target`, whose arguments and errors these are."""
     references = [_sha256(path) for path in plan.settings.condition.references] if not plan.decodes_only else []
 
+    sampled_by = _request_of_saved(plan.settings)
+
     def request(seed: int) -> str:
-        return request_sha256(plan, seed, references=references)
+        return sampled_by or request_sha256(plan, seed, references=references)
 
     return tuple(
         find_target(plan.settings, index, request, claims=claims, remake=remake) for index in range(plan.num_samples)
@@ -46,11 +48,11 @@ def choose_outputs(
 
 
 def planned_outputs(plan: ExecutionPlan) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
-    """Return the files that a run would write, or the first names and why they would be refused."""
+    """Return the files that a run would write, or none and why it would be refused."""
     try:
         return choose_outputs(plan), None
     except OutputError as error:
-        return tuple(sample_files(plan.settings, index) for index in range(plan.num_samples)), error
+        return (), error
 
 
 def check_outputs(files: Sequence[SampleFiles], plan: ExecutionPlan, *, create: bool) -> None:
@@ -147,6 +149,23 @@ def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def _request_of_saved(settings: GenerateSettings) -> str | None:
+    """Return the request that made the latents to decode, if decoding them now makes what it asked for."""
+    if settings.from_latents is None:
+        return None
+    saved = load_latents(settings.from_latents)
+    try:
+        is_the_same = _deciding(GenerateSettings.model_validate(dict(saved.settings))) == _deciding(settings)
+    except ValueError:  # of another version
+        return None
+    return saved.request_sha256 if is_the_same else None
+
+
+def _deciding(settings: GenerateSettings) -> dict[str, Any]:
+    places = ("files", "runtime", "output", "memory", "parallel")
+    return {key: value for key, value in used_settings(settings).items() if key not in places}
+
+
 def _sha256(path: str | Path) -> str:
     try:
         with open(path, "rb") as file:
@@ -239,6 +258,8 @@ class SavedLatents:
     """Scaled, as the autoencoder decodes them; on the CPU."""
     settings: Mapping[str, object]
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
+    request_sha256: str | None = None
+    """Of what asked for them."""
 
 
 def save_latents(
@@ -258,7 +279,8 @@ def load_latents(path: str | Path) -> SavedLatents:
             metadata: dict[str, str] = file.metadata() or {}
             if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
                 raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
-            return SavedLatents(file.get_tensor(_KEY), _settings_in(path, metadata))
+            settings = _settings_in(path, metadata)
+            return SavedLatents(file.get_tensor(_KEY), settings, metadata.get(REQUEST_KEY) or None)
     except SafetensorError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=LATENTS_HINT) from error

@@ -52,6 +52,7 @@ from opensora_cli.engine.generate.text import encode_text, warn_about_planned_pr
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import DType, ModelChoice
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     GenerateRequest,
@@ -59,6 +60,19 @@ from opensora_cli.settings.load import (
     load_generate_settings,
     load_runtime_settings,
 )
+
+_SAMPLED = (
+    "prompt",
+    "negative_prompt",
+    "prompt_suffix",
+    "sampling",
+    "condition",
+    "model",
+    "text",
+    "loras",
+    "runtime.attention",
+)
+"""Settings that have no effect on latents that are there."""
 
 
 def generate_from_request(
@@ -116,11 +130,25 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     if from_latents is not None and request.saved is None:
         source = str(from_latents.value)
         saved = SavedSettings(source=source, values=load_latents(source).settings)
+        _refuse_sampled(request.overrides, saved.values)
         request = dataclasses.replace(request, saved=saved)
     runtime = load_runtime_settings(request)
     decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     settings = load_generate_settings(request, model=decision.name, report=reporter.note)
     return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
+
+
+def _refuse_sampled(overrides: Mapping[str, Given], saved: Mapping[str, object]) -> None:
+    """Refuse settings that decided latents which are saved already, where they are given again with other values."""
+    for key, given in overrides.items():
+        section, _, name = key.partition(".")
+        values = saved.get(section)
+        before = values.get(name) if name and isinstance(values, dict) else values
+        if (section in _SAMPLED or key in _SAMPLED) and str(given.value) != str(before):
+            shown = given.source if given.source != "--set" else key
+            raise RequestError(
+                f"{shown} has no effect with --from-latents, which the model has made already: drop {shown}"
+            )
 
 
 def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:
@@ -144,6 +172,7 @@ def _note_names(plan: ExecutionPlan, reporter: Reporter) -> None:
     files, refused = planned_outputs(plan)
     if refused is not None:
         reporter.note(f"{refused.message}; {refused.hint}")
+        return
     for sample, named in zip(files, first, strict=True):
         if sample.made_before:
             reporter.note(f"made before by the same request: {sample.media}")
@@ -293,11 +322,13 @@ def _make(
             with tempfile.TemporaryDirectory(prefix="osora-profile-") as folder:
                 trial = _into(plan, Path(folder))
                 trial_files = [sample_files(trial.settings, sample.index) for sample in files]
-                _, record = _make_videos(trial, trial_files, references, saved, reporter, ranks, times)
+                record = RunRecord(reporter, block_times=times, keeps_results=False)
+                _make_videos(trial, trial_files, references, saved, record, ranks)
             if times is not None and not number:
                 times.clear()
             runs += [record.timings_s] if number else []
-        videos, record = _make_videos(plan, files, references, saved, reporter, ranks, times)
+        record = RunRecord(reporter, block_times=times)
+        videos = _make_videos(plan, files, references, saved, record, ranks)
     runs.append(record.timings_s)
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
@@ -330,12 +361,10 @@ def _make_videos(
     files: Sequence[SampleFiles],
     references: Sequence[Reference],
     saved: DenoisedSample | None,
-    reporter: Reporter,
+    record: RunRecord,
     ranks: Ranks | None,
-    times: ModuleTimes | None,
-) -> tuple[tuple[GeneratedVideo, ...], RunRecord]:
-    """Do every stage once; return the results, and the record of the run."""
-    record = RunRecord(reporter, block_times=times)
+) -> tuple[GeneratedVideo, ...]:
+    """Do every stage once; return the results."""
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))
     vae = KeptVAE(plan, record)
@@ -350,7 +379,7 @@ def _make_videos(
         videos = decode_and_save(plan, files, denoised, references, vae, record, ranks=ranks)
     del vae
     release_memory(plan.hardware.device)
-    return videos, record
+    return videos
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:

@@ -20,10 +20,13 @@ T = TypeVar("T")
 class RunRecord:
     """Times and shows the stages of a run, and remembers what it has finished."""
 
-    def __init__(self, reporter: Reporter, *, block_times: ModuleTimes | None = None) -> None:
+    def __init__(
+        self, reporter: Reporter, *, block_times: ModuleTimes | None = None, keeps_results: bool = True
+    ) -> None:
         self.reporter = reporter
         self.block_times = block_times
         """Of the transformer; None: its blocks are not timed."""
+        self._keeps_results = keeps_results
         self.timings_s: dict[str, float] = {}
         self.finished: list[Path] = []
         self.kept_latents: list[Path] = []
@@ -61,7 +64,8 @@ class RunRecord:
 
     def complete(self, result: Path, latents: Path | None) -> None:
         """Remember a complete result, and remove the latents that were saved for it."""
-        self.finished.append(result)
+        if self._keeps_results:
+            self.finished.append(result)
         if latents is not None:
             latents.unlink(missing_ok=True)
             self.kept_latents.remove(latents)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -97,7 +98,8 @@ class Claims:
     def looking_at(self, sample: SampleFiles) -> Iterator[Callable[[], object] | None]:
         """Yield what keeps the names of a sample beyond the block; None where another process has them."""
         # Not the name itself, which may already be as long as the file system allows.
-        digest = hashlib.sha256(sample.media.name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        # Results of one name in several formats have the same latents.
+        digest = hashlib.sha256(sample.target.stem.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         with ExitStack() as here:
             is_ours = here.enter_context(locked_file(sample.media.with_name(f".osora-{digest}.lock")))
             yield (lambda: self._locks.push(here.pop_all())) if is_ours else None
@@ -109,16 +111,19 @@ def find_target(
     """Return the files of a sample: those that the same request has made before, else the first free ones.
 
     A name in a folder that another request has taken gives way to the next one; a file that was named is never given
-    another name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims`
-    are given, and their folder is there then. With `remake` nothing counts as made before.
+    another name. To overwrite replaces what the same request has made, else the first name. `request_sha256` returns
+    the hash of a sample's request from its seed. Names are claimed if `claims` are given, and their folder is there
+    then. With `remake` nothing counts as made before.
 
     Raises:
         OutputError: a named file, or its sidecar, is there from another request; latents are there from a run of the
             same request that did not finish; or no file can have such a name.
     """
     has_one_name = settings.output.named_format is not None or settings.output.overwrite
-    names = (sample_files(settings, index, number=number) for number in count(1))
     request = request_sha256(settings.sampling.seed + index)
+    names: Iterator[SampleFiles] = (sample_files(settings, index, number=number) for number in count(1))
+    if settings.output.overwrite and settings.output.named_format is None:
+        names = iter([_own_files(settings, index, request)])
     while True:
         sample = replace(next(names), request_sha256=request)
         with nullcontext(lambda: None) if claims is None else claims.looking_at(sample) as keep:
@@ -132,15 +137,32 @@ def find_target(
             if sample.is_free or settings.output.overwrite:
                 keep()
                 return sample
-            if not remake and (read_made(sample) or {}).get(REQUEST_KEY) == request:
+            if not remake and _made_by(sample) == request:
                 return replace(sample, made_before=True)
             if has_one_name:
                 refuse_existing(sample)
             if has_one_name or _request_of_latents(sample) == request:
                 raise OutputError(
                     f"{sample.latents} is there from a run that did not finish",
-                    hint=f"go on with osora generate --from-latents {sample.latents}, or start again with --overwrite",
+                    hint=f"go on with osora generate --from-latents {shlex.quote(str(sample.latents))}, or start again "
+                    "with --overwrite",
                 )
+
+
+def _own_files(settings: GenerateSettings, index: int, request: str) -> SampleFiles:
+    """Return the files of a sample in a folder that the same request has made or begun, or else the first ones."""
+    first = sample_files(settings, index)
+    sample = first
+    while not sample.is_free:
+        if request in (_made_by(sample), _request_of_latents(sample)):
+            return sample
+        sample = sample_files(settings, index, number=sample.number + 1)
+    return first
+
+
+def _made_by(sample: SampleFiles) -> str | None:
+    """Return the request whose result is there and whole; None where there is none."""
+    return (read_made(sample) or {}).get(REQUEST_KEY)
 
 
 def refuse_existing(sample: SampleFiles) -> None:

@@ -278,6 +278,26 @@ class TestFromLatents:
         document = json.loads(video.sidecar.read_text())
         assert document["seed"] == 5
         assert "from_latents" not in document["settings"]
+        # So that the request that was interrupted finds its result.
+        assert document["request_sha256"] == load_latents(saved).request_sha256
+
+    @pytest.mark.parametrize(
+        ("key", "given", "shown"),
+        [
+            ("sampling.num_inference_steps", Given(9, "--steps"), "--steps"),
+            ("condition.mode", Given("i2v_head", "--set"), r"condition\.mode"),
+            ("loras", Given("a", "--lora"), "--lora"),
+            ("prompt", Given("a bay", "PROMPT"), "PROMPT"),
+        ],
+    )
+    def test_what_decided_the_latents_is_refused_with_another_value(self, saved, reporter, key, given, shown):
+        with pytest.raises(RequestError, match=f"{shown} has no effect with --from-latents"):
+            go_on(saved, reporter, **{key: given})
+
+    def test_what_decided_the_latents_may_be_repeated(self, saved, tmp_path, reporter):
+        changes = {"sampling.seed": Given(5, "--seed"), "prompt": Given("raining, sea", "PROMPT")}
+        out = Given(str(tmp_path / "x.mp4"), "--out")
+        assert go_on(saved, reporter, **changes, **{"output.path": out}).videos[0].path == tmp_path / "x.mp4"
 
     def test_output_can_be_another(self, tmp_path, saved, reporter):
         result = go_on(saved, reporter, **{"output.path": Given(str(tmp_path / "x.gif"), "--out")})

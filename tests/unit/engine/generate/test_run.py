@@ -339,8 +339,11 @@ def test_files_that_others_made_stay(world, tmp_path, which):
     made = generate(two).videos
     assert [video.path.name for video in made] == ["raining-sea_seed42.mp4", "raining-sea_seed43_2.mp4"]
     assert (tmp_path / which).read_text() == "mine"
-    generate(two.replace({"output.overwrite": True}))
-    assert (tmp_path / which).read_bytes() != b"mine"
+    made_again = generate(two.replace({"output.overwrite": True})).videos
+    assert [(video.path.name, video.made_before) for video in made_again] == [
+        (video.path.name, False) for video in made
+    ]
+    assert (tmp_path / which).read_text() == "mine"
 
 
 def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(world, tmp_path, monkeypatch, reporter):
@@ -366,7 +369,11 @@ def test_the_same_request_again_computes_nothing_and_another_has_the_next_name(w
         str(tmp_path / "raining-sea_seed42_3.mp4")
     ]
     assert {name: (tmp_path / name).read_bytes() for name in bytes_before} == bytes_before
-    [video] = generate(settings.replace({"output.overwrite": True})).videos
+    for each, name in ((settings, "raining-sea_seed42.mp4"), (longer, "raining-sea_seed42_2.mp4")):
+        [file] = choose_outputs(make_plan(with_mode(each.replace({"output.overwrite": True}), reporter)))
+        assert (file.media.name, file.made_before) == (name, False)
+    unmade = settings.replace({"output.overwrite": True, "sampling.num_inference_steps": 7})
+    [video] = generate(unmade).videos
     assert (video.path.name, video.made_before) == ("raining-sea_seed42.mp4", False)
 
 
