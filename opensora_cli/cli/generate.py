@@ -118,9 +118,6 @@ def generate(
         _print_presets(as_json=json_)
         return
     _check_prompt(prompt, prompt_text)
-    for flag, value in (("--res", res), ("--aspect-ratio", aspect_ratio)):
-        if value is not None and not (width is None and height is None):
-            raise RequestError(f"{flag} {value} has no effect with --width and --height: drop it, or these")
     if profile_runs is not None and not profile:
         raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     flags = {

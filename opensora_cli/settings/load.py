@@ -91,10 +91,19 @@ def load_generate_settings(
         RequestError: a key is unknown, or a value breaks a rule; one line each.
         FileProblem: the settings file is missing or broken.
     """
+    _refuse_two_sizes(request.overrides)
     given = _given(request, report)
     resolution = given.get("video.resolution")
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
     return validate(GenerateSettings, given, below=_preset(preset))
+
+
+def _refuse_two_sizes(overrides: Layer) -> None:
+    pixels = [overrides[key] for key in ("video.width", "video.height") if key in overrides]
+    for key in ("video.resolution", "video.aspect_ratio"):
+        if pixels and (size := overrides.get(key)) is not None:
+            shown = f"--set {key}={size.value}" if size.source == "--set" else f"{size.source} {size.value}"
+            raise RequestError(f"{shown} has no effect with a width and height in pixels: drop it, or these")
 
 
 def load_preset(name: str, *, prompt: str) -> GenerateSettings:

@@ -73,10 +73,13 @@ def read_settings(
 
 
 class ReferenceValues:
-    """The settings of a file by dotted names, of which some are taken."""
+    """The settings of a `.py` file by dotted names, of which some are taken.
+    Raises FileProblem if the file is missing, or no such configuration.
+    """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values = read_python_config(path)
         self._taken: set[str] = set()
         self._notes: list[str] = []
 
@@ -93,6 +96,20 @@ class ReferenceValues:
         """Return its value, which is not listed as left then, nor what is below it."""
         self._taken.add(name)
         return self.peek(name, default)
+
+    def take_text(self, name: str) -> str | None:
+        """Return its value, a text or None, as `take` does. Raises FileProblem if it is anything else."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, str):
+            raise FileProblem(f"{self._path}: {name}={value!r:.80} must be a text")
+        return value
+
+    def take_count(self, name: str) -> int:
+        """Return its value, a number from 1 on, or 1, as `take` does. Raises FileProblem if it is anything else."""
+        value = self.take(name, 1)
+        if type(value) is not int or value < 1:
+            raise FileProblem(f"{self._path}: {name}={value!r:.80} must be a number from 1 on")
+        return value
 
     def note(self, line: str) -> None:
         """List a line of one's own."""
@@ -139,8 +156,8 @@ def autoencoder(values: ReferenceValues, section: str, path: Path) -> dict[str, 
     """Return the settings of the autoencoder in a section, but for its weights.
     Raises FileProblem if it is of an unknown kind.
     """
-    theirs = values.take(f"{section}.type")
-    if theirs not in _KINDS:
+    theirs = values.take_text(f"{section}.type")
+    if theirs is None or theirs not in _KINDS:
         raise FileProblem(
             f"{path}: {section}.type={theirs} is no autoencoder that osora knows",
             hint=f"these are: {', '.join(_KINDS)}",
@@ -156,7 +173,7 @@ def autoencoder(values: ReferenceValues, section: str, path: Path) -> dict[str, 
 
 def plugin_degrees(values: ReferenceValues) -> dict[str, int]:
     """Return over how many devices `plugin_config` splits a model, by setting; none that is 1."""
-    tensor, sequence = values.take("plugin_config.tp_size", 1), values.take("plugin_config.sp_size", 1)
+    tensor, sequence = values.take_count("plugin_config.tp_size"), values.take_count("plugin_config.sp_size")
     if values.peek("plugin_config.pp_size") == 1:
         values.take("plugin_config.pp_size")
     values.take("plugin_config.enable_sequence_parallelism")

@@ -1,11 +1,10 @@
 """Configurations of the reference implementation for sampling, and for its autoencoders, as settings of osora."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.settings.enums import ModelName
-from opensora_cli.settings.python_config import read_python_config
 from opensora_cli.settings.reference import (
     TRANSFORMER_SIZES,
     ReferenceConfig,
@@ -111,7 +110,7 @@ def read_reference_generation(path: Path, *, num_devices: int) -> ReferenceConfi
     without a word. Raises FileProblem if the file is missing, is not data, is of another kind of model, or is not for
     sampling.
     """
-    values = ReferenceValues(read_python_config(path))
+    values = ReferenceValues(path)
     if not values.has("sampling_option") and any(values.has(name) for name in _OF_TRAINING):
         raise FileProblem(f"{path} is not for sampling", hint=f"use osora train or osora vae with --config {path}")
     found: dict[str, object] = {}
@@ -141,36 +140,43 @@ def read_reference_autoencoder(path: Path) -> ReferenceConfig:
 
     One for training is returned in the terms of `TrainSettings`. Errors as `read_reference_generation`.
     """
-    values = ReferenceValues(read_python_config(path))
+    values = ReferenceValues(path)
     if values.has("vae_loss_config"):
         return read_reference_training(path)
     if not values.has("model") or values.has("sampling_option"):
         raise FileProblem(f"{path} is not for an autoencoder", hint="configs/vae/inference/ of the reference has these")
     found = autoencoder(values, "model", path)
     _drop_sizes(values, found, "model")
-    if (file := values.take("model.from_pretrained")) is not None:
+    if (file := values.take_text("model.from_pretrained")) is not None:
         place = PurePosixPath(file)
         found["weights.file"] = place.name
         if str(place.parent) != _DEFAULT_FOLDER:
             found["runtime.weights"] = str(place.parent)
     found.update(_dtype(values))
-    lengths = [length for lengths in values.peek("bucket_config", {}).values() for length in lengths]
+    buckets = values.peek("bucket_config")
+    lengths = [length for row in _mappings(buckets) for length in row if isinstance(length, int)]
     if lengths:
         found["clip.num_frames"] = max(lengths)
     return carried_over(values, found, same={"save_dir": "output.folder"}, implied={}, reasons=_REASONS_OF_AUTOENCODER)
 
 
+def _mappings(value: object) -> list[Mapping[object, object]]:
+    """Return the mappings in a mapping; whatever else a file holds is not for us."""
+    return [below for below in value.values() if isinstance(below, Mapping)] if isinstance(value, Mapping) else []
+
+
 def _files(values: ReferenceValues) -> Iterator[tuple[str, object]]:
     """Yield where the weights are: names below the folder of the transformer's."""
-    files = {part: values.take(f"{part}.from_pretrained") for part in ("model", "ae", "t5", "clip")}
-    if (alone := values.take("ckpt_path")) is not None:
+    files = {part: values.take_text(f"{part}.from_pretrained") for part in ("model", "ae", "t5", "clip")}
+    if (alone := values.take_text("ckpt_path")) is not None:
         files["model"] = alone
-    folder = PurePosixPath(files["model"]).parent if files["model"] else PurePosixPath(_DEFAULT_FOLDER)
+    transformer = files["model"]
+    folder = PurePosixPath(transformer).parent if transformer else PurePosixPath(_DEFAULT_FOLDER)
     if str(folder) != _DEFAULT_FOLDER:
         yield "runtime.weights", str(folder)
     for part, ours in (("model", "transformer"), ("ae", "vae"), ("t5", "t5"), ("clip", "clip")):
-        if files[part] is not None:
-            place = PurePosixPath(files[part])
+        if (file := files[part]) is not None:
+            place = PurePosixPath(file)
             is_below = place.is_relative_to(folder)
             # Elsewhere it stays as it is: an absolute path, or the repository of a text encoder.
             yield f"files.{ours}", str(place.relative_to(folder) if is_below else place)
@@ -203,7 +209,8 @@ def _sampling(values: ReferenceValues) -> Iterator[tuple[str, object]]:
 
 
 def _dtype(values: ReferenceValues) -> Iterator[tuple[str, object]]:
-    if (name := values.peek("dtype")) in _DTYPES:
+    name = values.peek("dtype")
+    if isinstance(name, str) and name in _DTYPES:
         values.take("dtype")
         yield "runtime.dtype", _DTYPES[name]
 

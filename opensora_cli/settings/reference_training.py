@@ -6,7 +6,6 @@ from typing import Any
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.python_config import read_python_config
 from opensora_cli.settings.reference import (
     TRANSFORMER_SIZES,
     ReferenceConfig,
@@ -108,7 +107,7 @@ def read_reference_training(path: Path) -> ReferenceConfig:
     What decides nothing, or is so here in any case, is left out without a word.
     Raises FileProblem if the file is missing, is not data, is of another kind of model, or is not for training.
     """
-    values = ReferenceValues(read_python_config(path))
+    values = ReferenceValues(path)
     if values.has("sampling_option"):
         raise FileProblem(f"{path} is for sampling", hint=f"use osora generate --config {path}")
     trains_vae = values.has("vae_loss_config")

@@ -103,7 +103,10 @@ def test_a_size_in_pixels_and_another_one(
     engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]
 ) -> None:
     assert main(["generate", "sea", *RELEASED, "--width", "512", "--height", "288", *args]) == 2
-    assert f"{args[0]} {args[1]} has no effect with --width and --height" in capsys.readouterr().err
+    assert f"{args[0]} {args[1]} has no effect with a width and height in pixels" in capsys.readouterr().err
+    pixels = ["--set", "video.width=512", "--set", "video.height=288"]
+    assert main(["generate", "sea", *RELEASED, *pixels, *args]) == 2
+    assert f"{args[0]} {args[1]} has no effect with a width and height in pixels" in capsys.readouterr().err
     assert main(["generate", "sea", *RELEASED, "--width", "512"]) == 2
     assert "video.width=512 must come with video.height" in capsys.readouterr().err
     # Of two layers, the upper one decides.

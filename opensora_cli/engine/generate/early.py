@@ -1,14 +1,22 @@
 """What a request is refused for before torch is imported, which takes longer than all that is checked here."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from opensora_cli.core.exceptions import CheckpointError, OsoraError
+from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, choose_model_early, find_weights
 from opensora_cli.engine.generate.targets import num_samples, read_made, refuse_existing, sample_files
 from opensora_cli.media.files import readable_file
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
+
+_SAMPLED = frozenset(
+    {"prompt", "negative_prompt", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
+    | {"runtime.attention"}
+)
+"""Settings that have no effect on latents that are there."""
 
 LATENTS_HINT = "--from-latents takes the .latents.safetensors file of an unfinished run"
 
@@ -48,6 +56,19 @@ def require_latents(path: str | Path) -> None:
     """Raise CheckpointError if a file of latents is not there."""
     if not Path(path).is_file():
         raise CheckpointError(f"{path} does not exist or is no file", hint=LATENTS_HINT)
+
+
+def refuse_sampled(overrides: Mapping[str, Given], saved: Mapping[str, object]) -> None:
+    """Refuse settings that decided latents which are saved already, where they are given again with other values."""
+    for key, given in overrides.items():
+        section, _, name = key.partition(".")
+        values = saved.get(section)
+        before = values.get(name) if name and isinstance(values, dict) else values
+        if (section in _SAMPLED or key in _SAMPLED) and str(given.value) != str(before):
+            shown = given.source if given.source != "--set" else key
+            raise RequestError(
+                f"{shown} has no effect with --from-latents, which the model has made already: drop {shown}"
+            )
 
 
 def _settings(request: GenerateRequest, notes: list[str]) -> GenerateSettings | None:

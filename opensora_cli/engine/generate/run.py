@@ -30,6 +30,7 @@ from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
 from opensora_cli.engine.generate.documents import GenerateResult, PlanDocument
+from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, load_latents, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
@@ -52,7 +53,6 @@ from opensora_cli.engine.generate.text import encode_text, warn_about_planned_pr
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import DType, ModelChoice
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     GenerateRequest,
@@ -60,19 +60,6 @@ from opensora_cli.settings.load import (
     load_generate_settings,
     load_runtime_settings,
 )
-
-_SAMPLED = (
-    "prompt",
-    "negative_prompt",
-    "prompt_suffix",
-    "sampling",
-    "condition",
-    "model",
-    "text",
-    "loras",
-    "runtime.attention",
-)
-"""Settings that have no effect on latents that are there."""
 
 
 def generate_from_request(
@@ -130,25 +117,12 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     if from_latents is not None and request.saved is None:
         source = str(from_latents.value)
         saved = SavedSettings(source=source, values=load_latents(source).settings)
-        _refuse_sampled(request.overrides, saved.values)
+        refuse_sampled(request.overrides, saved.values)
         request = dataclasses.replace(request, saved=saved)
     runtime = load_runtime_settings(request)
     decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     settings = load_generate_settings(request, model=decision.name, report=reporter.note)
     return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
-
-
-def _refuse_sampled(overrides: Mapping[str, Given], saved: Mapping[str, object]) -> None:
-    """Refuse settings that decided latents which are saved already, where they are given again with other values."""
-    for key, given in overrides.items():
-        section, _, name = key.partition(".")
-        values = saved.get(section)
-        before = values.get(name) if name and isinstance(values, dict) else values
-        if (section in _SAMPLED or key in _SAMPLED) and str(given.value) != str(before):
-            shown = given.source if given.source != "--set" else key
-            raise RequestError(
-                f"{shown} has no effect with --from-latents, which the model has made already: drop {shown}"
-            )
 
 
 def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:

@@ -271,3 +271,33 @@ def test_a_configuration_is_profiled_as_what_it_is_for(folder: Path) -> None:
     profiled = profiled_settings(folder / "768px.py", assignments=(), device=None, environment={})
     assert isinstance(profiled, GenerateRequest)
     assert load_generate_settings(profiled, model=ModelName.OPEN_SORA_V2).video.resolution == "768px"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("model = dict(from_pretrained=3)", "model.from_pretrained=3 must be a text"),
+        ("ae = dict(type=['dc_ae'])", "ae.type=['dc_ae'] must be a text"),
+        (
+            "plugin = 'hybrid'\nplugin_config = dict(sp_size='8')",
+            "plugin_config.sp_size='8' must be a number from 1 on",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    (tmp_path / "base.py").write_text(BASE)
+    config = tmp_path / "own.py"
+    config.write_text(f"_base_ = ['base.py']\n{line}\n")
+    assert main(["generate", "sea", "--config", str(config), "--dry-run"]) == 3
+    assert f"error: {config}: {message}" in capsys.readouterr().err
+
+
+def test_buckets_of_another_form_say_nothing_about_clips(tmp_path: Path) -> None:
+    config = tmp_path / "vae.py"
+    config.write_text("model = dict(type='dc_ae', from_pretrained=None)\ndtype = ['bf16']\nbucket_config = None\n")
+    settings = load_vae_settings(
+        ReconstructSettings, config=config, overrides={"files": Given("a.mp4", "FILES")}, environment={}
+    )
+    assert settings.clip.num_frames == ReconstructSettings.model_fields["clip"].get_default().num_frames
