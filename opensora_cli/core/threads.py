@@ -20,6 +20,8 @@ from opensora_cli.core.progress import Reporter
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """By which a user chooses; torch reads them."""
+RANK_VARIABLE = "OSORA_RANK_THREADS"
+"""Set by our launcher: the OMP_NUM_THREADS of a rank that no user chose."""
 VALUES_PER_THREAD = 2**15
 """Torch itself splits element-wise operations into pieces of at least so many values (`at::internal::GRAIN_SIZE`)."""
 
@@ -94,11 +96,27 @@ def choose_threads(cores: Cores, *, useful: int | None = None, ranks: int = 1) -
 
 
 def named_threads(environment: Mapping[str, str], *, asked: int | None, now: int) -> ThreadChoice | None:
-    """Return the number that a user insists on: `asked` for, or the one `now`, which a variable has set; else None."""
+    """Return the number that a user insists on: `asked` for, or the one `now`, which a variable has set; else None.
+
+    What `variables_of_ranks` returned was not the user's.
+    """
     if asked is not None:
         return ThreadChoice(count=asked, reason="asked for")
     named = [name for name in VARIABLES if environment.get(name)]
+    if named == ["OMP_NUM_THREADS"] and environment["OMP_NUM_THREADS"] == environment.get(RANK_VARIABLE):
+        return None
     return ThreadChoice(count=now, reason=first_few(named)) if named else None
+
+
+def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[str, str]:
+    """Return what limits the threads of each of `ranks` processes on this machine until they choose for themselves.
+
+    Several that each take all cores slow each other down. Empty where the user has chosen.
+    """
+    if any(environment.get(name) for name in VARIABLES):
+        return {}
+    count = str(choose_threads(read_cores(with_load=False), ranks=ranks).count)
+    return {"OMP_NUM_THREADS": count, RANK_VARIABLE: count}
 
 
 def useful_threads(values: int) -> int:

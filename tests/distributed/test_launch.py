@@ -18,6 +18,7 @@ import pytest
 
 from opensora_cli.cli import errors
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.threads import RANK_VARIABLE, VARIABLES
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
 
@@ -108,6 +109,18 @@ class TestDone:
         assert capfd.readouterr() == ("result of rank 0 of 3 on 1\n", "")
         assert [log(tmp_path, rank) for rank in (1, 2)] == [f"result of rank {rank} of 3 on 1\n" for rank in (1, 2)]
         assert left(tmp_path) == []
+
+    @pytest.mark.parametrize("named", [True, False])
+    def test_the_launchers_number_of_threads_is_not_the_users(self, tmp_path, capfd, monkeypatch, named):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        if named:
+            monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        code = f"import os; print(*(os.environ.get(name) for name in {(*VARIABLES, RANK_VARIABLE)}))"
+        launch(request(tmp_path, gpus=1), [], command=(sys.executable, "-c", code), pace=PACE)
+        threads, mkl, marker = capfd.readouterr().out.split()
+        assert mkl == "None"
+        assert (threads, marker) == ("3", "None") if named else threads == marker and int(marker) > 0
 
     @pytest.mark.skipif(sys.platform != "linux", reason="only there the loopback has more than one address")
     def test_only_this_machine_reaches_the_ranks(self, tmp_path, capfd):

@@ -34,7 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.threads import choose_threads, read_cores
+from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
 from opensora_cli.engine.launch.process import RankProcess
@@ -322,12 +322,11 @@ class _Run:
 def _environment(request: LaunchRequest, port: int) -> dict[str, str]:
     """Return what all ranks have in common, under torchrun's names."""
     environment = {
-        # Several ranks that each take all cores slow each other down.
-        "OMP_NUM_THREADS": str(choose_threads(read_cores(with_load=False), ranks=request.gpus).count),
         # The launcher reports the errors that these warnings announce, in one message.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **_loopback_interfaces(),
         **os.environ,
+        **variables_of_ranks(os.environ, ranks=request.gpus),
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(request.gpus),

@@ -9,6 +9,7 @@ import torch
 from opensora_cli.core import threads
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.threads import (
+    RANK_VARIABLE,
     VARIABLES,
     Cores,
     ThreadChoice,
@@ -19,7 +20,14 @@ from opensora_cli.core.threads import (
     read_quota,
     threads_used,
     useful_threads,
+    variables_of_ranks,
 )
+from opensora_cli.engine.env_check.variables import lint_variables
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.bench_comm import BenchCommSettings
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import read_environment
+from opensora_cli.settings.train import TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -54,12 +62,30 @@ def test_the_choice(cores: Cores, useful: int | None, ranks: int, count: int, re
         ({"OMP_NUM_THREADS": "3"}, None, "3 (OMP_NUM_THREADS)"),
         ({"MKL_NUM_THREADS": "3"}, None, "3 (MKL_NUM_THREADS)"),
         ({"OMP_NUM_THREADS": "3"}, 5, "5 (asked for)"),
+        ({"OMP_NUM_THREADS": "3", "OSORA_RANK_THREADS": "3"}, None, None),
+        ({"OMP_NUM_THREADS": "3", "OSORA_RANK_THREADS": "3"}, 5, "5 (asked for)"),
+        ({"OMP_NUM_THREADS": "3", "OSORA_RANK_THREADS": "2"}, None, "3 (OMP_NUM_THREADS)"),
+        ({"MKL_NUM_THREADS": "3", "OSORA_RANK_THREADS": "3"}, None, "3 (MKL_NUM_THREADS)"),
     ],
 )
 def test_what_a_user_names_holds(environment: dict[str, str], asked: int | None, expected: str | None) -> None:
     choice = named_threads(environment, asked=asked, now=3)
     assert (None if choice is None else choice.line()) == expected
     assert choice is None or not choice.is_free
+
+
+def test_ranks_choose_for_themselves_unless_a_user_has() -> None:
+    variables = variables_of_ranks({"OMP_NUM_THREADS": ""}, ranks=10_000)
+    assert variables == {"OMP_NUM_THREADS": "1", "OSORA_RANK_THREADS": "1"}
+    assert named_threads(variables, asked=None, now=1) is None
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        assert variables_of_ranks({name: "3"}, ranks=2) == {}
+
+
+@pytest.mark.parametrize("schema", [GenerateSettings, TrainSettings, BenchCommSettings])
+def test_the_variable_of_ranks_is_taken_for_no_setting(schema: type[Section]) -> None:
+    assert read_environment(schema, {RANK_VARIABLE: "1"}) == {}
+    assert lint_variables({RANK_VARIABLE: "1"}, None) == []
 
 
 def test_small_layers_have_work_for_one_thread() -> None:
