@@ -58,15 +58,18 @@ def blocked_in_children() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold back Ctrl-C, and requests to end that have a handler, until the end of the block, and then send the first.
+    """Hold back Ctrl-C, and requests to end that have a handler, until the end of the block, and then send the first,
+    also where the block raises.
 
     Without effect outside of the main thread, which alone gets signals.
     """
     held: list[int] = []
-    with _handled(lambda number, frame: held.append(number), wanted=_has_handler):
-        yield
-    if held:
-        signal.raise_signal(held[0])
+    try:
+        with _handled(lambda number, frame: held.append(number), wanted=_has_handler):
+            yield
+    finally:
+        if held:
+            signal.raise_signal(held[0])
 
 
 @contextmanager
@@ -104,7 +107,8 @@ def requests_as_interrupts() -> Iterator[None]:
     """Let a request to end do what Ctrl-C does at that time, inside the block.
 
     Where Ctrl-C is ignored, as in the background of a script, a request to end raises KeyboardInterrupt. One that is
-    repeated at once changes nothing, nor does one that was ignored before the block.
+    repeated at once changes nothing. SIGTERM always counts, the others unless they were ignored, or handled, before the
+    block.
     """
     last: float | None = None
 

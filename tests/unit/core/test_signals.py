@@ -76,6 +76,17 @@ def test_requests_to_end_are_ctrl_c_and_count_once(clock, number):
     assert signal.getsignal(number) is before
 
 
+def test_what_was_held_back_is_sent_where_the_block_raises():
+    def fail_while_held() -> None:
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("the block's own")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail_while_held()
+    assert isinstance(caught.value.__context__, OSError)
+
+
 def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
     reached = []
 
