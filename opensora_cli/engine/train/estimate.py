@@ -127,8 +127,8 @@ def measure_training(
 def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float], dict[str, Spread]]:
     """Return the seconds of steps with fresh weights, after one that makes the moments, and of the model's blocks.
 
-    Of blocks it is the forward pass, and that of checkpointed ones counts each time. It raises what `measure_training`
-    raises.
+    Of blocks it is the first forward pass alone, without the one that the backward pass of checkpointed ones repeats.
+    It raises what `measure_training` raises.
     """
     task, _ = _fresh_task(settings)
     device = torch.device("cpu")
