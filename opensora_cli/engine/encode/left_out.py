@@ -92,8 +92,17 @@ class _Finder:
         yield from self._too_short(unfit & ~is_small, resolutions)
 
     def _too_short(self, which: NDArray[np.bool_], resolutions: list[Resolution]) -> Iterator[LeftOut]:
-        """Yield videos; a picture that is large enough is never too short."""
-        shortest = min(length for each in resolutions for length in each.lengths if length > 1) if which.any() else 0
+        """Yield videos, by the shortest length for their size; a picture that is large enough is never too short."""
+        if not which.any():
+            return
+        lengths_R = np.array([min(length for length in each.lengths if length > 1) for each in resolutions])
+        least_R = np.array([each.pixels * FILLED for each in resolutions])
+        longest = lengths_R.max()
+        shortest_N = np.where(self._pixels[:, None] >= least_R, lengths_R, longest).min(axis=1)
+        for shortest in np.unique(shortest_N[which]).tolist():
+            yield from self._shorter_than(shortest, which & (shortest_N == shortest), smallest=resolutions[-1])
+
+    def _shorter_than(self, shortest: int, which: NDArray[np.bool_], *, smallest: Resolution) -> Iterator[LeftOut]:
         num_frames, fps = self._samples.num_frames, self._samples.fps
         left = num_frames // frame_intervals(fps, self._fps_max)
 
@@ -106,13 +115,15 @@ class _Finder:
         def fix(members: NDArray[np.int64]) -> str:
             ways = []
             if self._grid is not None and (fitting := self._grid.longest_clip(int(left[members].min()))) > 1:
-                ways.append(f"a bucket of {fitting} frames")
+                ways.append(f"a bucket of {fitting} frames at {smallest.name}")
             rate = rate_for(self._samples, members, length=shortest)
             if rate is not None:
                 ways.append(f"data.fps_max={rate:g}")
             return f"{' or '.join(ways)} takes them" if ways else "give longer clips"
 
-        yield from self._group(which, f"too short: the shortest bucket has {shortest} frames", example, fix)
+        yield from self._group(
+            which, f"too short: the shortest bucket for their size has {shortest} frames", example, fix
+        )
 
     def _unfilled(self, assigned: NDArray[np.int32]) -> Iterator[LeftOut]:
         counts = np.bincount(assigned[assigned >= 0], minlength=len(self._buckets))

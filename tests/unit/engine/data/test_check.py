@@ -88,9 +88,9 @@ def test_rows_that_fall_out_are_counted_by_reason_with_what_takes_them_in(tmp_pa
         ),
         (
             5,
-            "too short: the shortest bucket has 17 frames",
+            "too short: the shortest bucket for their size has 17 frames",
             "wide_0.mp4: 40 frames at 30 fps, of which data.fps_max=12 leaves 13",
-            "a bucket of 9 frames takes them",
+            "a bucket of 9 frames at 64px takes them",
         ),
         (
             2,
@@ -109,6 +109,28 @@ def test_rows_that_fall_out_are_counted_by_reason_with_what_takes_them_in(tmp_pa
     assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).left_out[-1].rows == 5
     (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).left_out
     assert (pictures_alone.rows, pictures_alone.reason) == (11, "videos, and all buckets are for pictures")
+
+
+def test_a_video_is_too_short_for_the_buckets_of_its_size_alone(tmp_path: Path) -> None:
+    rows: list[list[object]] = [
+        *([f"small_{i}.mp4", "", 20, 40, 40, 12] for i in range(2)),
+        ["large.mp4", "", 3, 128, 128, 12],
+        ["fits.mp4", "", 20, 128, 128, 12],
+    ]
+    for row in rows:
+        (tmp_path / str(row[0])).touch()
+    table = write_rows(tmp_path / "table.csv", rows)
+    data = {"table": str(table), "buckets": {"128px": {5: (1.0, 1)}, "32px": {33: (1.0, 1)}}}
+    assert [(each.rows, each.reason, each.fix) for each in check(data).left_out] == [
+        (1, "too short: the shortest bucket for their size has 5 frames", "give longer clips"),
+        (
+            2,
+            "too short: the shortest bucket for their size has 33 frames",
+            "a bucket of 17 frames at 32px takes them",
+        ),
+    ]
+    fixed = {**data, "buckets": {"128px": {5: (1.0, 1)}, "32px": {33: (1.0, 1), 17: (1.0, 1)}}}
+    assert [each.rows for each in check(fixed).left_out] == [1]
 
 
 def test_an_empty_bucket_is_a_problem(table: Path) -> None:
