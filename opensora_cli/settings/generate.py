@@ -66,7 +66,8 @@ class VideoSettings(Section):
     @classmethod
     def _resolution_is_a_size(cls, value: str) -> str:
         if not _RESOLUTION.fullmatch(value):
-            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p")
+            meant = f": did you mean {value}px?" if value.isdigit() else ""
+            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p{meant}")
         return value
 
     @model_validator(mode="after")

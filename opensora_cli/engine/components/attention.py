@@ -75,7 +75,8 @@ def choose_attention(
     if library is not None and library.version() is None:
         beside = ", and runs on CUDA devices alone" if on_cpu else ""
         raise HardwareError(
-            f"{setting}={choice} needs {library.distribution}, which is not installed{beside}", hint=library.install
+            f"{setting}={choice} needs {library.distribution}, which is not installed{beside}",
+            hint=f"use auto, sdpa or math here; with a GPU: {library.install}" if on_cpu else library.install,
         )
     if on_cpu:
         raise HardwareError(

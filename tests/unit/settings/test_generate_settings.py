@@ -50,6 +50,10 @@ def test_settings_survive_json() -> None:
             "video.resolution=512px is not a size of the open-sora-v2 model: use 256px or 768px",
         ),
         ({"video.resolution": "big"}, "video.resolution=big must be a pixel count, as in 256px or 720p"),
+        (
+            {"video.resolution": "256"},
+            "video.resolution=256 must be a pixel count, as in 256px or 720p: did you mean 256px?",
+        ),
         ({"video.height": 256}, "video.height=256 must come with video.width"),
         ({"video.width": 256}, "video.width=256 must come with video.height"),
         ({"video.height": 100, "video.width": 256}, "video.height=100 must be a multiple of 16: use 96 or 112"),
