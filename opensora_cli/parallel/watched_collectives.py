@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.parallel.rendezvous import AbsentRanks, Rendezvous
@@ -35,6 +37,8 @@ _NAMES = {
     "reduce_": "reduce",
     "barrier": "barrier",
 }
+# Those of _c10d_functional (torch/csrc/distributed/c10d/Functional.cpp), which DTensor calls; all but wait_tensor.
+_FUNCTIONAL_NAMES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @contextmanager
@@ -46,6 +50,9 @@ def watched_collectives(*, limit_s: float) -> Iterator[None]:
     `limit_s`. A collective from inside raises HardwareError, on every rank that came, if another has not come within
     `limit_s` seconds, or has called another collective; the message names it, its group and those ranks. Nothing is
     sent then.
+
+    A receive waits for the other rank to call its send: of two ranks that exchange messages, at least one has to call
+    its send first, in `batch_isend_irecv` too. Two that both call their receive first are reported, as if neither sent.
     """
     with _Watching(limit_s):
         yield
@@ -54,6 +61,9 @@ def watched_collectives(*, limit_s: float) -> Iterator[None]:
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, limit_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        from torch.distributed.tensor import DTensor  # slow, and only for watched runs
+
+        self._sharded = DTensor
         self._limit_s = limit_s
         self._meetings: dict[dist.ProcessGroup, Rendezvous] = {}
         self._messages: Counter[tuple[dist.ProcessGroup, int, int]] = Counter()
@@ -65,16 +75,20 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func.namespace == "c10d":
-            check = self._message if func._opname in _POINT_TO_POINT else self._collective
-            check(func._opname, args)
+        if self._sharded in types:
+            # A DTensor's own dispatch is to come first: the collectives that it calls pass here again.
+            return NotImplemented
+        if func.namespace == "c10d" and func._opname in _POINT_TO_POINT:
+            self._message(func._opname, args)
+        elif name := _collective_name(func):
+            self._collective(name, args)
         return func(*args, **(kwargs or {}))
 
-    def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
+    def _collective(self, name: str, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
-        if operator not in _NAMES or group is None or group.size() == 1:
+        if group is None or group.size() == 1:
             return
-        name, ranks = _NAMES[operator], dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group)
         where = f"{name} between {ranks_named(ranks)}"
         if group not in self._meetings:
             self._meetings[group] = Rendezvous(group, "watched run")
@@ -117,17 +131,27 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         store.delete_key(key)
 
 
+def _collective_name(func: torch._ops.OpOverload) -> str | None:
+    if func.namespace == "c10d":
+        return _NAMES.get(func._opname)
+    if func.namespace == "_c10d_functional":
+        return next((name for name in _FUNCTIONAL_NAMES if func._opname.startswith(name)), None)
+    return None
+
+
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     for each in args:
         # A reduction's operator is such an object, too.
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             group: dist.ProcessGroup = dist.ProcessGroup.unbox(each)
             return group
-    return None
+    # Functional collectives have its name as their last argument but keywords.
+    last = args[-1]
+    return _resolve_process_group(last) if isinstance(last, str) else None
 
 
 def _dtype_of(args: tuple[Any, ...]) -> str:
-    first = args[0]
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
-    return str(first.dtype).removeprefix("torch.") if isinstance(first, torch.Tensor) else "nothing"
+    # Of a gather only the rank that gathers has a place for the result: elsewhere the first tensor is an input.
+    tensors = (each for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+    first = next(tensors, None)
+    return "nothing" if first is None else str(first.dtype).removeprefix("torch.")

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.core.exceptions import HardwareError
@@ -33,8 +35,36 @@ def _fine() -> list[Any]:
         ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
+        own = torch.full((2,), float(rank))
+        each = [torch.zeros(2) for _ in range(ranks)]
+        dist.gather(own, each if rank == 1 else None, dst=1)
+        scattered = torch.zeros(2)
+        dist.scatter(scattered, each if rank == 1 else None, src=1)
+        shared = own.clone()
+        dist.broadcast(shared, src=1)
+        summed = torch.zeros(2)
+        dist.reduce_scatter(summed, [own] * ranks)
+        tensors = [scattered.tolist(), shared.tolist(), summed.tolist()]
         dist.barrier()
-    return [total.tolist(), objects, received.tolist()]
+    return [total.tolist(), objects, received.tolist(), tensors]
+
+
+def _sharded() -> tuple[list[float], float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with watched_collectives(limit_s=60):
+        numbers = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        return numbers.full_tensor().tolist(), float((numbers * 2).sum().full_tensor())
+
+
+def _sharded_and_not_gathered() -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rank = dist.get_rank()
+    numbers = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    part = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    gathered = _message(lambda: dist.barrier() if rank else numbers.full_tensor())
+    # Where an operator on DTensors calls the collective itself.
+    added = _message(lambda: dist.barrier() if rank else torch.relu(part))
+    return gathered, added
 
 
 def _message(act: Callable[[], object]) -> str:
@@ -71,10 +101,18 @@ def _silent() -> str | None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_run_goes_on_as_without(pool: Callable[[int], Any], ranks: int) -> None:
-    for rank, (total, objects, received) in enumerate(pool(ranks).run(_fine)):
+    for rank, (total, objects, received, tensors) in enumerate(pool(ranks).run(_fine)):
         assert total == [float(ranks * (ranks // 2 if rank % 2 == 0 else 1))] * 3
         assert objects == list(range(ranks))
         assert received == [float((rank - 1) % ranks)] * 2
+        assert tensors == [[float(rank)] * 2, [1.0] * 2, [float(sum(range(ranks)))] * 2]
+
+
+def test_the_collectives_of_sharded_tensors_are_watched(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_sharded) == [([0.0, 1.0, 2.0, 3.0], 12.0)] * 2
+    for gathered, added in pool(2).run(_sharded_and_not_gathered):
+        assert "rank 0: all_gather of float32, rank 1: barrier of" in gathered
+        assert "rank 0: all_reduce of float32, rank 1: barrier of" in added
 
 
 def test_the_rank_that_does_not_come_is_named(pool: Callable[[int], Any]) -> None:
