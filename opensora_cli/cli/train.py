@@ -98,9 +98,6 @@ def train(
 
       osora train --config demo_lora --gpus 4 --set strategy=zero2
     """
-    if list_:
-        _print_recipes(as_json=json_)
-        return
     flags = {
         "device": ("--device", device),
         "threads": ("--threads", threads),
@@ -114,15 +111,20 @@ def train(
         ("--overwrite", overwrite),
         ("--dry-run", dry_run),
     )
+    others = (("--set", set_), ("--from", from_), *modes, ("--allow-older", allow_older), ("--check-data", check_data))
+    used = [flag for flag, value in flags.values() if value is not None] + [flag for flag, value in others if value]
     with errors.interruptible():
+        if list_:
+            used += [flag for flag, value in (("--config", config), ("--new", new)) if value is not None]
+            if used:
+                raise RequestError(f"{used[0]} has no effect with --list, which prints the recipes alone: drop it")
+            _print_recipes(as_json=json_)
+            return
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import collect_overrides
         from opensora_cli.settings.train import TrainSettings, load_train_settings
 
         if new is not None:
-            used = [flag for flag, value in flags.values() if value is not None]
-            for flag, value in (("--set", set_), ("--from", from_), *modes, ("--check-data", check_data)):
-                used += [flag] if value else []
             if used:
                 raise RequestError(f"{used[0]} has no effect with --new, which trains nothing: put it into the file")
             _write_recipe(new, config or Path("demo_lora"), as_json=json_, quiet=quiet)
