@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -147,7 +147,9 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
             return group
     # Functional collectives have its name as their last argument but keywords.
     last = args[-1]
-    return _resolve_process_group(last) if isinstance(last, str) else None
+    if not isinstance(last, str):
+        return None
+    return _resolve_process_group(last)  # type: ignore[arg-type]
 
 
 def _dtype_of(args: tuple[Any, ...]) -> str:
