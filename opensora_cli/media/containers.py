@@ -121,21 +121,26 @@ def probe_video(path: Path) -> MediaFacts:
 
 
 def decode_whole(path: Path, *, num_frames: int) -> None:
-    """Decode every frame of a video file, of which there are `num_frames`; a MediaError names the first damaged one.
+    """Decode every frame of a video file, of which there are `num_frames`; a MediaError if that fails.
 
-    What a decoder can notice: a codec without checksums shows some damage as other pictures.
+    It names the first damaged frame; where frames are missing that no error tells of, it counts those there are (a clip
+    that was cut without encoding can begin with frames that need earlier ones). What a decoder can notice: a codec
+    without checksums shows some damage as other pictures.
     """
-    found = 0
+    found, is_corrupt = 0, False
     try:
         with _opened(path, threads=1) as (container, track):
             for frame in _whole_tracks(container.decode(track), path):
-                if frame.is_corrupt:
+                is_corrupt = bool(frame.is_corrupt)
+                if is_corrupt:
                     break
                 found += 1
     except MediaError as error:
         raise _damaged(path, found, num_frames) from error
-    if found < num_frames:
+    if is_corrupt:
         raise _damaged(path, found, num_frames)
+    if found < num_frames:
+        raise MediaError(f"{found} of {num_frames} frames of {path} can be decoded", hint="encode it again")
 
 
 def _damaged(path: Path, whole: int, num_frames: int) -> MediaError:

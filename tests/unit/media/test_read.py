@@ -15,7 +15,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 
 from opensora_cli.core.exceptions import MediaError
-from opensora_cli.media.read import is_picture, read_picture, read_video
+from opensora_cli.media.read import is_picture, probe, read_picture, read_video
 from opensora_cli.media.write import write_media
 
 
@@ -311,3 +311,27 @@ class TestProblems:
             read_video(path, num_frames=0)
         with pytest.raises(ValueError, match="fps"):
             read_video(path, fps=0)
+
+
+def test_frames_that_a_cut_has_left_without_those_they_need_are_counted(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.mp4", tmp_path / "part.mkv"
+    options = {"x264-params": "open-gop=1:keyint=12:min-keyint=12:bframes=3:scenecut=0:b-adapt=0"}
+    with av.open(str(whole), "w") as target:
+        track = target.add_stream("libx264", rate=24, options=options)
+        track.width = track.height = 96
+        for number in range(40):
+            levels = np.random.default_rng(number).integers(256, size=(96, 96, 3), dtype=np.uint8)
+            target.mux(track.encode(av.VideoFrame.from_ndarray(levels, format="rgb24")))
+        target.mux(track.encode())
+    with av.open(str(whole)) as source, av.open(str(part), "w") as target:
+        track = target.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.dts is not None]
+        second = [number for number, packet in enumerate(packets) if packet.is_keyframe][1]
+        for packet in packets[second:]:
+            packet.stream = track
+            target.mux(packet)
+    assert probe(part).num_frames == 31
+    with pytest.raises(MediaError) as raised:
+        probe(part, deep=True)
+    assert raised.value.message == f"28 of 31 frames of {part} can be decoded"
+    assert raised.value.hint == "encode it again"
