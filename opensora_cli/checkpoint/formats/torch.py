@@ -174,11 +174,7 @@ def check_torch(path: Path) -> None:
 
 
 def open_tensor(path: Path, *, start: int, length: int) -> Entry:
-    """Open the single tensor that `torch.save` wrote into a part of a file.
-
-    Raises:
-        CheckpointError: that part holds something else.
-    """
+    """Open the tensor that `torch.save` wrote into a part of a file; a CheckpointError if that holds something else."""
     opened = _open_archive(Extent(path, start, length))
     if not isinstance(opened.tree, Tensor):
         raise CheckpointError(f"{path} holds something else than a tensor at byte {start}")
@@ -339,11 +335,7 @@ def write_torch(
 
 
 def save_whole(state: object, file: BinaryIO) -> None:
-    """Write what is in memory with `torch.save`, at the position of a file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write what is in memory with `torch.save`, at the position of a file; an OSError if it cannot be written."""
     try:
         torch.save(state, file)
     except RuntimeError as error:
