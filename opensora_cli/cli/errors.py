@@ -15,7 +15,6 @@ from types import FrameType
 import typer
 
 from opensora_cli.cli import output
-from opensora_cli.cli.options import OF_REFERENCE
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.ranks import RankContext, find_context
@@ -30,6 +29,32 @@ uninterrupted = held_back
 
 # Typer brings its own Click and exposes only this subclass of the error that a command line does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+OF_REFERENCE = {
+    "save_dir": "--out",
+    "prompt": "--prompt-text",
+    "cond_type": "--cond",
+    "offload_model": "--offload",
+    "sampling_option.resolution": "--res",
+    "resolution": "--res",
+    "sampling_option.aspect_ratio": "--aspect-ratio",
+    "sampling_option.num_frames": "--num-frames",
+    "sampling_option.height": "--height",
+    "sampling_option.width": "--width",
+    "sampling_option.num_steps": "--steps",
+    "num_steps": "--steps",
+    "sampling_option.guidance": "--guidance-scale",
+    "guidance": "--guidance-scale",
+    "sampling_option.guidance_img": "--image-guidance-scale",
+    "guidance_img": "--image-guidance-scale",
+    "sampling_option.seed": "--seed",
+    "sampling_option.flow_shift": "--set",
+    "num_sample": "--num-samples",
+    "fps_save": "--fps",
+    "ckpt_path": "--weights",
+}
+"""What the scripts of the reference implementation call it, without dashes, and what it is here."""
 
 
 @dataclass(frozen=True)

@@ -340,31 +340,6 @@ ListPresets = Annotated[
     bool, typer.Option("--list-presets", help="List the presets and exit.", rich_help_panel=_SETTINGS)
 ]
 
-OF_REFERENCE = {
-    "save_dir": "--out",
-    "prompt": "--prompt-text",
-    "cond_type": "--cond",
-    "offload_model": "--offload",
-    "sampling_option.resolution": "--res",
-    "resolution": "--res",
-    "sampling_option.aspect_ratio": "--aspect-ratio",
-    "sampling_option.num_frames": "--num-frames",
-    "sampling_option.height": "--height",
-    "sampling_option.width": "--width",
-    "sampling_option.num_steps": "--steps",
-    "num_steps": "--steps",
-    "sampling_option.guidance": "--guidance-scale",
-    "guidance": "--guidance-scale",
-    "sampling_option.guidance_img": "--image-guidance-scale",
-    "guidance_img": "--image-guidance-scale",
-    "sampling_option.seed": "--seed",
-    "sampling_option.flow_shift": "--set",
-    "num_sample": "--num-samples",
-    "fps_save": "--fps",
-    "ckpt_path": "--weights",
-}
-"""What the scripts of the reference implementation call it, without dashes, and what it is here."""
-
 SETTINGS = {
     "PROMPT": "prompt",
     "--prompt-text": "prompt",

@@ -16,7 +16,7 @@ from docs.pages import NEEDS, PAGES, ROOT, Block, blocks_of
 from small_stages import small_stages
 
 from opensora_cli.cli.app import app, main
-from opensora_cli.cli.options import OF_REFERENCE
+from opensora_cli.cli.errors import OF_REFERENCE
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.generate import plan
 from opensora_cli.engine.train import plan as train_plan
@@ -29,7 +29,7 @@ OSORA = typer.main.get_command(app)
 # Commands with a plan that loads no weights; the options of all others are parsed.
 PLANNED = {"generate", "train"}
 # These options print something and end.
-PRINTING = {"--version", "--help", "-h", "--list-presets", "--check-data", "--new"}
+PRINTING = {"--list", "--version", "--help", "-h", "--list-presets", "--check-data", "--new"}
 
 
 def _help_examples(command: Any) -> Iterator[Block]:
