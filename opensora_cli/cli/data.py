@@ -206,6 +206,9 @@ def cache(
         overrides = collect_overrides(TrainSettings, given, set_ or [])
         reporter = output.make_reporter(quiet=quiet)
         settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, report=reporter.note)
+        if settings.data.table is not None:
+            # Once the folder of the cache is there, it belongs to settings that may be none of a later run.
+            require_there(settings.data.table)
         with errors.uninterrupted():
             from opensora_cli.engine.data.cache import cache_clips
 
