@@ -136,10 +136,10 @@ def test_what_runs_out_of_memory_is_only_predicted(
 ) -> None:
     measure = measured_stages.measure_stage
 
-    def fails_to_denoise(plan: ExecutionPlan, name: str) -> object:
+    def fails_to_denoise(plan: ExecutionPlan, name: str, *, runs: int) -> object:
         if name == "denoise":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(plan, name)
+        return measure(plan, name, runs=runs)
 
     monkeypatch.setattr(measured_stages, "measure_stage", fails_to_denoise)
     assert main([*SMALL, "--json"]) == 0
