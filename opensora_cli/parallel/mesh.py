@@ -47,6 +47,13 @@ class MeshShape:
         """The number of ranks."""
         return prod(astuple(self))
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank lies along each axis, from 0; the last axis runs fastest."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
 
 class ParallelMesh:
     """The groups of ranks of a process, made once, by all ranks at the same time, after `dist.init_process_group`.
@@ -73,9 +80,7 @@ class ParallelMesh:
 
     def coordinate(self, axis: str) -> int:
         """Return where this rank lies along `axis`, from 0."""
-        sizes = astuple(self.shape)
-        index = AXES.index(axis)
-        return int(dist.get_rank() // prod(sizes[index + 1 :]) % sizes[index])
+        return self.shape.coordinates(dist.get_rank())[axis]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of those ranks that differ from this one along `axes` only, in the order of the mesh.

@@ -12,7 +12,7 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import load_latents, sample_settings, save_latents
+from opensora_cli.engine.generate.outputs import open_latents, sample_settings, save_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.stages import RunRecord, retried
@@ -40,9 +40,9 @@ def saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DenoisedSample | N
     if source is None:
         return None
     if ranks is None:
-        latents_CTHW = load_latents(source).latents_CTHW
+        latents_CTHW = open_latents(source).read()
     else:
-        read = [load_latents(source).latents_CTHW] if ranks.is_main else None
+        read = [open_latents(source).read()] if ranks.is_main else None
         [latents_CTHW] = agreed_tensors(read, device=ranks.device)
     if tuple(latents_CTHW.shape) != plan.latent_shape:
         raise RequestError(

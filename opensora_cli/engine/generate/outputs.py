@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def _request_of_saved(settings: GenerateSettings) -> str | None:
     """Return the request that made the latents to decode, if decoding them now makes what it asked for."""
     if settings.from_latents is None:
         return None
-    saved = load_latents(settings.from_latents)
+    saved = open_latents(settings.from_latents)
     try:
         is_the_same = _deciding(GenerateSettings.model_validate(dict(saved.settings))) == _deciding(settings)
     except ValueError:  # of another version
@@ -252,14 +253,19 @@ _KEY = "latents"
 
 @dataclass(frozen=True, slots=True)
 class SavedLatents:
-    """What such a file holds."""
+    """What such a file says of its latents, which are read on request."""
 
-    latents_CTHW: torch.Tensor
-    """Scaled, as the autoencoder decodes them; on the CPU."""
+    path: str | Path
     settings: Mapping[str, object]
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
-    request_sha256: str | None = None
+    request_sha256: str | None
     """Of what asked for them."""
+
+    def read(self) -> torch.Tensor:
+        """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU."""
+        with _opened_latents(self.path) as file:
+            latents_CTHW: torch.Tensor = file.get_tensor(_KEY)
+            return latents_CTHW
 
 
 def save_latents(
@@ -271,16 +277,21 @@ def save_latents(
     write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
 
 
-def load_latents(path: str | Path) -> SavedLatents:
-    """Read a file of `save_latents`; a CheckpointError if it is missing, truncated, or not such a file."""
+def open_latents(path: str | Path) -> SavedLatents:
+    """Open a file of `save_latents`; a CheckpointError if it is missing, truncated, or not such a file."""
     require_latents(path)
+    with _opened_latents(path) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
+            raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
+        return SavedLatents(path, _settings_in(path, metadata), metadata.get(REQUEST_KEY) or None)
+
+
+@contextmanager
+def _opened_latents(path: str | Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
-                raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
-            settings = _settings_in(path, metadata)
-            return SavedLatents(file.get_tensor(_KEY), settings, metadata.get(REQUEST_KEY) or None)
+            yield file
     except SafetensorError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=LATENTS_HINT) from error

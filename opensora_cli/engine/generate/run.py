@@ -32,7 +32,7 @@ from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
 from opensora_cli.engine.generate.documents import GenerateResult, PlanDocument
 from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, load_latents, planned_outputs
+from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
@@ -116,7 +116,7 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     from_latents = request.overrides.get("from_latents")
     if from_latents is not None and request.saved is None:
         source = str(from_latents.value)
-        saved = SavedSettings(source=source, values=load_latents(source).settings)
+        saved = SavedSettings(source=source, values=open_latents(source).settings)
         refuse_sampled(request.overrides, saved.values)
         request = dataclasses.replace(request, saved=saved)
     runtime = load_runtime_settings(request)

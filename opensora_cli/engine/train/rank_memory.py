@@ -1,7 +1,6 @@
 """The memory of each rank of a training, before it starts: its real steps on fake tensors."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from math import prod
 
 from opensora_cli.core.documents import Document
@@ -21,7 +20,6 @@ from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
 from opensora_cli.engine.train.ranks import mesh_shape
 from opensora_cli.engine.train.strategy.sharded import feature_cuts, row_sizes
 from opensora_cli.engine.train.transformer import empty_transformer
-from opensora_cli.parallel.mesh import AXES
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.train import TrainSettings
 
@@ -101,7 +99,7 @@ def _kinds_of_ranks(settings: TrainSettings) -> list[object]:
     row_ranks, sequence_ranks = shape.shard * shape.ring * shape.ulysses, shape.ring * shape.ulysses
 
     def kind(rank: int) -> object:
-        place = dict(zip(AXES, _place(rank, astuple(shape)), strict=True))
+        place = shape.coordinates(rank)
         sequence_rank = place["ring"] * shape.ulysses + place["ulysses"]
         row_rank = place["shard"] * sequence_ranks + sequence_rank
         held = []
@@ -120,15 +118,6 @@ def _kinds_of_ranks(settings: TrainSettings) -> list[object]:
         )
 
     return [kind(rank) for rank in range(shape.size)]
-
-
-def _place(rank: int, sizes: Sequence[int]) -> list[int]:
-    """Return a rank's coordinates in a mesh of these sizes, in row-major order."""
-    place = []
-    for size in reversed(sizes):
-        rank, index = divmod(rank, size)
-        place.append(index)
-    return place[::-1]
 
 
 _COLUMNS = {

@@ -15,7 +15,7 @@ from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, load, outputs, plan, references, text
-from opensora_cli.engine.generate.outputs import load_latents
+from opensora_cli.engine.generate.outputs import open_latents
 from opensora_cli.engine.generate.run import generate, generate_from_request, plan_generation
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
@@ -279,7 +279,7 @@ class TestFromLatents:
         assert document["seed"] == 5
         assert "from_latents" not in document["settings"]
         # So that the request that was interrupted finds its result.
-        assert document["request_sha256"] == load_latents(saved).request_sha256
+        assert document["request_sha256"] == open_latents(saved).request_sha256
 
     @pytest.mark.parametrize(
         ("key", "given", "shown"),
@@ -330,7 +330,7 @@ class TestFromLatents:
     def test_without_settings(self, saved):
         save_file(load_file(saved), saved, metadata={"schema": "osora.latents/1"})
         with pytest.raises(CheckpointError, match="does not say which settings"):
-            load_latents(saved)
+            open_latents(saved)
 
 
 class TestBrokenWeights:
