@@ -76,6 +76,23 @@ def all_reduce(context: RankContext) -> None:
     assert number.item() == context.world_size
 
 
+def share_weights(asked: argparse.Namespace, context: RankContext) -> None:
+    """Begin to share tensors with the other rank, and hang when the place for them is taken."""
+    import torch
+    import torch.distributed as dist
+
+    from opensora_cli.memory import host_memory
+
+    def hang(*_: object, nbytes: int) -> None:
+        (asked.mark / f"shares{context.rank}").touch()
+        time.sleep(120)
+
+    host_memory._mapped = hang  # type: ignore[assignment]
+    assert dist.group.WORLD is not None
+    with host_memory.SharedCopies(dist.group.WORLD, segment_bytes=2**20) as copies:
+        copies.hold(torch.ones(10))
+
+
 def print_ports() -> None:
     """Print what reaches the store: at its own address, and at another of this machine; and where this rank listens."""
     port = int(os.environ["MASTER_PORT"])
@@ -115,6 +132,8 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             compute(120)
         case "wait" | "fail to save":
             time.sleep(120)
+        case "share":
+            share_weights(asked, context)
         case "ignore":
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

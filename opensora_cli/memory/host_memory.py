@@ -5,25 +5,25 @@ torch's own page-locked memory comes in powers of two, which would be up to twic
 
 import mmap
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
+import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.rank_messages import broadcast_json
+from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device
 _SEGMENT_BYTES = 256 * 2**20
 """Of one file; its memory is free when no tensor in it is in use any more."""
 _ALIGNMENT = 512
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def page_aligned(nbytes: int) -> Tensor:
@@ -108,10 +108,11 @@ class SideStream:
 class SharedCopies:
     """Takes tensors that every rank has computed, and gives each rank a view of one common copy.
 
-    The ranks of the group, on one machine, hold the same tensors in the same order. The copies lie in files without a
-    name, of `segment_bytes` unless a tensor is larger, in shared memory where that has room, or else in the folder of
-    temporary files. Where neither has, each rank keeps its own. Tensors may be read when the context has ended, and
-    must not be written to.
+    The ranks of the group, on one machine, hold the same tensors in the same order. The copies lie in files
+    that never have a name, so that a killed process leaves none: of `segment_bytes` unless a tensor is larger, in
+    memory where that has room, or else in the folder of temporary files. Where neither has, or the ranks cannot see
+    each other's files, each rank keeps its own. Tensors may be read when the context has ended, and must not be
+    written to.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
@@ -148,28 +149,44 @@ class SharedCopies:
         self._segment, self._used = None, 0
         if not self._has_room:
             return
-        path = _make_file(nbytes) if dist.get_rank(self._group) == 0 else None
-        name = broadcast_json(path and str(path), self._group)
-        if name is None:
-            self._has_room = False
-            return
-        self._segment = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-        # All have it open: without its name, it goes when the last of them does.
-        dist.barrier(self._group)
-        if path is not None:
-            path.unlink()
+        file = _unnamed_file(nbytes) if dist.get_rank(self._group) == 0 else None
+        with file or nullcontext():
+            place = None if file is None else [f"/proc/{os.getpid()}/fd/{file.fileno()}", *_identity(file.fileno())]
+            segment = _mapped(*broadcast_json(place, self._group) or (None, 0, 0), nbytes=nbytes)
+            # When all have it open, it goes with the last of them, however that ends.
+            self._has_room = all(all_gather_json(segment is not None, self._group))
+        self._segment = segment if self._has_room else None
 
 
-def _make_file(nbytes: int) -> Path | None:
-    """Return a new file whose space is reserved, so that writing to its map cannot fail; None: there is no room."""
-    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
-        with suppress(OSError):
-            descriptor, name = tempfile.mkstemp(prefix="osora-", dir=folder)
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)
-                return Path(name)
-            except OSError:
-                Path(name).unlink()
-            finally:
-                os.close(descriptor)
+def _unnamed_file(nbytes: int) -> IO[bytes] | None:
+    """Return a file without a name whose space is reserved, so that writing to its map cannot fail.
+
+    It is in memory if half of what is available is enough, or else in the folder of temporary files. None: there is no
+    room, or this system has no such files.
+    """
+    if sys.platform != "linux":
+        return None
+    makers: list[Callable[[], IO[bytes]]] = [tempfile.TemporaryFile]
+    if nbytes <= psutil.virtual_memory().available // 2:
+        makers.insert(0, lambda: os.fdopen(os.memfd_create("osora"), "r+b"))
+    for make in makers:
+        with suppress(OSError), ExitStack() as opened:
+            file = opened.enter_context(make())
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            opened.pop_all()
+            return file
+    return None
+
+
+def _identity(file: int | str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
+
+
+def _mapped(path: str | None, device: int, inode: int, *, nbytes: int) -> Tensor | None:
+    """Return a map of another process's file; None where that process's files cannot be seen."""
+    with suppress(OSError, RuntimeError):
+        # In a container of its own, a process sees others under those numbers.
+        if path is not None and _identity(path) == (device, inode):
+            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     return None

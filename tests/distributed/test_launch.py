@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import launch_rank
 import psutil
@@ -350,6 +351,21 @@ class TestInterrupted:
         launcher.end(PROMISED_S)
         if sys.platform == "linux":
             wait_for(lambda: left(tmp_path) == [], PROMISED_S)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory there alone")
+    def test_launcher_killed_while_ranks_begin_to_share_memory(self, tmp_path, driver, monkeypatch):
+        """Neither a file of shared memory nor a temporary one stays."""
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        shared = set(Path("/dev/shm").glob("osora*"))
+        launcher = driver(tmp_path, "--gloo", "--act", "share")
+        wait_for(lambda: all((tmp_path / f"shares{rank}").exists() for rank in range(2)))
+        launcher.send(signal.SIGKILL)
+        launcher.end(PROMISED_S)
+        wait_for(lambda: left(tmp_path) == [], PROMISED_S)
+        assert set(Path("/dev/shm").glob("osora*")) <= shared
+        assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
     @pytest.mark.slow
     @pytest.mark.parametrize("stage", ["start", "load", "denoise", "decode"])
