@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # it ships none
 from pydantic import Field
 
+from opensora_cli.core.cgroups import cgroup_folders, read_words
 from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
@@ -140,37 +141,17 @@ def read_cores(*, with_load: bool = True) -> Cores:
 
 
 def read_quota(root: Path) -> float | None:
-    """Return the least quota of the cgroups, v2 or v1, that this process is in, in cores; None: none has one.
-
-    In a container the paths in `/proc/self/cgroup` may be those of the host: then the mounted top is this group.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    quotas: list[float] = []
-    for line in lines:
-        _, controllers, place = (*line.split(":", 2), "", "")[:3]
-        if controllers == "":
-            quotas += _quotas(root / "sys/fs/cgroup", place, ("cpu.max",))
-        elif "cpu" in controllers.split(","):
-            for top in (controllers, "cpu"):
-                quotas += _quotas(root / "sys/fs/cgroup" / top, place, ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    return min(quotas, default=None)
-
-
-def _quotas(top: Path, place: str, names: tuple[str, ...]) -> Iterator[float]:
-    """Yield the quotas of a cgroup and of all that it is in."""
-    folder = top / place.lstrip("/")
-    while folder.is_relative_to(top):
+    """Return the least quota of the cgroups, v2 or v1, that this process is in, in cores; None: none has one."""
+    quotas = []
+    for folder, is_v2 in cgroup_folders(root, "cpu", folders_v1=("cpu",)):
+        words = read_words(folder, *(("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")))
         try:
-            words = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
             quota, period = float(words[0]), float(words[1])
-        except (OSError, ValueError, IndexError):  # missing, or `max`
-            quota, period = -1.0, 1.0
+        except (ValueError, IndexError):  # missing, or `max`
+            continue
         if quota > 0 and period > 0:
-            yield quota / period
-        folder = folder.parent
+            quotas.append(quota / period)
+    return min(quotas, default=None)
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 from torch import Tensor
 
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.memory.activations import ActivationManager
 
 _SAMPLES = 10_000
@@ -17,7 +17,7 @@ MemoryReading = Callable[[torch.device], tuple[int, int]]
 
 
 def used_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a device that are in use, and all of its bytes; for a CPU those of the machine.
+    """Return the bytes of a device that are in use, and all of its bytes; for a CPU what this process can have.
 
     What torch's allocator holds in reserve on CUDA is not in use: the next tensors come out of it.
     """
@@ -25,8 +25,8 @@ def used_and_total(device: torch.device) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return total - free - reserve, total
-    memory = psutil.virtual_memory()
-    return memory.total - memory.available, memory.total
+    memory = read_private_memory()
+    return memory.total_bytes - memory.free_bytes, memory.total_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 import torch.distributed as dist
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.files import require_writable
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.counting import counted_bytes
@@ -309,7 +309,7 @@ def affordable_bytes(place: Place) -> int:
         free, sharing = torch.cuda.mem_get_info(place.device)[0], 1
     else:
         # Ranks of one host share it; here all are counted, since more hosts have more.
-        free, sharing = psutil.virtual_memory().available, place.ranks
+        free, sharing = read_private_memory().free_bytes, place.ranks
     own = int((free * _USABLE / sharing - _HEADROOM) / BUFFERS)
     least = torch.tensor([own], dtype=torch.int64, device=place.device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=place.group)

@@ -15,6 +15,7 @@ import torch
 import opensora_cli
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.private_memory import read_private_memory
 
 GIB = 2**30
 _TF32_FROM = (8, 0)
@@ -59,8 +60,8 @@ def pick_hardware(device: str, dtype: str) -> Hardware:
         free += torch.cuda.memory_reserved(chosen) - torch.cuda.memory_allocated(chosen)
         name = torch.cuda.get_device_name(chosen)
     else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+        memory = read_private_memory()
+        free, total = memory.free_bytes, memory.total_bytes
         name = platform.processor() or platform.machine() or "CPU"
     return Hardware(chosen, name, torch_dtype(dtype), free, total)
 

@@ -17,6 +17,7 @@ import torch
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.files import nearest_existing
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.attention import (
     AttentionPlan,
     AttentionUse,
@@ -35,7 +36,6 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 _WEIGHT_BYTES = 2
-_BIGGEST_LIMIT = 2**60
 """Control groups write "no limit" as a number that no machine has."""
 _HEAD_DIM = 128
 """Of the released model."""
@@ -61,7 +61,7 @@ class HostFacts:
     total_bytes: int
     available_bytes: int
     container_limit_bytes: int | None = None
-    """What the control group of this process may use; None: no limit."""
+    """What the control groups of this process may use; None: no limit."""
     shared_memory_bytes: int | None = None
     """Size of /dev/shm; None: there is none."""
     locked_memory_bytes: int | None = None
@@ -176,13 +176,13 @@ def _unmet_requirements() -> list[str]:
 
 def read_host() -> HostFacts:
     """Return what the computer around the GPUs has."""
-    memory = psutil.virtual_memory()
+    memory, own = psutil.virtual_memory(), read_private_memory()
     infiniband = Path("/sys/class/infiniband")
     return HostFacts(
         cores=_cores(),
         total_bytes=memory.total,
-        available_bytes=memory.available,
-        container_limit_bytes=_container_limit(),
+        available_bytes=own.free_bytes,
+        container_limit_bytes=own.total_bytes if own.total_bytes < memory.total else None,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         locked_memory_bytes=_locked_memory(),
         interfaces=tuple(psutil.net_if_addrs()),
@@ -194,16 +194,6 @@ def _cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _container_limit() -> int | None:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < _BIGGEST_LIMIT else None
-    return None
 
 
 def _locked_memory() -> int | None:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
@@ -368,7 +368,7 @@ def _host_weights(hardware: Hardware, transformer_bytes: int, mesh: MeshShape) -
     """
     if mesh.size > 1:
         return HostWeights.MAPPED
-    is_cuda, free = hardware.device.type == "cuda", psutil.virtual_memory().available
+    is_cuda, free = hardware.device.type == "cuda", read_private_memory().free_bytes
     return HostWeights.PINNED if is_cuda and 1.25 * transformer_bytes < free else HostWeights.MAPPED
 
 

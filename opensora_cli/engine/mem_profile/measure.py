@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, timed
 from opensora_cli.engine.mem_profile.report import mib
 from opensora_cli.memory.counting import TensorBytes
@@ -29,7 +29,7 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
         if max(needed, weights) > MOST_ON_A_CPU:
             return f"a CPU would take too long: only up to {mib(MOST_ON_A_CPU)} are run without a GPU"
         return None
-    free = psutil.virtual_memory().available
+    free = read_private_memory().free_bytes
     if weights > free:
         return f"random weights in the host's memory need {mib(weights)}, and {mib(free)} are free"
     return None
