@@ -20,7 +20,7 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import MAGIC, PICKLE_MAGIC, open_torch
 from opensora_cli.checkpoint.shards import open_shards, refuse_outside
 from opensora_cli.checkpoint.state_dicts import choose
-from opensora_cli.checkpoint.stream import Entry, reading, require_file, visible_files
+from opensora_cli.checkpoint.stream import Entry, reading, reading_file, visible_files
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 
@@ -97,13 +97,8 @@ def read_start(path: Path) -> bytes:
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
     """
-    try:
-        require_file(path)
-        with path.open("rb") as file:
-            return file.read(_START_BYTES)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise CheckpointError(f"{path} cannot be read: {reason or error}") from error
+    with reading_file(path), path.open("rb") as file:
+        return file.read(_START_BYTES)
 
 
 def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoint:

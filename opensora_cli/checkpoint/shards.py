@@ -14,10 +14,10 @@ from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.stream import Entry, reading, reading_file
-from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.strict_json import MAX_JSON_BYTES, as_unicode, parse_object, shown
 
 SHARD_BYTES = 4096 * 2**20
 """The default size of shards; ColossalAI's, too."""

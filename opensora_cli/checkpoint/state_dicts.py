@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from opensora_cli.checkpoint.contents import Selection
-from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.strict_json import shown
 
 LeafT = TypeVar("LeafT")
 

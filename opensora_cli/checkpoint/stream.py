@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from itertools import chain, groupby
 from math import prod
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, uint8
 
+from opensora_cli.core import reading as core_reading
 from opensora_cli.core.exceptions import CheckpointError
 
 PIECE_BYTES = 2**20
@@ -26,27 +28,19 @@ MAX_DIMENSIONS = 64
 """Of a tensor: torch computes with no more."""
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn errors of the system that occur while `path` is read into a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+reading = partial(core_reading.reading, problem=CheckpointError)
+"""`core.reading` of a checkpoint's files: a CheckpointError names the file that cannot be read."""
+
+require_file = partial(core_reading.require_file, problem=CheckpointError)
+"""`core.reading.require_file` of a checkpoint's file."""
 
 
 @contextmanager
 def reading_file(path: Path) -> Iterator[None]:
     """As `reading`, of a file that must be there."""
+    require_file(path)
     with reading(path):
-        require_file(path)
         yield
-
-
-def require_file(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
 
 
 def visible_files(folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from opensora_cli.cli import output
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.ranks import RankContext, find_context
+from opensora_cli.core.reading import refused_by_system
 from opensora_cli.core.signals import REPEAT_S, held_back, requests_as_interrupts
 
 INTERRUPTED = 130
@@ -228,6 +229,8 @@ def explain_failure(error: Exception) -> Failure | None:
             return Failure((_usage_line(error),), RequestError.exit_code, _usage_hint(error))
         case MemoryError():
             return Failure(("there is not enough memory",), HardwareError.exit_code)
+        case OSError() if (refused := refused_by_system(error)) is not None:
+            return Failure((refused.message,), refused.exit_code)
         case typer.Abort():
             return Failure(("interrupted",), INTERRUPTED)
         case _:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opensora_cli.core.exceptions import FileProblem, OutputError
+from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.reading import reading
 
 _MAKE_ROOM = "make room there, or write to another disk"
 _ANOTHER_NAME = "write to another name"
@@ -112,10 +113,12 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
 
 
 def require_there(*paths: str) -> None:
-    """Raise FileProblem if a file or folder is not there: for commands, before they import what reads it."""
+    """Raise FileProblem if a file or folder is not there, or is denied: for commands, before they import what reads
+    it.
+    """
     for path in paths:
-        if not os.path.exists(path):
-            raise FileProblem(f"{path} does not exist")
+        with reading(path):
+            os.stat(path)
 
 
 def refuse_special(path: Path) -> None:

@@ -1,8 +1,11 @@
 """Sizes, durations and names as messages show them, each in one line."""
 
+import os
 import re
 import unicodedata
 from collections.abc import Sequence
+
+from opensora_cli.core.strict_json import as_unicode
 
 UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 """Decimal, as disks and downloads are sold; names to bytes, smallest first."""
@@ -17,6 +20,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 
 _LISTED = 3
 _LONGEST = 200
+_LONGEST_PATH = 1000
 _JOINERS = "\u200c\u200d"
 """They format text, as what could harm does, but emoji and whole languages need them."""
 
@@ -67,6 +71,13 @@ def plain(name: str) -> str:
     """Return a name as it may appear in a message: in one line, and not too long."""
     short = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
     return short if short.isprintable() else repr(short)
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as it may appear in a message: in one line, and of one that is absurdly long both ends."""
+    text = os.fspath(path)
+    short = text if len(text) <= _LONGEST_PATH else f"{text[:_LONGEST]}...{text[-_LONGEST:]}"
+    return escaped(as_unicode(short))
 
 
 def escaped(text: str) -> str:

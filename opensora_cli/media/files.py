@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.reading import reading, require_file
 
 
 def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) -> Path:
@@ -16,17 +17,10 @@ def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) ->
 
 def readable_file(path: str | os.PathLike[str]) -> Path:
     """Return `path` if it is a file with something in it that may be read; else a MediaError."""
+    hint = "osora reads files: download it first" if "://" in str(path) else None
     file = Path(path)
-    try:
-        if file.is_dir():
-            raise MediaError(f"{file} is a folder, not a picture or video")
-        with file.open("rb") as stream:
-            if not stream.read(1):
-                raise MediaError(f"{file} is empty")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        address = "://" in str(path)
-        raise MediaError(
-            f"cannot read {path}: {cause}", hint="osora reads files: download it first" if address else None
-        ) from error
+    require_file(path, problem=MediaError, hint=hint)
+    with reading(path, problem=MediaError, hint=hint), file.open("rb") as stream:
+        if not stream.read(1):
+            raise MediaError(f"{file} is empty")
     return file

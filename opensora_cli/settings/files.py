@@ -5,6 +5,7 @@ stays text, for the settings to type, and a duplicate key is an error.
 """
 
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,10 +13,15 @@ import yaml
 
 import opensora_cli
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.reading import read_text, reading
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import nearest
 
 EXTENDS = "extends"
+MAX_SETTINGS_BYTES = 500_000
+"""Of a file of settings: those written by hand have a few kB, and some 500 kB are read in a second."""
+_MOST_VALUES = 100_000
+"""In a piece of YAML, after its aliases are followed."""
 
 
 def presets_folder() -> Path:
@@ -70,20 +76,40 @@ def generate_preset(model: ModelName, *, resolution: str | None) -> str:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Leaves scalars as text and refuses duplicate keys."""
+    """Leaves scalars as text, and refuses duplicate keys and aliases that mean more than anyone wrote."""
+
+    def construct_document(self, node: yaml.Node) -> object:
+        _count_values(node, {})
+        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _wrong_key("a key must be a word", key_node)
+                raise _wrong_value("a key must be a word", key_node)
             if key_node.value in seen:
-                raise _wrong_key(f"{key_node.value!r} is there twice: keep one", key_node)
+                raise _wrong_value(f"{key_node.value!r} is there twice: keep one", key_node)
             seen.add(key_node.value)
         return dict(super().construct_mapping(node, deep=deep))
 
 
-def _wrong_key(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Return how many values a node means with its aliases followed; `known` has those of nodes met before."""
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise _wrong_value("an alias stands for what it is in", node)
+        return count
+    known[id(node)] = None
+    inside = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+    count = 1 + (sum(_count_values(each, known) for each in inside) if isinstance(node, yaml.CollectionNode) else 0)
+    if count > _MOST_VALUES:
+        raise _wrong_value(f"it means more than {_MOST_VALUES:,} values", node)
+    known[id(node)] = count
+    return count
+
+
+def _wrong_value(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
@@ -101,14 +127,18 @@ def parse_yaml_text(text: str) -> object:
     """Return the value that a piece of YAML means, read as strictly as `read_yaml` reads files.
 
     Raises:
-        yaml.YAMLError: it is not YAML.
+        yaml.YAMLError: it is not YAML, nested too deeply, or means too many values.
     """
     # The loader is a subclass of the one that builds nothing but text, lists and mappings.
-    return yaml.load(text, Loader=_TextLoader)
+    try:
+        return yaml.load(text, Loader=_TextLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, object]:
-    here = path.resolve()
+    with reading(path):
+        here = Path(os.path.realpath(path))
     if here in chain:
         loop = " -> ".join(link.name for link in (*chain[chain.index(here) :], here))
         raise FileProblem(f"{path} extends itself: {loop}", hint=f"take one `{EXTENDS}:` out")
@@ -128,14 +158,7 @@ def _extended(path: Path, parent: Path) -> Path:
 
 
 def _parse(path: Path) -> dict[str, object]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileProblem(f"{path} does not exist", hint="check the name of the settings file") from None
-    except UnicodeDecodeError:
-        raise FileProblem(f"{path} is not a text file: settings are YAML in UTF-8") from None
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
+    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES, hint="settings are a file of YAML: check its name")
     try:
         values = parse_yaml_text(text)
     except yaml.YAMLError as error:

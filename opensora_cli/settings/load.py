@@ -7,7 +7,6 @@ An earlier run goes above the environment because it must give the same file aga
 what differs between machines, the place of the weights and what is offloaded, goes below.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,8 @@ from math import prod
 from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.formatting import plain
+from opensora_cli.core.reading import read_json_object
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.devices import ParallelSettings, RuntimeSettings, without_retired_keys
 from opensora_cli.settings.enums import ModelChoice, ModelName
@@ -116,17 +117,10 @@ def read_sidecar(path: Path) -> SavedSettings:
     Raises FileProblem if the file is missing, unreadable, or not a sidecar.
     """
     hint = "--from takes the .json file beside a result"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileProblem(f"{path} does not exist", hint=hint) from None
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        raise FileProblem(f"{path} is not JSON", hint=hint) from None
-    schema = document.get("schema") if isinstance(document, dict) else None
+    document = read_json_object(path, hint=hint)
+    schema = document.get("schema")
     if schema != SIDECAR_SCHEMA:
-        raise FileProblem(f"{path} has the schema {schema!r}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
+        raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)
     return SavedSettings(source=str(path), values=document["settings"])

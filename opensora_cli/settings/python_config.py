@@ -6,11 +6,14 @@ files that they change, and `_delete_=True` in a mapping drops what the base has
 
 import ast
 import operator
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.reading import read_text, reading
+from opensora_cli.settings.files import MAX_SETTINGS_BYTES
 
 _BASE = "_base_"
 _DELETE = "_delete_"
@@ -35,15 +38,13 @@ def read_python_config(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
-    here = path.resolve()
+    with reading(path):
+        here = Path(os.path.realpath(path))
     if here in chain:
         raise FileProblem(f"{path} has itself as a base: {' -> '.join(link.name for link in (*chain, here))}")
+    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise FileProblem(f"{path} is not a text file in UTF-8") from None
+        tree = ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise FileProblem(f"{path} is not Python: {getattr(error, 'msg', None) or 'nested too deeply'}") from None
     values = _Reader(path).read(tree)

@@ -1,6 +1,5 @@
 """Settings of `osora train`: what is trained, on what, for how long, and where it is kept."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -11,6 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.reading import read_json_object
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.data import DataSettings
@@ -170,13 +170,8 @@ def load_train_settings(
 
 def _read_saved(path: Path) -> Layer:
     hint = "--from takes the settings.json in the folder of a run"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
-    except (ValueError, RecursionError):
-        raise FileProblem(f"{path} is not JSON", hint=hint) from None
-    if not isinstance(document, dict) or "target" not in document:
+    document = read_json_object(path, hint=hint)
+    if "target" not in document:
         raise FileProblem(f"{path} holds no settings of a run", hint=hint)
     return read_sections(TrainSettings, without_retired_keys(document), source=str(path))
 

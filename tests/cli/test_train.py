@@ -178,7 +178,7 @@ def test_packaged_recipes_by_name(
         (["--list", "--new", "clips"], 2, "--new has no effect with --list"),
         (["--list", "--config", "demo_vae"], 2, "--config has no effect with --list"),
         (["--list", "--gpus", "2"], 2, "--gpus has no effect with --list"),
-        (["--from", "gone.json"], 3, "gone.json cannot be read"),
+        (["--from", "gone.json"], 3, "gone.json does not exist"),
         (["--config", "demo_vae", "--set", "init=gone.pt"], 3, "init=gone.pt does not exist"),
         (["--config", "demo_vae", "--gpus", "2", "--set", "device=cuda:0"], 2, "device=cuda:0 is one GPU"),
         (["--config", "demo_vae", "--device", "cpu", "--set", "device=cuda"], 2, "contradicts --device"),

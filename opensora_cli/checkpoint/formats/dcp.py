@@ -19,9 +19,9 @@ from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
 from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, reading
-from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.checkpoint.views import JoinedEntry, Tile, TiledEntry
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.strict_json import shown
 
 METADATA_FILE = ".metadata"
 """What makes a folder one of these, and a complete one."""

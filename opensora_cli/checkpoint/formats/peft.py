@@ -14,9 +14,9 @@ from torch import Tensor
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.stream import Entry, reading
-from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
 from opensora_cli.core.formatting import first_few, plain
+from opensora_cli.core.strict_json import parse_object, shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

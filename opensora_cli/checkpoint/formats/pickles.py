@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.strict_json import shown
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.strict_json import shown
 
 SAVE_STATE_DICT = "save only the weights: torch.save(model.state_dict(), ...)"
 """What to do about files that cannot be read without trusting them."""

@@ -24,7 +24,8 @@ from opensora_cli.checkpoint.stream import (
     reading_file,
     write_all,
 )
-from opensora_cli.checkpoint.strict_json import (
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.strict_json import (
     MAX_JSON_BYTES,
     as_unicode,
     is_too_large,
@@ -32,7 +33,6 @@ from opensora_cli.checkpoint.strict_json import (
     parse_object,
     shown,
 )
-from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 _DTYPES = {
     "BOOL": torch.bool,

@@ -49,9 +49,9 @@ from opensora_cli.checkpoint.stream import (
     reading,
     reading_file,
 )
-from opensora_cli.checkpoint.strict_json import as_unicode, parse_object, shown
 from opensora_cli.checkpoint.views import StridedEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.strict_json import as_unicode, parse_object, shown
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

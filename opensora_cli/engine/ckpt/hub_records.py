@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.checkpoint.strict_json import parse_object
 from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.strict_json import parse_object
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, is_digest
 
 _FOLDER = Path(".cache", "huggingface", "download")

@@ -14,11 +14,11 @@ from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.checkpoint.stream import reading
-from opensora_cli.checkpoint.strict_json import parse_object, shown
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
+from opensora_cli.core.strict_json import parse_object, shown
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256, is_sha256
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.statistics import TensorStatistics

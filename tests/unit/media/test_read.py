@@ -194,14 +194,14 @@ class TestProblems:
     def test_missing_empty_folder(self, tmp_path: Path, read: object) -> None:
         assert callable(read)
         (tmp_path / "empty.png").touch()
-        for name, cause in {"missing.png": "No such file", "empty.png": "is empty", ".": "is a folder"}.items():
+        for name, cause in {"missing.png": "does not exist", "empty.png": "is empty", ".": "it is a folder"}.items():
             with pytest.raises(MediaError, match=cause) as caught:
                 read(tmp_path / name)
             self.one_line(caught.value, tmp_path / name)
 
     def test_an_address_is_no_file(self) -> None:
         for read in (is_picture, read_picture, read_video):
-            with pytest.raises(MediaError, match=r"cannot read https://example\.org/a\.png: No such file") as caught:
+            with pytest.raises(MediaError, match=r"https://example\.org/a\.png does not exist") as caught:
                 read("https://example.org/a.png")
             assert caught.value.hint == "osora reads files: download it first"
 

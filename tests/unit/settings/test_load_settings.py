@@ -149,10 +149,11 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[]", "has the schema None"),
+        (b"{", "is broken: no JSON"),
+        (b"\xff\xfe", "is broken: no UTF-8"),
+        (b"[" * 100_000, "is broken: JSON that is nested too deep"),
+        (b"[]", "is broken: JSON that is no object"),
+        (b"{}", "has the schema None"),
         (b'{"schema": "osora.plan/1"}', "has the schema 'osora.plan/1', and must have 'osora.generate/1'"),
         (b'{"schema": "osora.generate/1", "settings": 3}', "has no settings in it"),
     ],
@@ -168,7 +169,7 @@ def test_what_is_no_sidecar(tmp_path: Path, content: bytes, message: str) -> Non
 def test_missing_sidecar(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="does not exist"):
         read_sidecar(tmp_path / "gone.json")
-    with pytest.raises(FileProblem, match="cannot be read"):
+    with pytest.raises(FileProblem, match="it is a folder"):
         read_sidecar(tmp_path)
 
 

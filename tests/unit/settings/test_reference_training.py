@@ -219,14 +219,14 @@ def test_broken_files(tmp_path: Path) -> None:
         ("a = (", "is not Python"),
         ("_base_ = 3", "_base_ must be the name of a file"),
         ("_base_ = 'a.py'", "has itself as a base"),
-        ("_base_ = 'none.py'", "none.py cannot be read: No such file"),
+        ("_base_ = 'none.py'", "none.py does not exist"),
         ("a = " + "(" * 5000 + ")" * 5000, "is not Python"),
     ):
         path.write_text(content)
         with pytest.raises(FileProblem, match=message):
             read_python_config(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FileProblem, match=r"not a text file|not Python"):
+    with pytest.raises(FileProblem, match=r"not text in UTF-8"):
         read_python_config(path)
     path.write_text("ae = dict(type='magvit')")
     with pytest.raises(FileProblem, match=r"ae\.type=magvit is no autoencoder that osora knows"):

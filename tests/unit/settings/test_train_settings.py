@@ -95,7 +95,7 @@ class TestFrom:
 
     @pytest.mark.parametrize(
         ("content", "message"),
-        [(None, "cannot be read"), ("{", "is not JSON"), ("[1]", "holds no settings"), ("{}", "holds no settings")],
+        [(None, "does not exist"), ("{", "is broken"), ("[1]", "is broken"), ("{}", "holds no settings")],
     )
     def test_broken(self, tmp_path: Path, content: str | None, message: str) -> None:
         path = tmp_path / "settings.json"

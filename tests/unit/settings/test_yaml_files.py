@@ -1,5 +1,7 @@
 """Strict YAML: scalars stay text, keys are there once, files may extend others."""
 
+import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,8 +78,41 @@ def test_cycle_over_several_files(tmp_path: Path) -> None:
 def test_missing_folder_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="does not exist"):
         read_yaml(tmp_path / "gone.yaml")
-    with pytest.raises(FileProblem, match="cannot be read"):
+    with pytest.raises(FileProblem, match="it is a folder"):
         read_yaml(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FileProblem, match="is not a text file"):
+    with pytest.raises(FileProblem, match="is not text in UTF-8"):
         read_yaml(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: " + "[" * 5000 + "]" * 5000, "is not valid YAML: it is nested too deeply"),
+        ("a: &a [*a]\n", "line 1, is not valid YAML: an alias stands for what it is in"),
+        (
+            "a: &a [x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi")),
+            "100,000",
+        ),
+        ("# " + "x" * 500_000, "has more than 500,000 bytes"),
+        ("extends: a\\0b.yaml", "does not exist"),
+        ('extends: "a\\0b.yaml"', "no file can have this name"),
+        ('extends: "\\ud800.yaml"', "no file can have this name"),
+        (f"extends: {'n' * 5000}.yaml", "File name too long"),
+        ("extends: loop.yaml", "Too many levels of symbolic links"),
+        ("extends: pipe.yaml", "it is a pipe"),
+        ("extends: /dev/zero", "it is a device"),
+    ],
+)
+def test_hostile_files_are_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(FileProblem, match=message) as caught:
+        read_yaml(write(tmp_path, "a.yaml", content))
+    assert len(caught.value.message) < 1500
+    assert len(caught.value.message.splitlines()) == 1
+
+
+def test_aliases_that_stand_for_few_values_are_read(tmp_path: Path) -> None:
+    values = read_yaml(write(tmp_path, "a.yaml", "a: &a [1, 2]\nb: [*a, *a]\n"))
+    assert values == {"a": ["1", "2"], "b": [["1", "2"], ["1", "2"]]}

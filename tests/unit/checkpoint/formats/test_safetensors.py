@@ -16,8 +16,8 @@ from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
-from opensora_cli.checkpoint.strict_json import MAX_JSON_BYTES
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.strict_json import MAX_JSON_BYTES
 
 DTYPES = [dtype for dtype in ALL_DTYPES.values() if dtype not in (torch.complex32, torch.complex128)]
 

@@ -1,0 +1,125 @@
+"""What goes wrong while a named file is read becomes its error, with the right exit code; a bug stays one."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.cli.errors import explain_failure
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
+from opensora_cli.core.reading import read_bytes, read_json_object, read_text, reading, require_file
+
+
+def _system(number: int, name: str | None = None) -> OSError:
+    return OSError(number, os.strerror(number), *([name] if name else []))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (_system(errno.ENOENT), CheckpointError, "w.pt does not exist"),
+        (_system(errno.EACCES), CheckpointError, "w.pt cannot be read: Permission denied"),
+        (_system(errno.ENAMETOOLONG), CheckpointError, "w.pt cannot be read: File name too long"),
+        (_system(errno.ELOOP), CheckpointError, "w.pt cannot be read: Too many levels of symbolic links"),
+        (_system(errno.EIO), CheckpointError, "w.pt cannot be read: Input/output error"),
+        (_system(errno.EACCES, "w.pt/model/shard"), CheckpointError, "w.pt/model/shard cannot be read: "),
+        (_system(errno.EACCES, "/other"), CheckpointError, "w.pt cannot be read: Permission denied"),
+        (_system(errno.EMFILE), HardwareError, "w.pt cannot be read: Too many open files"),
+        (_system(errno.ENOMEM), HardwareError, "w.pt cannot be read: Cannot allocate memory"),
+        (MemoryError(), HardwareError, "there is not enough memory to read w.pt"),
+        (RecursionError("maximum recursion depth exceeded"), CheckpointError, "w.pt is nested too deeply"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), CheckpointError, "w.pt is not text in UTF-8"),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), CheckpointError, "w.pt does not exist: no file can have"),
+        (ValueError("embedded null byte"), CheckpointError, "w.pt does not exist: no file can have this name"),
+        (ValueError("embedded null character in path"), CheckpointError, "w.pt does not exist: no file can have"),
+    ],
+)
+def test_what_the_set_has_in_it_names_the_file(error: Exception, kind: type[OsoraError], message: str) -> None:
+    with pytest.raises(OsoraError) as caught, reading("w.pt", problem=CheckpointError):
+        raise error
+    assert type(caught.value) is kind
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("a"), TypeError("a"), CheckpointError("our own")])
+def test_what_the_set_has_not_in_it_stays_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, reading("w.pt"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (_system(errno.EACCES, "/root/w.pt"), 3),
+        (_system(errno.ENOSPC, "/root/w.pt"), 3),
+        (_system(errno.EMFILE, "/root/w.pt"), 4),
+        (_system(errno.ENOMEM), 4),
+    ],
+)
+def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSError, code: int) -> None:
+    failure = explain_failure(error)
+    assert failure is not None
+    assert failure.exit_code == code
+    assert len(failure.lines) == 1
+    assert os.strerror(error.errno or 0) in failure.lines[0]
+    assert error.filename is None or error.filename in failure.lines[0]
+
+
+@pytest.mark.parametrize(
+    "error", [_system(errno.ENOENT, "/root/w.pt"), _system(errno.EACCES), _system(errno.EINVAL, "w"), ValueError("a")]
+)
+def test_an_unexpected_error_of_any_other_kind_is_a_bug(error: Exception) -> None:
+    assert explain_failure(error) is None
+
+
+def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "pipe"), (Path("/dev/zero"), "device"), (tmp_path, "folder")):
+        for read in (require_file, read_text):
+            with pytest.raises(FileProblem, match=f"{path} is not a file: it is a {kind}"):
+                read(path)
+
+
+def test_more_bytes_than_it_should_have_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, max_bytes=5) == b"12345"
+    with pytest.raises(FileProblem, match=r"a\.yaml has more than 4 bytes"):
+        read_bytes(path, max_bytes=4)
+
+
+def test_text_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa")
+    assert read_text(tmp_path / "a") == "a"
+    (tmp_path / "a").write_bytes(b"caf\xe9")
+    with pytest.raises(FileProblem, match="is not text in UTF-8"):
+        read_text(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "no object"),
+        ('{"a": 1, "a": 2}', "twice"),
+        ('{"a": "\\ud800"}', "half a character"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deep"),
+        ('{"a": NaN}', "no JSON"),
+        ("{", "no JSON"),
+    ],
+)
+def test_json_is_read_strictly(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(FileProblem, match=rf"a\.json is broken: .*{message}"):
+        read_json_object(path)
+
+
+@pytest.mark.parametrize("name", ["n" * 5000, "a\0b", "\ud800", "a\nb"])
+def test_a_name_that_no_file_has_is_one_line(name: str) -> None:
+    with pytest.raises(FileProblem) as caught:
+        read_text(name)
+    assert len(caught.value.message.splitlines()) == 1
+    assert len(caught.value.message) < 1000
+    caught.value.message.encode()
