@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError
@@ -36,7 +37,6 @@ SILENCE_S = 60.0
 SILENT_STEPS = 10
 
 _BEAT_S = 1.0
-_PAUSE_S = 5.0
 _SEND_S = 5.0
 _WAITING = ("torch.distributed", "opensora_cli.parallel", "opensora_cli.engine.generate.ranks")
 """Whose functions wait for other ranks."""
@@ -75,6 +75,37 @@ class Pulse:
     is_idle: bool = False
     is_late: bool = False
     waits: bool = False
+
+
+class OwnTime:
+    """Seconds as a process that watches others has lived through them.
+
+    Of a look that comes late no more than `most_s` counts, and none of the time that its main thread waited for its
+    turn on a processor. So little passes where everything is slow, or where the watcher was stopped itself, and nobody
+    is reported for that. `clock` counts seconds, `delays` those of waiting for a turn.
+    """
+
+    def __init__(
+        self, most_s: float, *, clock: Callable[[], float] = time.monotonic, delays: Callable[[], float] | None = None
+    ) -> None:
+        self._most_s = most_s
+        self._clock, self._delays = clock, delays or (lambda: 0.0)
+        self._last = 0.0, clock(), self._delays()
+
+    def now(self) -> float:
+        """Return the seconds since the start."""
+        return self._read()[0]
+
+    def look(self) -> float:
+        """Look, and return the seconds since the start."""
+        self._last = self._read()
+        return self._last[0]
+
+    def _read(self) -> tuple[float, float, float]:
+        own_s, looked, delayed_s = self._last
+        clock_s, delays_s = self._clock(), self._delays()
+        passed_s = min(clock_s - looked, self._most_s) - (delays_s - delayed_s)
+        return own_s + max(0.0, passed_s), clock_s, delays_s
 
 
 @contextmanager
@@ -179,10 +210,10 @@ class _Link:
         self._silence_s = silence_s
         self._silent_steps = silent_steps
         self._sending = threading.Lock()
-        self._progress = _Progress(FIRST_STAGE, time.monotonic(), None, on_device=False)
+        self._time = OwnTime(2 * _BEAT_S, delays=_main_delays())
+        self._progress = _Progress(FIRST_STAGE, self._time.now(), None, on_device=False)
         self._signs: object = None
-        self._looked = self._resumed = time.monotonic()
-        self._still_s = 0.0
+        self._worked = self._time.now()
         self._has_logged_traceback = False
         self._main_clock = _main_clock()
         self._ended = threading.Event()
@@ -222,7 +253,7 @@ class _Link:
         limit_s = None if step_s is None else max(self._silence_s, self._silent_steps * step_s)
         is_new = stage != self._progress.stage
         self.moves += 1
-        self._progress = _Progress(stage, time.monotonic(), limit_s, on_device=on_device)
+        self._progress = _Progress(stage, self._time.now(), limit_s, on_device=on_device)
         if is_new:
             self._send({"stage": stage})
 
@@ -252,19 +283,17 @@ class _Link:
                 os.kill(os.getpid(), signal.SIGKILL)  # nothing is ever sent to a rank: the launcher is gone
 
     def _pulse(self) -> Pulse:
-        now, progress = time.monotonic(), self._progress
-        passed_s, self._looked = now - self._looked, now
-        if passed_s > _PAUSE_S:  # this process was stopped itself
-            passed_s, self._resumed = 0.0, now
+        now, progress = self._time.look(), self._progress
         signs = self._signs_of_work()
-        self._still_s = self._still_s + passed_s if signs == self._signs else 0.0
+        if signs != self._signs:
+            self._worked = now
         self._signs = signs
-        silent_s = now - max(progress.since, self._resumed)
+        still_s, silent_s = now - self._worked, now - progress.since
         limit_s = progress.limit_s
         return Pulse(
             moves=self.moves,
-            still_s=max(self._still_s, silent_s if limit_s is not None else 0.0),
-            is_idle=self._still_s >= (limit_s or self._silence_s),
+            still_s=max(still_s, silent_s if limit_s is not None else 0.0),
+            is_idle=still_s >= (limit_s or self._silence_s),
             is_late=limit_s is not None and silent_s >= limit_s,
             waits=_main_thread_waits(),
         )
@@ -320,6 +349,19 @@ def _main_clock() -> Callable[[], float]:
         clock = time.pthread_getcpuclockid(main)
         return lambda: time.clock_gettime(clock)
     return lambda: time.process_time() - time.thread_time()
+
+
+def _main_delays() -> Callable[[], float] | None:
+    """Return what counts the seconds for which the main thread had to wait for a processor; None: not known."""
+    path = Path(f"/proc/self/task/{os.getpid()}/schedstat")
+
+    def read() -> float:
+        try:
+            return int(path.read_bytes().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):  # a kernel without these figures
+            return 0.0
+
+    return read if sys.platform == "linux" else None
 
 
 def _main_thread_waits() -> bool:

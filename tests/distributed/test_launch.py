@@ -273,8 +273,16 @@ class TestFrozen:
         assert failure.exit_code == 4
 
     @pytest.mark.slow
-    def test_while_the_others_wait_in_a_collective_with_the_usual_pace(self, tmp_path):
-        failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", "stop", pace=None)
+    @pytest.mark.parametrize("busy", [0, 20])
+    def test_while_the_others_wait_in_a_collective_with_the_usual_pace(self, tmp_path, busy):
+        """Also beside more busy processes than there are cores."""
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+        try:
+            failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", "stop", pace=None)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
         stopped_at = (tmp_path / "denoise0").stat().st_mtime
         assert time.time() - stopped_at < PROMISED_S
         assert "rank 0" in failure.message

@@ -32,7 +32,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
-from opensora_cli.core.rank_link import INTERRUPTED
+from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.signals import held_back
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
@@ -43,6 +43,7 @@ from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = (sys.executable, "-m", "opensora_cli")
 _STORE_S = 300.0
+_LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -110,11 +111,12 @@ def _require_gpus(gpus: int, devices: tuple[int, ...] | None) -> None:
 class Pace:
     """How often the launcher looks, and how long it waits; all in seconds.
 
-    From the moment a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end.
+    From the moment a rank stops, the run takes `frozen_s`, `interrupt_s` and `terminate_s` to end: half of what is
+    promised, and more where the launcher itself comes late to look.
     """
 
     look_s: float = 0.1
-    frozen_s: float = 10.0
+    frozen_s: float = 5.0
     """Without a sign of life, after which a stopped rank counts as frozen."""
     starved_s: float = 60.0
     """The same for a rank that is not stopped: it may be waiting for a disk, or for its turn on a busy machine."""
@@ -203,8 +205,9 @@ def log_folder(name: str) -> Iterator[Path]:
 class _Run:
     """All ranks."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, *, own_time: OwnTime | None = None) -> None:
         self._pace = pace
+        self._time = own_time or OwnTime(_LATE_LOOKS * pace.look_s)
         self._ranks: list[RankProcess] = []
         self._memory_kills = failures.count_memory_kills()
 
@@ -224,19 +227,16 @@ class _Run:
             log = request.log_dir / f"rank{number}.log"
             try:
                 with held_back():  # so that every rank that was started is known
-                    self._ranks.append(RankProcess(number, command, environment, log))
+                    self._ranks.append(RankProcess(number, command, environment, log, own_time=self._time))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
 
     def first_failure(self) -> RankFailure | None:
         """Wait until all ranks are done, and return None, or until one fails, and return why."""
         settle_until: float | None = None
-        last_look = time.monotonic()
         while True:
-            self._listen(since_last_look=time.monotonic() - last_look)
-            last_look = time.monotonic()
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            causes = self._causes()
+            causes = self.look()
             if causes:
                 cause = failures.origin(causes)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
@@ -247,6 +247,13 @@ class _Run:
             else:
                 settle_until = None  # a step that took too long has ended
             time.sleep(self._pace.look_s)
+
+    def look(self) -> list[Cause]:
+        """Take what the ranks report, and return what is wrong with any of them."""
+        self._time.look()
+        for rank in self._ranks:
+            rank.listen()
+        return self._causes()
 
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
@@ -277,12 +284,6 @@ class _Run:
         errors = [(report.message, report.hint) for report in reports if report.kind == "error"]
         return ["\n".join(filter(None, error)) for error in errors][:1]
 
-    def _listen(self, *, since_last_look: float) -> None:
-        for rank in self._ranks:
-            rank.listen()
-            if since_last_look > self._pace.frozen_s / 2:  # this process was stopped itself, maybe with all the ranks
-                rank.forgive()
-
     def _causes(self) -> list[Cause]:
         found = self._hung()
         for rank in self._ranks:
@@ -298,11 +299,17 @@ class _Run:
         return found
 
     def _hung(self) -> list[Cause]:
-        """Return which rank is behind, if a step takes too long, or if no rank gives a sign of work."""
+        """Return which rank is behind, if a step takes too long, or if no rank gives a sign of work.
+
+        That of a rank which waits for others takes as long as theirs, which may be kept from working by the machine.
+        """
         running = [rank for rank in self._ranks if rank.exit_code() is None]
+        pulses = [rank.pulse for rank in running]
         # A single rank waits for no other.
-        are_all_idle = len(running) > 1 and all(rank.pulse.is_idle for rank in running)
-        if not running or not (are_all_idle or any(rank.pulse.is_late for rank in running)):
+        are_all_idle = len(running) > 1 and all(pulse.is_idle for pulse in pulses)
+        are_all_behind = all(pulse.is_late or pulse.is_idle for pulse in pulses)
+        is_one_late = any(pulse.is_late and (are_all_behind or not pulse.waits) for pulse in pulses)
+        if not (are_all_idle or is_one_late):
             return []
         return [failures.hung(running)]
 

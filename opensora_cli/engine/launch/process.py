@@ -6,14 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, Pulse, RankReport
+from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, OwnTime, Pulse, RankReport
 from opensora_cli.core.ranks import LOG_VARIABLE
 
 _CHUNK = 2**16
@@ -27,10 +26,12 @@ class RankProcess:
     library that lets no other thread run, cannot send anything: it is busy, not frozen.
 
     Rank 0 has our stdout and stderr, so that its progress bars stay bars. Those of the others go to their logs, which
-    are overwritten and get tracebacks too. `environment` is all that the rank gets.
+    are overwritten and get tracebacks too. `environment` is all that the rank gets, `own_time` the launcher's.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, *, own_time: OwnTime
+    ) -> None:
         self.rank = rank
         self.log = log
         self.stage = FIRST_STAGE
@@ -47,7 +48,8 @@ class RankProcess:
                 raise
         self._code: int | None = None
         self._cpu_s = 0.0
-        self._last_sign = time.monotonic()
+        self._time = own_time
+        self._last_sign = own_time.now()
 
     @property
     def pid(self) -> int:
@@ -69,7 +71,7 @@ class RankProcess:
             while chunk := self._channel.recv(_CHUNK):
                 self._unread += chunk
         if self._unread != before:
-            self._last_sign = time.monotonic()
+            self._last_sign = self._time.now()
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -85,12 +87,8 @@ class RankProcess:
             times = psutil.Process(self.pid).cpu_times()
             if times.user + times.system != self._cpu_s:
                 self._cpu_s = times.user + times.system
-                self._last_sign = time.monotonic()
-        return time.monotonic() - self._last_sign
-
-    def forgive(self) -> None:
-        """Count its silence from now on: the launcher itself was stopped."""
-        self._last_sign = time.monotonic()
+                self._last_sign = self._time.now()
+        return self._time.now() - self._last_sign
 
     def is_stopped(self) -> bool:
         """Whether the process is stopped by a signal."""
