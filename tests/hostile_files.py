@@ -1,10 +1,14 @@
-"""Files as an attacker or a broken disk would make them, for the readers of checkpoints."""
+"""Files as an attacker or a broken disk would make them, for the readers of checkpoints and of data."""
 
+import datetime
+import decimal
+import io
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -145,3 +149,76 @@ def fuzz(check: Callable[[bytes], object], contents: st.SearchStrategy[bytes], e
         check(content)
 
     each()
+
+
+DEEP_JSON = {
+    "arrays": b"[" * 100_000 + b"]" * 100_000,
+    "objects": b'{"text":' * 50_000 + b"1" + b"}" * 50_000,
+    "never closed": b"[" * 100_000,
+}
+"""JSON that Python's parser gives up on, at its limit of recursion."""
+
+CAPTIONS: dict[str, tuple[str, bytes, str]] = {
+    **{f"deep {name}": (".json", content, "nested too deep") for name, content in DEEP_JSON.items()},
+    "half a character": (".json", rb'{"text": "cut off \ud83d"}', "half a character"),
+    "zero byte in JSON": (".json", rb'{"text": "a\u0000b"}', "zero byte"),
+    "no JSON": (".json", b"{text: 1}", "is not JSON"),
+    "number of many digits": (".json", b"9" * 10_000, "is not JSON"),
+    "list": (".json", b'["text"]', "has no text under"),
+    "null": (".json", b"null", "has no text under"),
+    "text of another type": (".json", b'{"text": ["a"], "caption": 3, "prompt": null}', "has no text under"),
+    "JSON of zero bytes": (".json", b"", "is not JSON"),
+    "JSON in Latin-1": (".json", b'{"text": "\xe9t\xe9"}', "is not text in UTF-8"),
+    "huge JSON": (".json", b'"' + b"word " * 400_000 + b'"', "too long for a caption"),
+    "Latin-1": (".txt", b"un \xe9t\xe9", "is not text in UTF-8"),
+    "UTF-16": (".txt", "text".encode("utf-16"), "is not text in UTF-8"),
+    "UTF-16 without a mark": (".txt", "text".encode("utf-16-le"), "zero byte"),
+    "huge": (".txt", b"word " * 400_000, "too long for a caption"),
+}
+"""Files of captions: their ending, their content, and what the reason says why none can be used."""
+
+
+def parquet_tables(columns: dict[str, list[Any]]) -> dict[str, bytes]:
+    """Return parquet files that no reader gets the columns of clips from; `columns` are those of a sound table."""
+    import pyarrow  # type: ignore[import-untyped]  # it ships none
+    from pyarrow import parquet
+
+    rows = len(columns["path"])
+
+    def stored(table: Any) -> bytes:
+        stream = io.BytesIO()
+        parquet.write_table(table, stream)
+        return stream.getvalue()
+
+    def changed(name: str, cells: Any) -> bytes:
+        return stored(pyarrow.table({**columns, name: cells}))
+
+    sound = pyarrow.table(columns)
+    whole = stored(sound)
+    footer = int.from_bytes(whole[-8:-4], "little") + 8
+    offsets = b"".join(index.to_bytes(4, "little") for index in range(rows + 1))
+    no_utf8 = pyarrow.StringArray.from_buffers(rows, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"\xff" * rows))
+    return {
+        **{f"cut at {tenth} tenths": whole[: len(whole) * tenth // 10] for tenth in range(10)},
+        "damaged pages": whole[:4] + b"\xff" * (len(whole) - footer - 4) + whole[-footer:],
+        "damaged footer": whole[:-footer] + b"\xff" * (footer - 8) + whole[-8:],
+        "no columns": stored(pyarrow.table({})),
+        "other columns": stored(pyarrow.table({"a": [1]})),
+        "a column twice": stored(sound.append_column("height", sound.column("height"))),
+        "text that is no UTF-8": changed("text", no_utf8),
+        "dates that Python has not": changed("text", pyarrow.array([2**62] * rows, pyarrow.timestamp("us"))),
+    }
+
+
+def parquet_cells(rows: int) -> dict[str, tuple[str, list[Any]]]:
+    """Return cells of wrong types, by what they are: the name of their column, and one for each row."""
+    return {
+        "sizes as text": ("height", ["tall"] * rows),
+        "sizes as lists": ("height", [[64]] * rows),
+        "sizes as structures": ("height", [{"a": 1}] * rows),
+        "sizes as dates": ("height", [datetime.datetime(2026, 1, 1)] * rows),
+        "sizes that are too large": ("height", [decimal.Decimal("9" * 38)] * rows),
+        "sizes that are no numbers": ("height", [float("nan")] * rows),
+        "sizes that are missing": ("height", [None] * rows),
+        "paths that are missing": ("path", [None] * rows),
+    }

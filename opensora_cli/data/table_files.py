@@ -4,6 +4,7 @@ import codecs
 import csv
 import importlib
 import io
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from opensora_cli.core.formatting import plain
 
 CSV = ".csv"
 PARQUET = ".parquet"
+
+_OF_PYARROW = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError)
+"""What pyarrow's errors for broken files are (and OSError), and those of cells that Python has no value for."""
 
 _LOOKED_AT = 4096
 """Bytes at the beginning of a table in which text of two bytes a character shows."""
@@ -98,7 +102,8 @@ def _split_csv(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> Non
 
 def _split_parquet(path: Path, targets: Sequence[Path], sizes: Sequence[int]) -> None:
     parquet = _pyarrow().parquet
-    table = parquet.read_table(path)
+    with _reading(path):
+        table = parquet.read_table(path)
     begin = 0
     for target, size in zip(targets, sizes, strict=True):
         with atomic_path(target) as temporary:
@@ -128,7 +133,7 @@ def _is_of_other_text(path: Path, column: str, cell: str) -> bool:
         cell.encode()
     except UnicodeEncodeError:
         as_latin = cell.encode("utf-8", "surrogateescape").decode("latin-1")
-        return column != "path" or (not (path.parent / cell).exists() and (path.parent / as_latin).exists())
+        return column != "path" or (not os.path.exists(path.parent / cell) and os.path.exists(path.parent / as_latin))
     return False
 
 
@@ -161,7 +166,7 @@ def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional:
     missing = [name for name in wanted if name not in header]
     if missing:
         raise FileProblem(
-            f"{path} has no column {' and no '.join(missing)}; it has {', '.join(header) or 'none'}",
+            f"{path} has no column {' and no '.join(missing)}; it has {plain(', '.join(header)) or 'none'}",
             hint="osora data scan FOLDER makes a table that has them all",
         )
     return [*wanted, *(name for name in optional if name in header)]
@@ -175,11 +180,11 @@ def _reading(path: Path) -> Iterator[None]:
         raise FileProblem(
             f"{path} cannot be read: {error.strerror}", hint="osora data scan FOLDER makes one"
         ) from error
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
-    # pyarrow's errors for broken files are subclasses of ValueError.
-    except (csv.Error, ValueError) as error:
-        raise FileProblem(f"{path} is not a table: {str(error).splitlines()[0]}") from error
+    except (csv.Error, OSError, *_OF_PYARROW) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileProblem(f"{path} is not a table: {plain(reason)}") from error
 
 
 def _pyarrow() -> Any:

@@ -35,6 +35,9 @@ class Finding:
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Finding":
         """Return the finding of a line of the journal."""
+        sizes, fps = [values[name] for name in _FACTS[:-1]], values["fps"]
+        if not (all(type(size) is int and size > 0 for size in sizes) and isinstance(fps, int | float | None)):
+            raise ValueError("sizes or the rate are none")
         facts = MediaFacts(**{name: values[name] for name in _FACTS})
         return cls(
             path=values["path"],
@@ -71,7 +74,7 @@ class ScanJournal:
                 else:
                     finding = Finding.of_values(values)
                     self._findings[finding.path] = finding
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
 
     def is_of_table(self) -> bool:

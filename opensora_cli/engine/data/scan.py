@@ -5,8 +5,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from opensora_cli.checkpoint.strict_json import is_unicode
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
+from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.table import COLUMNS
 from opensora_cli.data.table_files import check_table_name, split_table, write_table
@@ -15,6 +17,8 @@ from opensora_cli.media.read import media_files, probe
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
 _CAPTION_KEYS = ("text", "caption", "prompt")
+_LONGEST_BYTES = 10**6
+"""Of a caption's file: no text encoder reads a hundredth of it."""
 
 
 class BrokenFile(Document):
@@ -196,18 +200,33 @@ def read_caption(path: Path) -> str:
 
 def _content(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(_LONGEST_BYTES + 1)
+        if len(content) > _LONGEST_BYTES:
+            raise FileProblem(f"{path} is over {format_bytes(_LONGEST_BYTES)}, too long for a caption")
+        return _as_text(content.decode("utf-8-sig"), path)
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise FileProblem(f"{path} is not text in UTF-8") from error
     except OSError as error:
         raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def _as_text(text: str, path: Path) -> str:
+    """Return `text` if a table can hold it: JSON can escape half a character, and a zero byte ends no text."""
+    if "\0" in text:
+        raise FileProblem(f"{path} has a zero byte in its text")
+    if not is_unicode(text):
+        raise FileProblem(f"{path} has half a character in its text")
+    return text
+
+
 def _from_json(content: str, path: Path) -> str:
     try:
         value = json.loads(content)
+    except RecursionError:
+        raise FileProblem(f"{path} is nested too deep to be a caption") from None
     except ValueError as error:
         raise FileProblem(f"{path} is not JSON: {error}") from error
     found = value if isinstance(value, str) else None
@@ -215,7 +234,7 @@ def _from_json(content: str, path: Path) -> str:
         found = next((value[key] for key in _CAPTION_KEYS if isinstance(value.get(key), str)), None)
     if found is None:
         raise FileProblem(f"{path} has no text under {', '.join(_CAPTION_KEYS[:-1])} or {_CAPTION_KEYS[-1]}")
-    return found
+    return _as_text(found, path)
 
 
 class TablePart(Document):

@@ -2,10 +2,12 @@
 
 import csv
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile_files import parquet_cells, parquet_tables
 from tiny_clips import write_rows
 
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
@@ -94,6 +96,44 @@ def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
     path.write_bytes(b"not parquet")
     with pytest.raises(FileProblem, match=r"table\.parquet is not a table"):
         read_table(path)
+
+
+def test_damaged_parquet_is_refused_in_a_line_that_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    cells = {"path": ["a.mp4", "b.mp4"], "text": ["x", "y"]} | {name: [8, 8] for name in COLUMNS[2:5]}
+    parts = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
+    for name, content in parquet_tables(cells).items():
+        path = tmp_path / "table.parquet"
+        path.write_bytes(content)
+        try:
+            read_table(path)
+        except FileProblem as error:
+            message = error.message
+        else:
+            pytest.fail(name)
+        assert str(path) in message, name
+        assert message.isprintable(), name
+        with suppress(FileProblem):  # that it has other cells than a table of clips does not matter to its parts
+            split_table(path, parts)
+
+
+def test_cells_of_wrong_types_are_bad_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "table.parquet"
+    for name, (column, wrong) in parquet_cells(2).items():
+        cells = {"path": ["a.mp4", "b.mp4"], "text": ["x", "y"]} | {size: [8, 8] for size in COLUMNS[2:5]}
+        pyarrow.parquet.write_table(pyarrow.table({**cells, column: wrong}), path)
+        table = read_table(path)
+        assert (len(table), [bad.row for bad in table.bad_rows]) == (0, [1, 2]), name
+
+
+def test_a_header_of_megabytes_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"a" * 2_000_000)
+    with pytest.raises(FileProblem) as raised:
+        read_table(path)
+    assert len(raised.value.message) < 1000
 
 
 @KINDS

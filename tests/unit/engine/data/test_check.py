@@ -63,6 +63,13 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
     ]
 
 
+def test_a_path_that_no_file_can_have_is_a_bad_row(tmp_path: Path) -> None:
+    paths = ["a" * 5000, "a/" * 3000]
+    table = write_rows(tmp_path / "table.csv", [[path, "text", 1, 64, 64, ""] for path in paths])
+    report = check({"table": str(table), "buckets": {"64px": {1: (1.0, 2)}}})
+    assert [(bad.path, bad.reason) for bad in report.bad_rows] == [(path, "there is no such file") for path in paths]
+
+
 def test_rows_that_fall_out_are_counted_by_reason_with_what_takes_them_in(tmp_path: Path) -> None:
     rows: list[list[object]] = [
         # The clips that a recipe of 17 frames and 12 fps once left out without a word of why.

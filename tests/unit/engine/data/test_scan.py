@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hostile_files import CAPTIONS
 from PIL import Image
 from tiny_clips import write_clip, write_rows
 
@@ -173,6 +174,51 @@ def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path)
     again = run(folder)
     assert (again.broken, again.read, again.videos, again.pictures) == ((), 1, 4, 1)
     again.require_whole()
+
+
+@pytest.mark.parametrize("kind", [".csv", ".parquet"])
+def test_a_caption_that_cannot_be_used_is_listed_and_the_others_are_in_the_table(tmp_path: Path, kind: str) -> None:
+    if kind == ".parquet":
+        pytest.importorskip("pyarrow")
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    names = [f"{number:02}" for number in range(len(CAPTIONS))]
+    for name, (ending, content, _) in zip(names, CAPTIONS.values(), strict=True):
+        write_clip(folder / f"{name}.png", num_frames=1, height=8, width=8)
+        (folder / f"{name}{ending}").write_bytes(content)
+    write_clip(folder / "sound.png", num_frames=1, height=8, width=8, caption="fine")
+    result = run(folder, table=str(tmp_path / f"table{kind}"))
+    assert [Path(file.path).stem for file in result.broken] == names
+    for name, file, (ending, _, reason) in zip(names, result.broken, CAPTIONS.values(), strict=True):
+        assert f"{folder / name}{ending}" in file.reason
+        assert reason in file.reason
+        assert file.reason.isprintable()
+    assert read_columns(result.table, ["path", "text"]) == {"path": [str(folder / "sound.png")], "text": ["fine"]}
+    with pytest.raises(BatchError, match=f"{len(CAPTIONS)} files cannot be read"):
+        result.require_whole()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'["table_sha256"]',
+        b'{"path": ["a"], "size": 1, "mtime_ns": 1, "num_frames": 1, "height": 1, "width": 1, "fps": 1}',
+        b'{"path": "PATH", "size": SIZE, "mtime_ns": TIME, "num_frames": 1, "height": "8", "width": [], "fps": null}',
+        b'{"path": "PATH", "size": SIZE, "mtime_ns": TIME, "num_frames": 1, "height": 0, "width": 0, "fps": null}',
+    ],
+)
+def test_a_journal_of_nonsense_is_read_as_none(tmp_path: Path, line: bytes) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_clip(folder / "a.png", num_frames=1, height=8, width=8)
+    status = (folder / "a.png").stat()
+    for name, value in (("PATH", folder / "a.png"), ("SIZE", status.st_size), ("TIME", status.st_mtime_ns)):
+        line = line.replace(name.encode(), str(value).encode())
+    (tmp_path / "clips.csv.scan.jsonl").write_bytes(line + b"\n")
+    result = run(folder)
+    assert (result.read, result.rows) == (1, 1)
+    assert read_table(result.table).samples.height.tolist() == [8]
 
 
 class Interrupting(SilentReporter):
