@@ -158,6 +158,9 @@ DEEP_JSON = {
 }
 """JSON that Python's parser gives up on, at its limit of recursion."""
 
+NO_OBJECTS = [*DEEP_JSON.values(), b"[]", b'"text"', b"null", b"1", b"{", b"9" * 10_000, b"", b"NaN"]
+"""What is there in place of a JSON object."""
+
 CAPTIONS: dict[str, tuple[str, bytes, str]] = {
     **{f"deep {name}": (".json", content, "nested too deep") for name, content in DEEP_JSON.items()},
     "half a character": (".json", rb'{"text": "cut off \ud83d"}', "half a character"),

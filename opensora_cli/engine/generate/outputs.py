@@ -18,6 +18,7 @@ from safetensors.torch import save
 import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
+from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
@@ -249,6 +250,7 @@ def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:
 
 LATENTS_SCHEMA = "osora.latents/1"
 _KEY = "latents"
+_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +264,14 @@ class SavedLatents:
     """Of what asked for them."""
 
     def read(self) -> torch.Tensor:
-        """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU."""
+        """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU.
+        Raises CheckpointError if the file is not whole any more, or some are not finite.
+        """
         with _opened_latents(self.path) as file:
             latents_CTHW: torch.Tensor = file.get_tensor(_KEY)
-            return latents_CTHW
+        if not bool(latents_CTHW.isfinite().all()):
+            raise CheckpointError(f"{self.path} holds latents that are not finite", hint=LATENTS_HINT)
+        return latents_CTHW
 
 
 def save_latents(
@@ -284,6 +290,9 @@ def open_latents(path: str | Path) -> SavedLatents:
         metadata: dict[str, str] = file.metadata() or {}
         if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
             raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
+        dtype = file.get_slice(_KEY).get_dtype()
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
         return SavedLatents(path, _settings_in(path, metadata), metadata.get(REQUEST_KEY) or None)
 
 
@@ -293,7 +302,7 @@ def _opened_latents(path: str | Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except SafetensorError as error:
-        reason = " ".join(str(error).split())
+        reason = plain(" ".join(str(error).split()))
         raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=LATENTS_HINT) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -301,7 +310,9 @@ def _opened_latents(path: str | Path) -> Iterator[Any]:
 
 def _settings_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads(metadata["settings"])
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} does not say which settings made it") from error
+        settings: object = json.loads(metadata["settings"])
+    except (KeyError, ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT)
     return settings

@@ -2,12 +2,15 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hostile_files import NO_OBJECTS
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_world import demo_settings, released_settings
 
@@ -331,6 +334,39 @@ class TestFromLatents:
         save_file(load_file(saved), saved, metadata={"schema": "osora.latents/1"})
         with pytest.raises(CheckpointError, match="does not say which settings"):
             open_latents(saved)
+
+    @pytest.mark.parametrize("settings", NO_OBJECTS)
+    def test_settings_that_are_none(self, saved, reporter, settings):
+        save_file(load_file(saved), saved, metadata={"schema": "osora.latents/1", "settings": settings.decode()})
+        with pytest.raises(CheckpointError, match="does not say which settings") as caught:
+            go_on(saved, reporter)
+        assert str(saved) in caught.value.message
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+    def test_latents_of_another_type(self, saved, reporter, dtype):
+        change(saved, lambda latents: latents.to(dtype))
+        with pytest.raises(CheckpointError, match=r"holds latents of [A-Z0-9_]+, not of F32, F16, BF16"):
+            go_on(saved, reporter)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_latents_that_are_not_finite(self, saved, reporter, value):
+        change(saved, lambda latents: latents.index_fill(3, torch.tensor([2]), value))
+        with pytest.raises(CheckpointError, match="holds latents that are not finite"):
+            go_on(saved, reporter, **{"output.path": Given(str(saved.with_name("x.mp4")), "--out")})
+        assert saved.exists()
+
+    @pytest.mark.parametrize("shape", [(), (0,), (16,), (16, 0, 16, 16), (1, 16, 2, 16, 16)])
+    def test_latents_of_no_such_shape(self, saved, reporter, shape):
+        change(saved, lambda latents: latents.new_zeros(shape))
+        with pytest.raises(RequestError, match="holds latents of"):
+            go_on(saved, reporter, **{"output.path": Given(str(saved.with_name("x.mp4")), "--out")})
+
+
+def change(saved, changed):
+    """Write other latents in place of those of a file, which keeps its metadata."""
+    with safe_open(saved, framework="pt") as file:
+        metadata, latents = file.metadata(), file.get_tensor("latents")
+    save_file({"latents": changed(latents).contiguous()}, saved, metadata=metadata)
 
 
 class TestBrokenWeights:
