@@ -162,7 +162,7 @@ NO_OBJECTS = [*DEEP_JSON.values(), b"[]", b'"text"', b"null", b"1", b"{", b"9" *
 """What is there in place of a JSON object."""
 
 CAPTIONS: dict[str, tuple[str, bytes, str]] = {
-    **{f"deep {name}": (".json", content, "nested too deep") for name, content in DEEP_JSON.items()},
+    **{f"deep {name}": (".json", content, "nested too deeply") for name, content in DEEP_JSON.items()},
     "half a character": (".json", rb'{"text": "cut off \ud83d"}', "half a character"),
     "zero byte in JSON": (".json", rb'{"text": "a\u0000b"}', "zero byte"),
     "no JSON": (".json", b"{text: 1}", "is not JSON"),
@@ -172,11 +172,11 @@ CAPTIONS: dict[str, tuple[str, bytes, str]] = {
     "text of another type": (".json", b'{"text": ["a"], "caption": 3, "prompt": null}', "has no text under"),
     "JSON of zero bytes": (".json", b"", "is not JSON"),
     "JSON in Latin-1": (".json", b'{"text": "\xe9t\xe9"}', "is not text in UTF-8"),
-    "huge JSON": (".json", b'"' + b"word " * 400_000 + b'"', "too long for a caption"),
+    "huge JSON": (".json", b'"' + b"word " * 400_000 + b'"', "too many for what it should be"),
     "Latin-1": (".txt", b"un \xe9t\xe9", "is not text in UTF-8"),
     "UTF-16": (".txt", "text".encode("utf-16"), "is not text in UTF-8"),
     "UTF-16 without a mark": (".txt", "text".encode("utf-16-le"), "zero byte"),
-    "huge": (".txt", b"word " * 400_000, "too long for a caption"),
+    "huge": (".txt", b"word " * 400_000, "too many for what it should be"),
 }
 """Files of captions: their ending, their content, and what the reason says why none can be used."""
 

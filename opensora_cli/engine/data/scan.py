@@ -5,11 +5,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from opensora_cli.checkpoint.strict_json import is_unicode
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
-from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.reading import read_text, reading
+from opensora_cli.core.strict_json import is_unicode
 from opensora_cli.data.table import COLUMNS
 from opensora_cli.data.table_files import check_table_name, split_table, write_table
 from opensora_cli.engine.data.journal import Finding, ScanJournal
@@ -199,18 +199,9 @@ def read_caption(path: Path) -> str:
 
 
 def _content(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LONGEST_BYTES + 1)
-        if len(content) > _LONGEST_BYTES:
-            raise FileProblem(f"{path} is over {format_bytes(_LONGEST_BYTES)}, too long for a caption")
-        return _as_text(content.decode("utf-8-sig"), path)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except UnicodeError as error:
-        raise FileProblem(f"{path} is not text in UTF-8") from error
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}") from error
+    return _as_text(read_text(path, max_bytes=_LONGEST_BYTES), path)
 
 
 def _as_text(text: str, path: Path) -> str:
@@ -224,9 +215,8 @@ def _as_text(text: str, path: Path) -> str:
 
 def _from_json(content: str, path: Path) -> str:
     try:
-        value = json.loads(content)
-    except RecursionError:
-        raise FileProblem(f"{path} is nested too deep to be a caption") from None
+        with reading(path):
+            value = json.loads(content)
     except ValueError as error:
         raise FileProblem(f"{path} is not JSON: {error}") from error
     found = value if isinstance(value, str) else None
