@@ -73,6 +73,7 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
     assert names[:8] == kinds
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 has no collectives for fake tensors")
 def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tiny_training.mmdit_settings(tmp_path / "run").replace({"optimizer.name": "adamw", "strategy": "zero3"})
     config = recipe(settings, tmp_path)

@@ -6,7 +6,7 @@ GIB = 2**30
 
 
 def test_what_osora_requires(monkeypatch):
-    requires = ["torch>=2.11", "numpy>=99", "no-such-package>=1", "peft; extra == 'train'"]
+    requires = ["torch>=2.10", "numpy>=99", "no-such-package>=1", "peft; extra == 'train'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
     unmet = facts.read_python().unmet
     assert len(unmet) == 2
