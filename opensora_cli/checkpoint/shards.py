@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import Entry, reading, reading_file
+from opensora_cli.checkpoint.readable import reading, reading_file
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
+from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside, sha256_of
-from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, reading, write_all
+from opensora_cli.checkpoint.stream import Entry, HeldEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import replace_folder, write_bytes_atomic
 from opensora_cli.core.strict_json import parse_object

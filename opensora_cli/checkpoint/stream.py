@@ -7,9 +7,7 @@ entries; writing reads one small range after the other. So no checkpoint, nor ev
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from itertools import chain, groupby
 from math import prod
@@ -18,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, uint8
 
-from opensora_cli.core import reading as core_reading
+from opensora_cli.checkpoint.readable import reading
 from opensora_cli.core.exceptions import CheckpointError
 
 PIECE_BYTES = 2**20
@@ -26,27 +24,6 @@ PIECE_BYTES = 2**20
 
 MAX_DIMENSIONS = 64
 """Of a tensor: torch computes with no more."""
-
-
-reading = partial(core_reading.reading, problem=CheckpointError)
-"""`core.reading` of a checkpoint's files: a CheckpointError names the file that cannot be read."""
-
-require_file = partial(core_reading.require_file, problem=CheckpointError)
-"""`core.reading.require_file` of a checkpoint's file."""
-
-
-@contextmanager
-def reading_file(path: Path) -> Iterator[None]:
-    """As `reading`, of a file that must be there."""
-    require_file(path)
-    with reading(path):
-        yield
-
-
-def visible_files(folder: Path) -> list[Path]:
-    """Return what is in a folder, sorted, but for hidden files: those that are being written are hidden."""
-    with reading(folder):
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 @dataclass(frozen=True, slots=True)

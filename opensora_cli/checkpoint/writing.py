@@ -5,10 +5,11 @@ and its last file is the one without which no reader takes it for a checkpoint: 
 torch.distributed.checkpoint.
 """
 
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
@@ -16,22 +17,10 @@ from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import write_torch
 from opensora_cli.checkpoint.shards import SAFETENSORS_FORM, SHARD_BYTES, ShardForm, write_shards
-from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.core.files import atomic_folder, atomic_path, refuse_special, require_space
-from opensora_cli.core.formatting import first_few
-
-_FILES = (Format.SAFETENSORS, Format.TORCH)
-
-_FOLDERS = (Format.SAFETENSORS_SHARDS, Format.TORCH_SHARDS, Format.COLOSSALAI, Format.DCP)
-
-_OWN_NAMES = {
-    Format.SAFETENSORS_SHARDS: re.compile(r"model(-\d{5,}-of-\d{5,}\.safetensors|\.safetensors\.index\.json)"),
-    Format.TORCH_SHARDS: re.compile(r"pytorch_model(-\d{5,}-of-\d{5,}\.bin|\.bin\.index\.json)"),
-    Format.DCP: re.compile(r"__\d+_\d+\.distcp|\.metadata"),
-}
-"""The files that a folder of each format holds; ColossalAI's holds another folder."""
-
+from opensora_cli.checkpoint.stream import Entry, HeldEntry
+from opensora_cli.checkpoint.targets import FILE_FORMATS, check_target, refuse_to_replace
+from opensora_cli.checkpoint.views import CastEntry
+from opensora_cli.core.files import atomic_folder, atomic_path
 
 _TORCH_FORM = ShardForm(stem="pytorch_model", suffix=".bin", write=write_torch)
 
@@ -67,7 +56,7 @@ def write_checkpoint(
             attempt.
     """
     check_target(path, format=format, needed=sum(entry.nbytes for entry in entries.values()), overwrite=overwrite)
-    if format in _FILES:
+    if format in FILE_FORMATS:
         write = write_safetensors if format is Format.SAFETENSORS else write_torch
         with atomic_path(path, replace=overwrite) as temporary:
             write(temporary, entries, metadata=metadata or {}, advance=advance)
@@ -88,65 +77,15 @@ def write_checkpoint(
                 advance=advance,
             )
         # Checked again: hours may have passed since the first check.
-        _refuse_to_replace(path, format=format, overwrite=overwrite)
+        refuse_to_replace(path, format=format, overwrite=overwrite)
         written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
     return tuple(path / name for name in written)
 
 
-def check_target(path: Path, *, format: Format, needed: int, overwrite: bool) -> None:
-    """Check before hours of work whether `write_checkpoint` could write tensors of `needed` bytes.
-
-    Raises:
-        RequestError: the format is not written here.
-        OutputError: `path` exists already, holds more than a checkpoint, or lies where nothing may be written, or its
-            disk is too small.
+def write_weights(path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+    """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
+    Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
-    if format not in (*_FILES, *_FOLDERS):
-        raise RequestError(f"the format {format} is written by trainings alone", hint="write safetensors")
-    try:
-        _refuse_to_replace(path, format=format, overwrite=overwrite)
-        _refuse_unwritable(path)
-        require_space(path, needed)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
-    is_folder = format in _FOLDERS
-    is_empty = is_folder and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-    if not os.path.lexists(path) or is_empty:
-        return
-    refuse_special(path)
-    if path.is_dir() and not is_folder:
-        raise OutputError(f"{path} is a folder", hint="give the name of a file, or a format of several files")
-    if is_folder and not path.is_dir():
-        raise OutputError(f"{path} is a file", hint="give the name of a folder, or a format of one file")
-    if not overwrite:
-        raise OutputError(f"{path} exists already", hint="use --overwrite, or write to another name")
-    if is_folder and (foreign := _foreign(path, format)):
-        names = first_few([str(file.relative_to(path)) for file in foreign])
-        raise OutputError(
-            f"{path} holds more than a checkpoint of {format}, which would be lost: {names}",
-            hint="write to another folder",
-        )
-
-
-def _refuse_unwritable(path: Path) -> None:
-    """Refuse a path whose folder cannot be made, or not be written to."""
-    place = next((place for place in path.absolute().parents if os.path.lexists(place)), Path("/"))
-    if not place.is_dir():
-        raise OutputError(f"cannot write {path}: {place} is not a folder", hint="choose another name")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise OutputError(
-            f"cannot write {path}: nothing may be written to {place}", hint="choose a folder that you may write to"
-        )
-
-
-def _foreign(folder: Path, format: Format) -> list[Path]:
-    """Return what is in a folder, and would not be if it were nothing but a checkpoint of this format."""
-    there = sorted(folder.iterdir())
-    if format is Format.COLOSSALAI:
-        inner = folder / MODEL_FOLDER
-        others = [path for path in there if path != inner]
-        return others or _foreign(inner, Format.SAFETENSORS_SHARDS)
-    return [path for path in there if not _OWN_NAMES[format].fullmatch(path.name) or path.is_dir()]
+    entries = {name: CastEntry(HeldEntry(weight), dtype, name=name) for name, weight in weights.items()}
+    with atomic_path(path) as temporary:
+        write_safetensors(temporary, entries, metadata={})

@@ -126,6 +126,7 @@ def convert(
       osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
     with errors.interruptible():
+        from opensora_cli.engine.ckpt.early import refuse_early
         from opensora_cli.settings.ckpt import ConvertSettings
 
         settings = _validated(
@@ -134,7 +135,7 @@ def convert(
             {"select": select, "only": only, "drop": drop, "rename": rename, "qkv": qkv, "rotary": rotary}
             | {"dtype": dtype, "preset": preset, "format": format_, "shard_size": shard_size, "overwrite": overwrite},
         )
-        require_there(settings.source)
+        refuse_early([settings.source], settings)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import convert as engine
 
@@ -201,6 +202,7 @@ def verify(
             {"path": ("PATH", path), "data": ("--no-data", not no_data)},
             {"select": select, "preset": preset, "sha256": sha256},
         )
+        require_there(settings.path)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import verify as engine
 
@@ -277,6 +279,7 @@ def merge_lora(
       osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
     with errors.interruptible():
+        from opensora_cli.engine.ckpt.early import refuse_early
         from opensora_cli.settings.ckpt import MergeLoraSettings
 
         settings = _validated(
@@ -285,7 +288,7 @@ def merge_lora(
             | {"hashing": ("--no-hash", not no_hash)},
             {"unmerge": unmerge, "scale": scale, "format": format_, "shard_size": shard_size, "overwrite": overwrite},
         )
-        require_there(settings.base, settings.adapter)
+        refuse_early([settings.base, settings.adapter], settings)
         with errors.uninterrupted():
             from opensora_cli.engine.ckpt import merge_lora as engine
 

@@ -198,6 +198,7 @@ def cache(
         "threads": ("--threads", threads),
     }
     with errors.interruptible():
+        from opensora_cli.engine.data.early import refuse_early
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import collect_overrides
         from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -206,9 +207,7 @@ def cache(
         overrides = collect_overrides(TrainSettings, given, set_ or [])
         reporter = output.make_reporter(quiet=quiet)
         settings = load_train_settings(config=config, overrides=overrides, environment=os.environ, report=reporter.note)
-        if settings.data.table is not None:
-            # Once the folder of the cache is there, it belongs to settings that may be none of a later run.
-            require_there(settings.data.table)
+        refuse_early(settings)
         with errors.uninterrupted():
             from opensora_cli.engine.data.cache import cache_clips
 

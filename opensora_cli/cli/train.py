@@ -204,22 +204,23 @@ def _run(
     quiet: bool,
 ) -> None:
     from opensora_cli.core.ranks import find_context
+    from opensora_cli.engine.train.early import Resume, refuse_early, warn_of_missing_inputs
 
-    cache = settings.train_mmdit.cache
-    if settings.data.table is not None and not dry_run and (cache is None or not Path(cache).exists()):
-        require_there(settings.data.table)
+    resume = Resume(folder=resume_from, allow_older=allow_older) if resumes else None
+    if not dry_run:
+        refuse_early(settings, resume=resume, overwrite=overwrite)
     with errors.uninterrupted():
         from opensora_cli.engine.train import run
         from opensora_cli.engine.train.plan import plan_training, with_memory
-        from opensora_cli.engine.train.resuming import Resume
 
-    resume = Resume(folder=resume_from, allow_older=allow_older) if resumes else None
     context = find_context(os.environ)
     is_main = context is None or context.is_main
     if dry_run:
         plan = plan_training(settings, resume=resume, overwrite=overwrite)
         if is_main:
-            plan = with_memory(plan, reporter=output.make_reporter(quiet=quiet))
+            reporter = output.make_reporter(quiet=quiet)
+            warn_of_missing_inputs(settings, reporter)
+            plan = with_memory(plan, reporter=reporter)
             output.print_result(plan, as_json=as_json)
         return
     result = run.train(

@@ -107,10 +107,12 @@ def reconstruct(
         "clip.num_frames": ("--clip-frames", clip_frames),
     }
     with errors.interruptible():
+        from opensora_cli.engine.vae.early import refuse_early
         from opensora_cli.settings.vae_reconstruct import ReconstructSettings
 
         reporter = output.make_reporter(quiet=quiet)
         settings = _settings(ReconstructSettings, flags, config=config, assignments=set_ or [], reporter=reporter)
+        refuse_early(settings)
         with errors.uninterrupted():
             from opensora_cli.engine.vae import reconstruct as engine
 
@@ -151,10 +153,12 @@ def stats(
         "clip.num_frames": ("--clip-frames", clip_frames),
     }
     with errors.interruptible():
+        from opensora_cli.engine.vae.early import refuse_early
         from opensora_cli.settings.vae_reconstruct import EncodeSettings
 
         reporter = output.make_reporter(quiet=quiet)
         settings = _settings(EncodeSettings, flags, config=config, assignments=set_ or [], reporter=reporter)
+        refuse_early(settings)
         with errors.uninterrupted():
             from opensora_cli.engine.vae.stats import latent_statistics
 

@@ -32,13 +32,31 @@ REQUESTS = [
     (2, ["train", "--config", "demo", "--set", "nope=1"], "nope (from --set) is not a setting"),
     (3, ["train", "--config", "demo", "--set", "data.table=gone.csv"], "gone.csv does not exist"),
     (3, ["train", "--config", "demo", "--set", "data.table=gone.csv", "--check-data"], "gone.csv does not exist"),
+    (3, ["train", "--config", "demo"], "weights=runs/demo_vae,runs/demo_text has no vae.safetensors, t5, clip"),
+    (3, ["train", "--config", "demo", "--gpus", "2"], "has no vae.safetensors, t5, clip"),
+    (3, ["train", "--config", "demo_vae", "--set", "init=gone.pt"], "init=gone.pt does not exist"),
+    (3, ["train", "--config", "demo_vae", "--resume"], "has no checkpoint to resume from"),
+    (3, ["train", "--config", "demo_vae", "--resume-from", "gone"], "gone is no folder of a checkpoint"),
+    (2, ["train", "--config", "demo_vae", "--resume", "--overwrite"], "give one of them"),
+    (3, ["train", "--config", "demo_vae", "--set", "output=run"], "run holds an earlier run: log.jsonl"),
     (3, ["ckpt", "convert", "gone.safetensors", "out"], "gone.safetensors does not exist"),
+    (3, ["ckpt", "convert", "there.mp4", "there.pt"], "there.pt exists already"),
+    (2, ["ckpt", "convert", "there.pt", "there.pt"], "there.pt is what is read"),
+    (3, ["ckpt", "merge-lora", "there.mp4", "run", "there.pt"], "there.pt exists already"),
+    (3, ["ckpt", "verify", "gone.safetensors"], "gone.safetensors does not exist"),
     (3, ["ckpt", "inspect", "gone.safetensors"], "gone.safetensors does not exist"),
     (3, ["ckpt", "diff", "there.mp4", "gone.safetensors"], "gone.safetensors does not exist"),
     (3, ["ckpt", "merge-lora", "there.mp4", "gone", "out.safetensors"], "gone does not exist"),
     (2, ["vae", "reconstruct", "there.mp4", "--set", "nope=1"], "nope (from --set) is not a setting"),
+    (3, ["vae", "reconstruct", "gone.mp4"], "cannot read gone.mp4"),
+    (3, ["vae", "reconstruct", "there.mp4", "--config", "hunyuan"], "hunyuan_vae.safetensors"),
+    (3, ["vae", "reconstruct", "there.mp4", "-o", "run"], "there_reconstructed.mp4 exists already"),
+    (3, ["vae", "stats", "gone.mp4"], "cannot read gone.mp4"),
     (2, ["bench-comm", "--plot", "there.mp4"], "must end in .png"),
     (2, ["mem-profile", "--set", "nope=1"], "nope (from --set) is not a setting"),
+    (2, ["data", "cache", "--config", "demo_text"], "only mmdit has a use for a cache"),
+    (3, ["data", "cache", "--config", "demo"], "has no vae.safetensors, t5, clip"),
+    (3, ["data", "cache", "--config", "demo", "--table", "gone.csv"], "gone.csv does not exist"),
     (3, ["data", "scan", "gone"], "gone does not exist"),
     (3, ["data", "shard", "gone.csv", "--parts", "2"], "gone.csv does not exist"),
     (3, ["data", "preview", "gone.csv", "-o", "sheet.png"], "gone.csv does not exist"),
@@ -47,6 +65,10 @@ REQUESTS = [
 
 def test_wrong_requests_are_refused_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there.mp4").write_text("mine")
+    (tmp_path / "there.pt").write_text("mine")
+    (tmp_path / "run").mkdir()
+    for name in ("log.jsonl", "there_reconstructed.mp4"):
+        (tmp_path / "run" / name).write_text("mine")
     (tmp_path / "broken.yaml").write_text("a: [")
     # Where the released model is, nothing is known of torch's devices but by torch itself.
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -62,4 +84,4 @@ def test_wrong_requests_are_refused_before_torch_is_imported(tmp_path: Path, mon
     assert [(code, has_torch) for code, has_torch in found] == [(code, False) for code, _, _ in REQUESTS]
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert [text for (_, _, text), line in zip(REQUESTS, errors, strict=True) if text not in line] == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml", "there.mp4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml", "run", "there.mp4", "there.pt"]

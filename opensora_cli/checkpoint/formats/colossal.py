@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from opensora_cli.checkpoint.contents import Selection
-from opensora_cli.checkpoint.stream import visible_files
+from opensora_cli.checkpoint.readable import visible_files
 from opensora_cli.core.exceptions import CheckpointError
 
 TRAINING_FILE = "checkpoint.pt"

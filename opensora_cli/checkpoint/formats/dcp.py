@@ -16,9 +16,10 @@ import torch
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.formats.pickles import DTYPES, broken_file, check_pickle, refusal_of_name
 from opensora_cli.checkpoint.formats.torch import open_tensor, save_whole
+from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.state_dicts import find_weights
-from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, reading
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry
 from opensora_cli.checkpoint.views import JoinedEntry, Tile, TiledEntry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.strict_json import shown

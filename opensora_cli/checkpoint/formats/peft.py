@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside
-from opensora_cli.checkpoint.stream import Entry, reading
+from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.strict_json import parse_object, shown

@@ -15,15 +15,8 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.stream import (
-    MAX_DIMENSIONS,
-    Entry,
-    Extent,
-    StoredEntry,
-    copy_entries,
-    reading_file,
-    write_all,
-)
+from opensora_cli.checkpoint.readable import reading_file
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, StoredEntry, copy_entries, write_all
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.strict_json import (
     MAX_JSON_BYTES,

@@ -38,17 +38,9 @@ from opensora_cli.checkpoint.formats.pickles import (
     broken_file,
     check_pickle,
 )
+from opensora_cli.checkpoint.readable import reading, reading_file
 from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
-from opensora_cli.checkpoint.stream import (
-    MAX_DIMENSIONS,
-    Entry,
-    Extent,
-    HeldEntry,
-    StoredEntry,
-    byte_pieces,
-    reading,
-    reading_file,
-)
+from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry, byte_pieces
 from opensora_cli.checkpoint.views import StridedEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.strict_json import as_unicode, parse_object, shown

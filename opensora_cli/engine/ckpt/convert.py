@@ -14,9 +14,10 @@ from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout
-from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_paths, check_product, write
+from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_product, write
 from opensora_cli.models.mmdit.layout import QKV, Rotary
 from opensora_cli.settings.ckpt import ConvertSettings
 from opensora_cli.settings.enums import WeightDType

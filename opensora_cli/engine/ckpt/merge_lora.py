@@ -9,7 +9,8 @@ from opensora_cli.checkpoint.lora import merge, unmerge, unmerge_error
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_paths, check_product, write
+from opensora_cli.engine.ckpt.early import check_paths
+from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_product, write
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 

@@ -13,9 +13,10 @@ import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint, Format, Selection
 from opensora_cli.checkpoint.shards import SHARD_BYTES, sha256_of
 from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.writing import check_target, write_checkpoint
+from opensora_cli.checkpoint.targets import check_target
+from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
@@ -107,21 +108,6 @@ class WrittenDocument(ProductDocument):
         return [str(self.target)]
 
 
-def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
-    """Refuse a target that would take the place of what is read, or be put into it.
-
-    Raises:
-        RequestError: it is a source, inside of one, or around one.
-        OutputError: it is no name that a file can have.
-    """
-    target = Path(settings.target)
-    try:
-        for source in sources:
-            _check_path(target, source)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
-
-
 def check_product(product: Product) -> None:
     """Check before hours of reading that weights can be written, and understood afterwards.
 
@@ -175,16 +161,6 @@ def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Pa
             advance=progress.advance,
         )
     return sha256, files
-
-
-def _check_path(target: Path, source: Path) -> None:
-    here, there = target.resolve(), source.resolve()
-    if here == there or (target.exists() and target.samefile(source)):
-        raise RequestError(f"{target} is what is read", hint="write to another name")
-    if there in here.parents:
-        raise RequestError(f"{target} is inside of {source}, which is read", hint="write to another folder")
-    if here in there.parents:
-        raise RequestError(f"{target} holds {source}, which is read", hint="write to another folder")
 
 
 def _hash_files(source: Checkpoint, *, reporter: Reporter) -> str:

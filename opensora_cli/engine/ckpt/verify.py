@@ -11,9 +11,9 @@ from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_S
 from opensora_cli.checkpoint.formats.torch import check_torch
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import Kind, open_checkpoint, recognise
+from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import ShardIndex, read_index, refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
-from opensora_cli.checkpoint.stream import reading
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain

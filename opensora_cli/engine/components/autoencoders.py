@@ -3,9 +3,7 @@
 Generation and its estimate know only `VideoAutoencoder`, the interface: another one is a line in `AUTOENCODERS`.
 """
 
-import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -14,8 +12,7 @@ from typing import Any
 import torch
 
 from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.components.weights import DEFAULT_FOLDER, hub_snapshot, packaged_demo
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.vae.autoencoder import Autoencoder, VideoAutoencoder
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
@@ -23,17 +20,7 @@ from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.enums import DownloadPreset, VAEKind
-
-
-@dataclass(frozen=True, slots=True)
-class AutoencoderKind:
-    """One row of the registry."""
-
-    make: Callable[[VAESettings], Autoencoder]
-    """Returns it with random weights; RequestError where its sizes contradict each other."""
-    download: DownloadPreset
-    """What `osora ckpt download` calls its weights."""
+from opensora_cli.settings.enums import VAEKind
 
 
 def _hunyuan_config(settings: VAESettings) -> HunyuanVAEConfig:
@@ -57,17 +44,12 @@ def _fields(section: Section) -> dict[str, Any]:
     return {name: getattr(section, name) for name in type(section).model_fields}
 
 
-AUTOENCODERS: Mapping[VAEKind, AutoencoderKind] = {
-    VAEKind.HUNYUAN: AutoencoderKind(
-        lambda settings: HunyuanVAE(_hunyuan_config(settings)), DownloadPreset.OPEN_SORA_V2
-    ),
-    VAEKind.DC_AE: AutoencoderKind(
-        lambda settings: DCAE(DCAEConfig(**_fields(settings.dc_ae))), DownloadPreset.OPEN_SORA_V2_DC_AE
-    ),
-    VAEKind.FLUX_AE: AutoencoderKind(
-        lambda settings: FluxAE(FluxAEConfig(**_fields(settings.flux_ae))), DownloadPreset.FLUX1_DEV
-    ),
+AUTOENCODERS: Mapping[VAEKind, Callable[[VAESettings], Autoencoder]] = {
+    VAEKind.HUNYUAN: lambda settings: HunyuanVAE(_hunyuan_config(settings)),
+    VAEKind.DC_AE: lambda settings: DCAE(DCAEConfig(**_fields(settings.dc_ae))),
+    VAEKind.FLUX_AE: lambda settings: FluxAE(FluxAEConfig(**_fields(settings.flux_ae))),
 }
+"""What makes each with random weights; a RequestError where its sizes contradict each other."""
 
 
 def new_autoencoder(settings: VAESettings) -> Autoencoder:
@@ -75,7 +57,7 @@ def new_autoencoder(settings: VAESettings) -> Autoencoder:
 
     Sizes that contradict each other are a RequestError.
     """
-    return AUTOENCODERS[settings.kind].make(settings)
+    return AUTOENCODERS[settings.kind](settings)
 
 
 def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
@@ -136,29 +118,3 @@ def load_autoencoder(
     autoencoder = autoencoder_on_meta(settings)
     load_into_module(autoencoder, path, device=device, dtype=dtype, advance=advance)
     return autoencoder.requires_grad_(False).eval()
-
-
-def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
-    """Return where the weights of an autoencoder are; a CheckpointError names where they were looked for.
-
-    Args:
-        file: the name of its file.
-        hub_repo: the Hub repository in whose cache it may be; None: it is the demo's, which is part of osora.
-        named: the folder to look in, and in no other; None: `./ckpts`, then the Hugging Face cache.
-    """
-    if named is not None:
-        folders = [Path(named)]
-    elif hub_repo is None:
-        folders = [packaged_demo()]
-    else:
-        folders = [folder for folder in (Path(DEFAULT_FOLDER), hub_snapshot(hub_repo)) if folder is not None]
-    for folder in folders:
-        if (folder / file).exists():
-            return folder / file
-    hint = None
-    if hub_repo is not None:
-        place = "" if named is None else f" --to {shlex.quote(named)}"
-        hint = f"osora ckpt download {AUTOENCODERS[kind].download}{place}"
-    raise CheckpointError(
-        f"weights of the autoencoder are missing: {file} (looked in {' and '.join(map(str, folders))})", hint=hint
-    )

@@ -3,19 +3,28 @@
 import importlib.resources
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, FileProblem
+from opensora_cli.core.progress import Reporter
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
-from opensora_cli.settings.components import DOWNLOAD_COMMAND, FileSettings
-from opensora_cli.settings.enums import ModelChoice, ModelName
+from opensora_cli.settings.components import FileSettings
+from opensora_cli.settings.enums import DownloadPreset, ModelChoice, ModelName, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
 
 DEFAULT_FOLDER = "ckpts"
 """Where weights are looked for in the working directory, and where the download command puts them."""
+
+
+_DOWNLOADS = {
+    VAEKind.HUNYUAN: DownloadPreset.OPEN_SORA_V2,
+    VAEKind.DC_AE: DownloadPreset.OPEN_SORA_V2_DC_AE,
+    VAEKind.FLUX_AE: DownloadPreset.FLUX1_DEV,
+}
+"""What `osora ckpt download` calls the weights of each autoencoder."""
 
 
 class Component(StrEnum):
@@ -80,9 +89,7 @@ class WeightFiles:
     def _how_to_get(self) -> str:
         if self.model is ModelName.DEMO:
             return "the demo comes with osora: install it again; a file elsewhere is named by its absolute path"
-        # What is there already is not fetched again.
-        place = "" if self.download_folder == DEFAULT_FOLDER else f" --to {shlex.quote(self.download_folder)}"
-        return DOWNLOAD_COMMAND + place
+        return download_command(VAEKind.HUNYUAN, to=self.download_folder)
 
 
 def find_weights(settings: GenerateSettings) -> WeightFiles:
@@ -113,6 +120,43 @@ def find_released(files: FileSettings, named: str | None) -> WeightFiles:
         folders.append(snapshot)
     looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
     return _located(files, folders, model=model, looked_in=looked_in, use_hub=True)
+
+
+def download_command(kind: VAEKind, *, to: str) -> str:
+    """Return the line that fetches the released model with this autoencoder; what is there already is not fetched."""
+    place = "" if to == DEFAULT_FOLDER else f" --to {shlex.quote(to)}"
+    return f"osora ckpt download {_DOWNLOADS[kind]}{place}"
+
+
+def warn_of_missing(check: Callable[[], object], reporter: Reporter) -> None:
+    """Warn of a file that `check` misses: a dry run plans, and the run would be refused for it."""
+    try:
+        check()
+    except FileProblem as error:
+        reporter.warn("; ".join(filter(None, (f"a run would be refused: {error.message}", error.hint))))
+
+
+def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
+    """Return where the weights of an autoencoder are; a CheckpointError names where they were looked for.
+
+    Args:
+        file: the name of its file.
+        hub_repo: the Hub repository in whose cache it may be; None: it is the demo's, which is part of osora.
+        named: the folder to look in, and in no other; None: `./ckpts`, then the Hugging Face cache.
+    """
+    if named is not None:
+        folders = [Path(named)]
+    elif hub_repo is None:
+        folders = [packaged_demo()]
+    else:
+        folders = [folder for folder in (Path(DEFAULT_FOLDER), hub_snapshot(hub_repo)) if folder is not None]
+    for folder in folders:
+        if (folder / file).exists():
+            return folder / file
+    hint = None if hub_repo is None else download_command(kind, to=named or DEFAULT_FOLDER)
+    raise CheckpointError(
+        f"weights of the autoencoder are missing: {file} (looked in {' and '.join(map(str, folders))})", hint=hint
+    )
 
 
 def packaged_demo() -> Path:

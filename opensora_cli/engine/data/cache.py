@@ -4,13 +4,14 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import BatchError, RequestError
+from opensora_cli.core.exceptions import BatchError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
-from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, fill_cache, lazy_encoders
+from opensora_cli.engine.data.early import refuse_early
+from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, cache_requests, fill_cache, lazy_encoders
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.settings.train import TrainSettings, TrainTarget
+from opensora_cli.settings.train import TrainSettings
 
 
 class CacheReport(Document):
@@ -55,17 +56,17 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
         HardwareError: there is no such device, or the adapter that the cache is for needs PEFT.
         KeyboardInterrupt: its argument is how to continue.
     """
-    if settings.target is not TrainTarget.MMDIT:
-        raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
-    if settings.train_mmdit.cache is None:
-        raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
+    refuse_early(settings)
     if settings.lora.is_on:
         # Training would find out after everything was encoded.
         require_peft()
     reporter = reporter or SilentReporter()
     device = pick_hardware(settings.device_name, "float32").device
+    # A table that cannot be read, before files are hashed and a cache is begun.
+    requests = cache_requests(settings)
+    assert settings.train_mmdit.cache is not None
     folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
     with threads_used(pick_threads(asked=settings.threads), reporter):
         begin_cache(settings, folder, encoders, device=device, reporter=reporter)
-        encoded, failed = fill_cache(settings, folder, encoders, rank=0, ranks=1, reporter=reporter)
+        encoded, failed = fill_cache(settings, folder, requests, encoders, reporter=reporter)
     return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))

@@ -1,6 +1,6 @@
 """Filling a cache: every clip that training can ask for is encoded once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -11,7 +11,14 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
+from opensora_cli.engine.encode.clip_cache import (
+    CacheWriter,
+    ClipCache,
+    file_state,
+    is_cache_of,
+    require_same_settings,
+    write_header,
+)
 from opensora_cli.engine.encode.clip_conditions import encoded_parts, fitting_modes
 from opensora_cli.engine.encode.datasets import all_requests
 from opensora_cli.engine.encode.encoding import (
@@ -22,7 +29,7 @@ from opensora_cli.engine.encode.encoding import (
     fresh_clip,
     part_name,
 )
-from opensora_cli.engine.encode.frozen_parts import cache_identity, load_encoders
+from opensora_cli.engine.encode.frozen_parts import cache_identity, cache_settings, load_encoders
 from opensora_cli.engine.encode.loading import pixel_multiple, read_clip
 from opensora_cli.settings.train import TrainSettings
 
@@ -56,11 +63,12 @@ def prepare_cache(
     """
     if settings.train_mmdit.cache is None:
         return None
+    requests = cache_requests(settings)
     folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
     if rank == 0:
         begin_cache(settings, folder, encoders, device=device, reporter=reporter)
     barrier()
-    _, failed = fill_cache(settings, folder, encoders, rank=rank, ranks=ranks, reporter=reporter)
+    _, failed = fill_cache(settings, folder, requests[rank::ranks], encoders, reporter=reporter)
     if failed:
         others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
         reporter.warn(f"left out: {failed[0].path} ({failed[0].reason}){others}")
@@ -82,6 +90,7 @@ def begin_cache(
     reporter: Reporter,
 ) -> None:
     """Make a new cache, or see to it that the one that is there was made with these settings and parts."""
+    require_same_settings(folder, cache_settings(settings, device=device))
     identity = cache_identity(settings, device=device, reporter=reporter)
     if not is_cache_of(folder, identity):
         write_header(folder, identity, encoders().empty_prompt())
@@ -90,18 +99,17 @@ def begin_cache(
 def fill_cache(
     settings: TrainSettings,
     folder: Path,
+    requests: Sequence[ClipRequest],
     encoders: Callable[[], Encoders],
     *,
-    rank: int,
-    ranks: int,
     reporter: Reporter,
 ) -> tuple[int, list[FailedClip]]:
-    """Encode this rank's share of what the cache lacks; return how many clips, and what could not be read."""
+    """Encode what the cache lacks of these clips; return how many, and what could not be read."""
     clips = ClipCache(folder)
     parts = {frames: _parts(settings, num_frames=frames) for frames in settings.data.lengths()}
     share = [
         request
-        for request in _requests(settings)[rank::ranks]
+        for request in requests
         if not clips.names(request, file=file_state(request.path)) >= {*ALWAYS_CACHED, *parts[request.num_frames]}
     ]
     if not share:
@@ -128,8 +136,8 @@ def fill_cache(
     return len(share) - len(failed), failed
 
 
-def _requests(settings: TrainSettings) -> list[ClipRequest]:
-    """Return every clip that training can ask for, once."""
+def cache_requests(settings: TrainSettings) -> list[ClipRequest]:
+    """Return every clip that training can ask for, once; errors are those of `open_dataset`."""
     requests = all_requests(settings.data, seed=settings.loop.seed, multiple=pixel_multiple(settings))
     return list(dict.fromkeys(requests))
 

@@ -98,11 +98,15 @@ class ClipCache:
 
 
 class CacheWriter:
-    """Adds clips to a cache that has its header, in files of about `shard_bytes`."""
+    """Adds clips to a cache that has its header, in files of about `shard_bytes`.
+
+    Nothing is added once another run has replaced the header, as it may while there are no clips: a FileProblem.
+    """
 
     def __init__(self, folder: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
         self._folder = folder
         self._shard_bytes = shard_bytes
+        self._identity = _identity_of(folder)
         self._waiting: dict[str, tuple[Mapping[str, Tensor], FileState | None]] = {}
         self._bytes = 0
 
@@ -120,6 +124,10 @@ class CacheWriter:
         """Write what was added since the last file; an OutputError if that fails."""
         if not self._waiting:
             return
+        if _identity_of(self._folder) != self._identity:
+            raise FileProblem(
+                f"another run has begun its own cache in {self._folder}", hint="name another folder for one of the two"
+            )
         clips = {key: {"names": [*clip], "file": file} for key, (clip, file) in self._waiting.items()}
         tensors = {f"{key}.{name}": tensor for key, (clip, _) in self._waiting.items() for name, tensor in clip.items()}
         content = json.dumps(clips)
@@ -156,21 +164,37 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
 
 
 def is_cache_of(folder: Path, identity: Identity) -> bool:
-    """Return whether there is a cache in `folder`, made with `identity`.
+    """Return whether there is a cache in `folder`, made with `identity`; one without clips belongs to nobody.
 
     A FileProblem if something else made it, a CheckpointError if its first file is broken.
     """
-    path = folder / HEADER_FILE
-    if not path.exists():
+    found = _identity_of(folder)
+    if found is None or (found != identity and not any(folder.glob(_SHARD_PATTERN))):
         return False
-    found = _metadata(path, _IDENTITY)
-    others = sorted(name for name in {*found, *identity} if found.get(name) != identity.get(name))
-    if others:
+    _refuse_other(folder, {name for name in {*found, *identity} if found.get(name) != identity.get(name)})
+    return True
+
+
+def require_same_settings(folder: Path, settings: Identity) -> None:
+    """Refuse a cache with clips that was made with other settings, before files are hashed for the rest of its
+    identity. Raises as `is_cache_of`.
+    """
+    found = _identity_of(folder)
+    if found is not None and any(folder.glob(_SHARD_PATTERN)):
+        _refuse_other(folder, {name for name, value in settings.items() if found.get(name) != value})
+
+
+def _identity_of(folder: Path) -> Identity | None:
+    path = folder / HEADER_FILE
+    return _metadata(path, _IDENTITY) if path.exists() else None
+
+
+def _refuse_other(folder: Path, differing: Set[str]) -> None:
+    if differing:
         raise FileProblem(
-            f"{folder} was made for another run, which differs in: {', '.join(others)}",
+            f"{folder} was made for another run, which differs in: {', '.join(sorted(differing))}",
             hint="name another folder, --set train_mmdit.cache=FOLDER, or delete this one",
         )
-    return True
 
 
 def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:

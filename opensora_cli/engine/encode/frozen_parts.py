@@ -1,18 +1,16 @@
-"""The frozen parts that the transformer learns from: where they are, and what is made of them."""
+"""The frozen parts that the transformer learns from, loaded, and what tells them apart."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.core.dtypes import torch_dtype
-from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
-from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.encode.encoding import Encoders
+from opensora_cli.engine.encode.inputs import require_frozen_parts
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.train import TrainSettings
@@ -20,41 +18,6 @@ from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 # What a text encoder's folder has that changes what it makes of a caption.
 _FILES_OF_ENCODERS = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
-
-
-PACKAGED = "demo"
-"""In place of a path: the model that comes with osora."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenParts:
-    """Where the frozen parts are."""
-
-    vae: Path
-    t5: Path
-    clip: Path
-
-
-def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return where each frozen part is, by its name: in the first of the folders `weights` that has it, or None."""
-    files = settings.train_mmdit.files
-    folders = [packaged_demo() if folder == PACKAGED else Path(folder) for folder in settings.weights]
-    places = {name: [folder / name for folder in folders] for name in (files.vae, files.t5, files.clip)}
-    return {name: next((path for path in paths if path.exists()), None) for name, paths in places.items()}
-
-
-def require_frozen_parts(settings: TrainSettings) -> FrozenParts:
-    """Return where the frozen parts are; a CheckpointError names all that are missing."""
-    found = find_frozen_parts(settings)
-    missing = [name for name, path in found.items() if path is None]
-    if missing:
-        raise CheckpointError(
-            f"weights={','.join(settings.weights) or 'none'} has no {', '.join(missing)}",
-            hint="train autoencoder and text encoders first, or name their folders: --set weights=FOLDER,FOLDER",
-        )
-    paths = {name: path for name, path in found.items() if path is not None}
-    files = settings.train_mmdit.files
-    return FrozenParts(paths[files.vae], paths[files.t5], paths[files.clip])
 
 
 def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
@@ -82,7 +45,7 @@ def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: R
 
     A CheckpointError if frozen parts are missing, or cannot be read.
     """
-    parts, chosen, text = require_frozen_parts(settings), settings.train_mmdit, settings.text
+    parts = require_frozen_parts(settings)
     files = {name: _files_of(path) for name, path in (("vae", parts.vae), ("t5", parts.t5), ("clip", parts.clip))}
     size = sum(path.stat().st_size for paths in files.values() for path in paths)
     with reporter.stage("hash", total=size, unit=BYTES) as progress:
@@ -90,10 +53,14 @@ def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: R
             name: " ".join(f"{path.name}:{sha256_of(path, advance=progress.advance)}" for path in paths)
             for name, paths in files.items()
         }
+    of_files = {"autoencoder": digests["vae"], "T5": digests["t5"], "CLIP": digests["clip"]}
+    return {**of_files, **cache_settings(settings, device=device)}
+
+
+def cache_settings(settings: TrainSettings, *, device: torch.device) -> dict[str, str]:
+    """Return the part of `cache_identity` that needs no file."""
+    chosen, text = settings.train_mmdit, settings.text
     return {
-        "autoencoder": digests["vae"],
-        "T5": digests["t5"],
-        "CLIP": digests["clip"],
         "autoencoder's settings": json.dumps(settings.vae.model_dump(mode="json"), sort_keys=True),
         "text lengths": f"{text.t5_max_length}, {text.clip_max_length}",
         "fit": str(settings.data.fit),

@@ -12,10 +12,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.encode import frozen_parts
 from opensora_cli.engine.encode.cache_filling import prepare_cache
-from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.clip_cache import ClipCache, require_same_settings
+from opensora_cli.engine.encode.datasets import open_dataset
+from opensora_cli.engine.encode.frozen_parts import cache_settings
+from opensora_cli.engine.encode.loading import open_batches, pixel_multiple
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.fp8_linear import require_fp8, use_fp8_linears
 from opensora_cli.engine.train.lora import add_lora
@@ -105,6 +106,25 @@ def build_batches(
     return open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load)
 
 
+def refuse_before_ranks(settings: TrainSettings) -> None:
+    """Refuse what the ranks would refuse that start: tables that cannot be read, and a cache of another run.
+
+    What only hashes of the frozen parts know of a cache, the ranks find. It raises what `open_dataset` and
+    `require_same_settings` raise.
+    """
+    if settings.target is TrainTarget.TEXT:
+        return
+    tables = [settings.data]
+    if settings.validation.every is not None:
+        tables.append(settings.validation.data(settings.data))
+    for data in tables:
+        open_dataset(data, seed=settings.loop.seed, multiple=pixel_multiple(settings), fixed_starts=False)
+    cache = settings.train_mmdit.cache
+    if settings.target is TrainTarget.MMDIT and cache is not None:
+        device = torch.device("cpu" if settings.device == "cpu" else "cuda")
+        require_same_settings(Path(cache), cache_settings(settings, device=device))
+
+
 def count_parameters(settings: TrainSettings) -> int:
     """Return how many numbers are trained, without allocating any.
     Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a library that is missing.
@@ -123,18 +143,6 @@ def count_parameters(settings: TrainSettings) -> int:
                 add_lora(transformer, settings.lora, seed=settings.loop.seed)
             module = transformer
     return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
-
-
-def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return paths of frozen weights by name, None where missing: those in `weights`, or the perceptual term's."""
-    match settings.target:
-        case TrainTarget.MMDIT:
-            return frozen_parts.find_frozen_parts(settings)
-        case TrainTarget.VAE:
-            files = {file: Path(file) for file in settings.train_vae.perceptual_files}
-            return {name: path if path.exists() else None for name, path in files.items()}
-        case TrainTarget.TEXT:
-            return {}
 
 
 def _build(

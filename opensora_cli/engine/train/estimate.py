@@ -13,7 +13,8 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.encode.frozen_parts import find_frozen_parts, frozen_dtype
+from opensora_cli.engine.encode.frozen_parts import frozen_dtype
+from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_device, give_fake_weights
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import (

@@ -1,17 +1,9 @@
-"""The files of a training run: its records, its exports, and its first weights."""
+"""The files of a training run: its records, its exports, and its first weights. Needs no torch."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.stream import HeldEntry
-from opensora_cli.checkpoint.views import CastEntry
-from opensora_cli.core.files import atomic_path
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.encode.frozen_parts import PACKAGED
+from opensora_cli.engine.encode.inputs import PACKAGED
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
 LOG_FILE = "log.jsonl"
@@ -44,12 +36,3 @@ def first_weights_of(settings: TrainSettings) -> Path | None:
 def exports(settings: TrainSettings) -> tuple[str, ...]:
     """Return the names of what a finished run leaves for generating, and for other runs."""
     return (LORA_FOLDER,) if settings.lora.is_on else _EXPORTS[settings.target]
-
-
-def write_weights(path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
-    """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
-    Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
-    """
-    entries = {name: CastEntry(HeldEntry(weight), dtype, name=name) for name, weight in weights.items()}
-    with atomic_path(path) as temporary:
-        write_safetensors(temporary, entries, metadata={})

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, require_peft
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.engine.train.files import write_weights
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT

@@ -5,22 +5,27 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.exchanges import describe_exchange
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
-from opensora_cli.engine.train.build import count_parameters, find_frozen_parts, plan_attention
-from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
+from opensora_cli.engine.train.build import count_parameters, plan_attention
+from opensora_cli.engine.train.early import (
+    Resume,
+    check_output,
+    checkpoints_to_try,
+    find_frozen_parts,
+    require_first_weights,
+)
+from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.fp8_linear import require_fp8
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
-from opensora_cli.engine.train.resuming import Resume, checkpoints_to_try
 from opensora_cli.engine.train.watching.logs import require_tensorboard
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -93,11 +98,9 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
         HardwareError: a library is missing, or the device lacks a requested feature.
     """
-    _check_output(settings, resume=resume, overwrite=overwrite)
+    check_output(settings, resume=resume, overwrite=overwrite)
     exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
-    first_weights = first_weights_of(settings)
-    if first_weights is not None and not first_weights.exists():
-        raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
+    require_first_weights(settings)
     if settings.lora.is_on:
         require_peft()
     if settings.watching.tensorboard:
@@ -166,24 +169,3 @@ def _examples(settings: TrainSettings) -> str:
     if settings.data.table is None:
         return f"{count * settings.data.scenes.batch_size} clips"
     return f"{count} micro-batches"
-
-
-def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
-    output = Path(settings.output)
-    if resume is not None and overwrite:
-        raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
-    for name in (TRAINING_FILE, LOG_FILE):
-        if (output / name).is_dir():
-            raise OutputError(f"{output / name} is a folder, where a run keeps a file", hint="move it elsewhere")
-    if resume is not None:
-        checkpoints_to_try(output, resume)
-        return
-    checkpoints = [folder.name for folder in all_epoch_folders(output)[:1]] if output.is_dir() else []
-    others = [name for name in (TRAINING_FILE, LOG_FILE, *exports(settings)) if (output / name).exists()]
-    found = [*checkpoints, *others]
-    if found and not overwrite:
-        go_on = "continue it with --resume, " if checkpoints else ""
-        raise OutputError(
-            f"{output} holds an earlier run: {', '.join(found)}",
-            hint=f"{go_on}replace it with --overwrite, or give another folder: --set output=FOLDER",
-        )

@@ -1,50 +1,19 @@
 """Which checkpoint a run resumes from, and what it takes over from it."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, TRAINING_FILE, all_epoch_folders
+from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_FILE, all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import remove_unfinished, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.train.early import Resume, checkpoints_to_try
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.settings.train import TrainSettings
 
 _ASIDE = "aside-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """Which checkpoint to resume from: `folder`, or the newest; `allow_older`: the one before if that is broken."""
-
-    folder: Path | None = None
-    allow_older: bool = False
-
-
-def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
-    """Return the checkpoints that a run may resume from, the newest first.
-    Raises CheckpointError if there is none, or the folder is of an earlier version of osora.
-    """
-    folders = all_epoch_folders(output) if output.is_dir() else []
-    if resume.folder is not None:
-        if not resume.folder.is_dir():
-            raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
-        # Spelled as in the run's folder, so that it compares equal to its entry there.
-        return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
-    if not folders and (output / TRAINING_FILE).is_file():
-        raise CheckpointError(
-            f"{output / TRAINING_FILE} is of an earlier version of osora, which cannot be resumed from",
-            hint=f"start from its weights: osora ckpt convert {output / TRAINING_FILE} weights.safetensors, and then "
-            "train with --set init=weights.safetensors --set output=FOLDER",
-        )
-    if not folders:
-        raise CheckpointError(
-            f"{output} has no checkpoint to resume from", hint="start again with --overwrite in place of --resume"
-        )
-    return folders if resume.allow_older else folders[:1]
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:

@@ -27,14 +27,20 @@ from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import tf32_products
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.engine.train.activations import saved_activations
-from opensora_cli.engine.train.build import build_batches, build_task, open_clips_cache, plan_attention
+from opensora_cli.engine.train.build import (
+    build_batches,
+    build_task,
+    open_clips_cache,
+    plan_attention,
+    refuse_before_ranks,
+)
 from opensora_cli.engine.train.checkpoints import ATTENTION, DONE, CheckpointWriter
+from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.resuming import (
-    Resume,
     choose_checkpoint,
     set_aside_newer,
     with_recorded_micro_batches,
@@ -101,13 +107,19 @@ def train(
     if context is not None:
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
-            plan = plan_training(agreed_settings, resume=resume, overwrite=overwrite)
+            plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite)
             return _Run(plan, distribution, watched).run()
-    plan = plan_training(settings, resume=resume, overwrite=overwrite)
+    plan = _checked_plan(settings, resume=resume, overwrite=overwrite)
     if settings.parallel.world_size > 1:
+        refuse_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
     return _Run(plan, Distribution(training_device(settings)), reporter).run()
+
+
+def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> TrainPlan:
+    refuse_early(settings, resume=resume, overwrite=overwrite)
+    return plan_training(settings, resume=resume, overwrite=overwrite)
 
 
 class _Run:

@@ -18,7 +18,7 @@ from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, Out
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.threads import pick_threads, threads_used
-from opensora_cli.engine.components.autoencoders import find_autoencoder, load_autoencoder, vae_tiling
+from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import (
     Hardware,
     OutOfMemoryError,
@@ -27,17 +27,17 @@ from opensora_cli.engine.components.hardware import (
     pick_hardware,
     versions,
 )
+from opensora_cli.engine.vae.early import ENDINGS, find_weights, result_stems
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import probe, read_cut
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.vae_reconstruct import EncodeSettings, ReconstructSettings
+from opensora_cli.settings.vae_reconstruct import ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
-_ENDINGS = ("mp4", "png")
 _PICTURE_FPS = 1.0  # not seen
 
 
@@ -150,29 +150,19 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
     weights = find_weights(settings)
-    stems = _output_stems(settings.files)
-    folder = _checked_folder(settings, stems)
+    stems = result_stems(settings)
+    _make_folder(settings)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     job = _Job(settings, autoencoder, hardware, weights, reporter)
     rows: list[Reconstructed | Failed] = []
     try:
         with threads_used(pick_threads(asked=settings.runtime.threads), reporter):
             for file, stem in zip(settings.files, stems, strict=True):
-                rows.append(job.run(file, folder / stem))
+                rows.append(job.run(file, stem))
     except KeyboardInterrupt as interrupt:
         finished = [f"finished: {row.output}" for row in rows if isinstance(row, Reconstructed)]
         raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt
     return Reconstruction.of(rows, autoencoder=settings.vae.kind, weights=weights)
-
-
-def find_weights(settings: EncodeSettings) -> Path:
-    """Return where the weights of the autoencoder are; a CheckpointError names where they were looked for."""
-    return find_autoencoder(
-        settings.vae.kind,
-        settings.weights.file,
-        hub_repo=settings.weights.hub_repo,
-        named=settings.runtime.weights,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +313,7 @@ def centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def _ending(facts: MediaFacts) -> str:
-    video, picture = _ENDINGS
+    video, picture = ENDINGS
     return picture if facts.fps is None else video
 
 
@@ -331,35 +321,15 @@ def _sidecar(output: Path) -> Path:
     return output.with_name(f"{output.name}.json")
 
 
-def _output_stems(files: Sequence[str]) -> list[str]:
-    """Return a name without ending for every file; equal ones are numbered."""
-    stems: list[str] = []
-    for file in files:
-        stem, number = f"{Path(file).stem}_reconstructed", 1
-        while stem in stems:
-            number += 1
-            stem = f"{Path(file).stem}_reconstructed_{number}"
-        stems.append(stem)
-    return stems
-
-
-def _checked_folder(settings: ReconstructSettings, stems: Sequence[str]) -> Path:
-    """Return the folder of the results, made; OutputError if it cannot be written, or a result is there already."""
-    folder = Path(settings.output.folder)
-    hint = "choose another folder with --out"
+def _make_folder(settings: ReconstructSettings) -> None:
+    """Make the folder of the results; OutputError if it cannot be written."""
+    folder, hint = Path(settings.output.folder), "choose another folder with --out"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
     if not os.access(folder, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=hint)
-    sources = {Path(file).absolute() for file in settings.files}
-    for path in (folder / f"{stem}.{ending}" for stem in stems for ending in _ENDINGS):
-        if path.absolute() in sources:
-            raise OutputError(f"{path} is one of the files to be reconstructed", hint="use another --out")
-        if os.path.lexists(path) and not settings.output.overwrite:
-            raise OutputError(f"{path} exists already", hint="use --overwrite, or another --out")
-    return folder
 
 
 def what_failed(file: str, error: OsoraError | MemoryError | RuntimeError) -> str:

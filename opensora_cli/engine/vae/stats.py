@@ -14,7 +14,8 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
-from opensora_cli.engine.vae.reconstruct import Failed, centre, find_weights, pixels, what_failed
+from opensora_cli.engine.vae.early import find_weights
+from opensora_cli.engine.vae.reconstruct import Failed, centre, pixels, what_failed
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text import folder as folders
-from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES
+from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
 from opensora_cli.models.text.t5 import fuse_t5_norms
 
 
@@ -98,7 +98,7 @@ class T5Encoder(_FolderEncoder):
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
         """Return how the encoder in a folder reads prompts, without its weights; errors as `from_folder`."""
         folder = Path(path)
-        folders.require_files(folder, vocabularies=cls._vocabularies)
+        require_files(folder, vocabularies=cls._vocabularies)
         from transformers import T5Config
 
         config = folders.load_config(T5Config, folder)
@@ -152,7 +152,7 @@ class ClipEncoder(_FolderEncoder):
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
         """Return how the encoder in a folder reads prompts, without its weights; errors as `from_folder`."""
         folder = Path(path)
-        folders.require_files(folder, vocabularies=cls._vocabularies)
+        require_files(folder, vocabularies=cls._vocabularies)
         from transformers import CLIPTextConfig
 
         config = folders.load_config(CLIPTextConfig, folder)

@@ -25,6 +25,14 @@ def missing_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> lis
     return missing
 
 
+def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> None:
+    """Raise CheckpointError that names every file that `folder` lacks."""
+    missing = missing_files(folder, vocabularies=vocabularies)
+    if missing:
+        state = "is incomplete" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"text encoder folder {folder} {state}; missing: {', '.join(missing)}")
+
+
 def _missing_shards(index: Path) -> list[str]:
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

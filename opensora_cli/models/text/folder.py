@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,9 @@ import torch
 from safetensors import SafetensorError
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
-from opensora_cli.models.text.files import missing_files
 
 # What transformers raises for a broken file, depending on its format and on where it is broken.
 _BROKEN = (OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
-
-
-def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> None:
-    """Raise CheckpointError that names every file that `folder` lacks."""
-    missing = missing_files(folder, vocabularies=vocabularies)
-    if missing:
-        state = "is incomplete" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"text encoder folder {folder} {state}; missing: {', '.join(missing)}")
 
 
 @contextmanager

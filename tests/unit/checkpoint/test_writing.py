@@ -23,8 +23,9 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.stream import HeldEntry
+from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.views import CastEntry
-from opensora_cli.checkpoint.writing import check_target, write_checkpoint
+from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 
 MIB = 2**20

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.data.batches import ClipBatch
@@ -19,7 +20,7 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.clip_conditions import condition_clip, sample_mode
 from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, fresh_clip
 from opensora_cli.engine.encode.frozen_parts import load_encoders
-from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE, write_weights
+from opensora_cli.engine.train.files import LORA_FOLDER, TRANSFORMER_FILE
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit import MMDiT

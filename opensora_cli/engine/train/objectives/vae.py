@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.train.files import VAE_FILE, write_weights
+from opensora_cli.engine.train.files import VAE_FILE
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
 from opensora_cli.engine.train.objectives.task import SampleRng

@@ -88,7 +88,7 @@ def test_everything_is_encoded_once_and_more_clips_are_added_to_those_that_are_t
 
 def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled):
     cache = prepared(filled)
-    [request, *_] = cache_filling._requests(filled)
+    [request, *_] = cache_filling.cache_requests(filled)
     shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
     assert shapes == {
         "latents": (4, 4, 8, 8),
@@ -138,7 +138,7 @@ def test_on_a_table_of_pictures_and_videos_it_is_the_same_too(weights, tmp_path)
     fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)
     assert fresh == cached
     assert len(set(cached)) == 4
-    requests = cache_filling._requests(kinds[1])
+    requests = cache_filling.cache_requests(kinds[1])
     cache = prepared(kinds[1])
     assert sorted(request.num_frames for request in requests) == [1] * 3 + [13] * 4
     names = {request.num_frames: set(cache.clip(request).tensors) for request in requests}
@@ -157,7 +157,7 @@ def test_all_buckets_that_a_clip_can_land_in_are_encoded(weights, tmp_path):
     batches.close()
     found = {(request.num_frames, request.height) for request in asked}
     assert found == {(1, 32), (1, 64), (5, 32), (13, 64)}
-    assert asked <= set(cache_filling._requests(settings))
+    assert asked <= set(cache_filling.cache_requests(settings))
 
 
 def test_a_run_on_a_cache_resumes_bit_for_bit(filled, tmp_path):
@@ -208,7 +208,7 @@ def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
 
 def test_what_cannot_be_read_is_reported_and_retried(weights, tmp_path, monkeypatch):
     settings = settings_of(weights, tmp_path / "cache")
-    bad = cache_filling._requests(settings)[2]
+    bad = cache_filling.cache_requests(settings)[2]
     read = cache_filling.read_clip
 
     def broken(request, *, fit):
@@ -237,7 +237,7 @@ def test_a_clip_whose_file_was_replaced_is_encoded_again(weights, tmp_path):
     changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 1), 13: (1.0, 1)}}}
     settings = settings_of(weights, tmp_path / "cache", **changes)
     before = prepared(settings)
-    requests = {Path(request.path).name: request for request in cache_filling._requests(settings)}
+    requests = {Path(request.path).name: request for request in cache_filling.cache_requests(settings)}
     held = {name: before.clip(request).tensors for name, request in requests.items()}
     path, noise = tmp_path / "clip_1.mp4", torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (13, 64, 64, 3), dtype=torch.uint8, generator=noise)
@@ -287,11 +287,36 @@ def test_a_cache_of_other_weights_is_refused(filled, weights, tmp_path):
         prepared(settings_of(other, tmp_path / "cache"))
 
 
+def test_a_cache_of_other_settings_is_refused_before_files_are_hashed(filled, tmp_path):
+    reporter = tiny_world.RecordingReporter()
+    with pytest.raises(FileProblem, match=r"which differs in: captions$"):
+        cache_clips(filled.replace({"train_mmdit.add_fps": False}), reporter=reporter)
+    assert reporter.stages == []
+
+
+def test_a_table_that_cannot_be_read_leaves_no_cache(weights, tmp_path):
+    (tmp_path / "clips.csv").write_text("path,text\na.mp4,a boat\n")
+    settings = settings_of(weights, tmp_path / "cache", **{"data.table": str(tmp_path / "clips.csv")})
+    reporter = tiny_world.RecordingReporter()
+    with pytest.raises(FileProblem, match="num_frames"):
+        cache_clips(settings, reporter=reporter)
+    assert reporter.stages == []
+    assert [path.name for path in tmp_path.iterdir()] == ["clips.csv"]
+
+
+def test_a_cache_into_which_nothing_came_does_not_stand_in_the_way_of_other_settings(weights, tmp_path, monkeypatch):
+    settings = settings_of(weights, tmp_path / "cache", **{"data.scenes.count": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_filling, "_fresh", lambda *_: (_ for _ in ()).throw(MediaError("gone")))
+        assert len(cache_clips(settings).failed) == 2
+    assert cache_clips(settings.replace({"train_mmdit.add_fps": False})).encoded == 2
+
+
 def test_another_mode_adds_its_references_alone(weights, filled_once, tmp_path, monkeypatch):
     all_modes = settings_of(weights, tmp_path / "cache")
     few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in CONDITION_MODES if mode != "t2v"})
     cache_clips(few)
-    [request, *_] = cache_filling._requests(few)
+    [request, *_] = cache_filling.cache_requests(few)
     assert ClipCache(tmp_path / "cache").names(request) == set(ALWAYS_CACHED)
     encoded = []
     encode = Encoders.latents

@@ -15,7 +15,15 @@ from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.encode.clip_cache import HEADER_FILE, CacheWriter, ClipCache, is_cache_of, key_of, write_header
+from opensora_cli.engine.encode.clip_cache import (
+    HEADER_FILE,
+    CacheWriter,
+    ClipCache,
+    is_cache_of,
+    key_of,
+    require_same_settings,
+    write_header,
+)
 from opensora_cli.engine.encode.encoding import EmptyPrompt
 
 IDENTITY = {"autoencoder": "a", "T5": "t"}
@@ -172,7 +180,22 @@ def test_what_is_lacking_is_named(folder):
     assert "osora data cache" in error.value.hint
 
 
+def test_a_cache_without_clips_belongs_to_nobody(folder):
+    assert not is_cache_of(folder, {**IDENTITY, "autoencoder": "b"})
+    require_same_settings(folder, {"autoencoder": "b"})
+    late = CacheWriter(folder)
+    late.add(other(0), encoded(0))
+    write_header(folder, {**IDENTITY, "autoencoder": "b"}, EMPTY)
+    with pytest.raises(FileProblem, match=r"another run has begun its own cache in .*cache$"):
+        late.flush()
+    assert [path.name for path in folder.iterdir()] == [HEADER_FILE]
+
+
 def test_a_cache_of_another_autoencoder_is_refused(folder):
+    fill(folder, range(1))
+    with pytest.raises(FileProblem, match=r"differs in: autoencoder$"):
+        require_same_settings(folder, {"autoencoder": "b"})
+    require_same_settings(folder, {"T5": IDENTITY["T5"]})
     with pytest.raises(FileProblem, match=r"was made for another run, which differs in: autoencoder$") as error:
         is_cache_of(folder, {**IDENTITY, "autoencoder": "b"})
     assert "train_mmdit.cache=FOLDER" in error.value.hint

@@ -13,10 +13,12 @@ from toy_training import Listener
 from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, RequestError, TrainingError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.encode.clip_cache import write_header
+from opensora_cli.engine.encode.encoding import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task
@@ -52,6 +54,33 @@ def exported(folder):
         and path.name not in ("log.jsonl", "settings.json")
         and not path.relative_to(folder).parts[0].startswith("epoch")
     }
+
+
+class TestBeforeRanks:
+    """What every rank would refuse is refused before one is started."""
+
+    @pytest.fixture(autouse=True)
+    def _no_ranks(self, monkeypatch):
+        monkeypatch.setattr(run, "start_ranks", lambda *_, **__: pytest.fail("ranks are started"))
+
+    def test_a_table_that_cannot_be_read(self, tmp_path, vae_folder, text_folder):
+        (tmp_path / "clips.csv").write_text("path,text\na.mp4,a boat\n")
+        changes = {"parallel.gpus": 2, "device": "cpu", "data.table": str(tmp_path / "clips.csv")}
+        with pytest.raises(FileProblem, match="num_frames"):
+            train(tiny_training.mmdit_settings(tmp_path / "run", vae_folder, text_folder).replace(changes))
+
+    def test_missing_parts(self, tmp_path):
+        changes = {"parallel.gpus": 2, "device": "cpu"}
+        with pytest.raises(CheckpointError, match=r"has no vae\.safetensors, t5, clip$"):
+            train(tiny_training.mmdit_settings(tmp_path / "run", tmp_path).replace(changes))
+
+    def test_a_cache_of_other_settings(self, tmp_path, vae_folder, text_folder):
+        folder = tmp_path / "cache"
+        write_header(folder, {"fit": "other"}, EmptyPrompt(torch.zeros(2, 4), torch.zeros(3)))
+        (folder / "clips-0.safetensors").touch()
+        changes = {"parallel.gpus": 2, "device": "cpu", "train_mmdit.cache": str(folder)}
+        with pytest.raises(FileProblem, match=r"was made for another run, which differs in: .*fit"):
+            train(tiny_training.mmdit_settings(tmp_path / "run", vae_folder, text_folder).replace(changes))
 
 
 class TestVae:

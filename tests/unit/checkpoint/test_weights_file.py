@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.train.files import write_weights
 
 
 def test_it_is_rounded_and_says_whose_it_is(tmp_path: Path) -> None:

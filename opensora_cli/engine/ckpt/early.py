@@ -1,0 +1,48 @@
+"""What a request to write weights is refused for before torch is imported."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opensora_cli.checkpoint.contents import Format
+from opensora_cli.checkpoint.targets import check_target
+from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.core.files import require_there
+from opensora_cli.settings.ckpt import WriteSettings
+
+
+def refuse_early(sources: Sequence[str], settings: WriteSettings) -> None:
+    """Refuse what is wrong with the paths of a request; all of it is checked again once more is known.
+
+    Raises:
+        FileProblem: a source is not there.
+        RequestError: the target is a source, inside of one, or around one.
+        OutputError: the target exists already, or cannot be written.
+    """
+    require_there(*sources)
+    check_paths([Path(source) for source in sources], settings)
+    check_target(Path(settings.target), format=Format(settings.resolved_format), needed=0, overwrite=settings.overwrite)
+
+
+def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
+    """Refuse a target that would take the place of what is read, or be put into it.
+
+    Raises:
+        RequestError: it is a source, inside of one, or around one.
+        OutputError: it is no name that a file can have.
+    """
+    target = Path(settings.target)
+    try:
+        for source in sources:
+            _check_path(target, source)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _check_path(target: Path, source: Path) -> None:
+    here, there = target.resolve(), source.resolve()
+    if here == there or (target.exists() and target.samefile(source)):
+        raise RequestError(f"{target} is what is read", hint="write to another name")
+    if there in here.parents:
+        raise RequestError(f"{target} is inside of {source}, which is read", hint="write to another folder")
+    if here in there.parents:
+        raise RequestError(f"{target} holds {source}, which is read", hint="write to another folder")

@@ -1,0 +1,21 @@
+"""What a request to encode clips is refused for before torch is imported."""
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.encode.inputs import require_frozen_parts, require_tables
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+
+def refuse_early(settings: TrainSettings) -> None:
+    """Refuse what needs no cache, or has not what a cache is made from.
+
+    Raises:
+        RequestError: the transformer is not what is trained, or no cache is named.
+        FileProblem: the table is missing.
+        CheckpointError: frozen parts are missing.
+    """
+    if settings.target is not TrainTarget.MMDIT:
+        raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
+    if settings.train_mmdit.cache is None:
+        raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
+    require_tables(settings)
+    require_frozen_parts(settings)

@@ -1,0 +1,114 @@
+"""What a training is refused for before torch is imported, before ranks are started, and before files are hashed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opensora_cli.checkpoint.formats.colossal import TRAINING_FILE, all_epoch_folders
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.weights import warn_of_missing
+from opensora_cli.engine.encode import inputs
+from opensora_cli.engine.train.files import LOG_FILE, exports, first_weights_of
+from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Which checkpoint to resume from: `folder`, or the newest; `allow_older`: the one before if that is broken."""
+
+    folder: Path | None = None
+    allow_older: bool = False
+
+
+def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
+    """Return the checkpoints that a run may resume from, the newest first.
+    Raises CheckpointError if there is none, or the folder is of an earlier version of osora.
+    """
+    folders = all_epoch_folders(output) if output.is_dir() else []
+    if resume.folder is not None:
+        if not resume.folder.is_dir():
+            raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
+        # Spelled as in the run's folder, so that it compares equal to its entry there.
+        return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
+    if not folders and (output / TRAINING_FILE).is_file():
+        raise CheckpointError(
+            f"{output / TRAINING_FILE} is of an earlier version of osora, which cannot be resumed from",
+            hint=f"start from its weights: osora ckpt convert {output / TRAINING_FILE} weights.safetensors, and then "
+            "train with --set init=weights.safetensors --set output=FOLDER",
+        )
+    if not folders:
+        raise CheckpointError(
+            f"{output} has no checkpoint to resume from", hint="start again with --overwrite in place of --resume"
+        )
+    return folders if resume.allow_older else folders[:1]
+
+
+def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+    """Refuse what is wrong with a run as far as that is known without torch; the run checks all of it again.
+
+    Raises:
+        RequestError: `resume` and `overwrite` contradict each other.
+        FileProblem: a table is missing.
+        CheckpointError: the checkpoint to resume from, the first weights or frozen parts are missing.
+        OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
+    """
+    check_output(settings, resume=resume, overwrite=overwrite)
+    require_first_weights(settings)
+    inputs.require_tables(settings)
+    require_frozen(settings)
+
+
+def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
+    """Warn of tables and frozen weights that a run would be refused for: a plan needs none."""
+    warn_of_missing(lambda: inputs.require_tables(settings), reporter)
+    warn_of_missing(lambda: require_frozen(settings), reporter)
+
+
+def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+    output = Path(settings.output)
+    if resume is not None and overwrite:
+        raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
+    for name in (TRAINING_FILE, LOG_FILE):
+        if (output / name).is_dir():
+            raise OutputError(f"{output / name} is a folder, where a run keeps a file", hint="move it elsewhere")
+    if resume is not None:
+        checkpoints_to_try(output, resume)
+        return
+    checkpoints = [folder.name for folder in all_epoch_folders(output)[:1]] if output.is_dir() else []
+    others = [name for name in (TRAINING_FILE, LOG_FILE, *exports(settings)) if (output / name).exists()]
+    found = [*checkpoints, *others]
+    if found and not overwrite:
+        go_on = "continue it with --resume, " if checkpoints else ""
+        raise OutputError(
+            f"{output} holds an earlier run: {', '.join(found)}",
+            hint=f"{go_on}replace it with --overwrite, or give another folder: --set output=FOLDER",
+        )
+
+
+def require_first_weights(settings: TrainSettings) -> None:
+    """Raise CheckpointError if the file or folder of the first weights is not there."""
+    path = first_weights_of(settings)
+    if path is not None and not path.exists():
+        raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
+
+
+def require_frozen(settings: TrainSettings) -> None:
+    """Raise CheckpointError if frozen weights are not there; all are named, and how to get them."""
+    if settings.target is TrainTarget.MMDIT:
+        inputs.require_frozen_parts(settings)
+        return
+    missing = [name for name, path in find_frozen_parts(settings).items() if path is None]
+    if missing:
+        raise CheckpointError(f"train_vae.perceptual_files: {', '.join(missing)} does not exist")
+
+
+def find_frozen_parts(settings: TrainSettings) -> dict[str, Path | None]:
+    """Return paths of frozen weights by name, None where missing: those in `weights`, or the perceptual term's."""
+    match settings.target:
+        case TrainTarget.MMDIT:
+            return inputs.find_frozen_parts(settings)
+        case TrainTarget.VAE:
+            files = {file: Path(file) for file in settings.train_vae.perceptual_files}
+            return {name: path if path.exists() else None for name, path in files.items()}
+        case TrainTarget.TEXT:
+            return {}

@@ -1,0 +1,68 @@
+"""What a request to `osora vae` is refused for before torch is imported; the engine checks all of it again."""
+
+import os
+from pathlib import Path
+
+from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.engine.components.weights import find_autoencoder
+from opensora_cli.media.files import readable_file
+from opensora_cli.settings.vae_reconstruct import EncodeSettings, ReconstructSettings
+
+ENDINGS = ("mp4", "png")
+"""Of a video's reconstruction, and of a picture's."""
+
+
+def refuse_early(settings: EncodeSettings) -> None:
+    """Refuse a request of which nothing could be done.
+
+    Raises:
+        MediaError: none of the files can be read.
+        CheckpointError: the weights are missing.
+        OutputError: a result exists already.
+    """
+    takes_folders = not isinstance(settings, ReconstructSettings)
+    files = [file for file in settings.files if not (takes_folders and Path(file).is_dir())]
+    problems = [problem for file in files if (problem := _problem(file)) is not None]
+    if len(problems) == len(settings.files):
+        raise MediaError("\n".join(error.message for error in problems), hint=problems[0].hint)
+    find_weights(settings)
+    if isinstance(settings, ReconstructSettings):
+        result_stems(settings)
+
+
+def find_weights(settings: EncodeSettings) -> Path:
+    """Return where the weights of the autoencoder are; a CheckpointError names where they were looked for."""
+    return find_autoencoder(
+        settings.vae.kind,
+        settings.weights.file,
+        hub_repo=settings.weights.hub_repo,
+        named=settings.runtime.weights,
+    )
+
+
+def result_stems(settings: ReconstructSettings) -> list[Path]:
+    """Return the result of every file without its ending; equal names are numbered.
+    Raises OutputError if one is there already, or is a file that is to be reconstructed.
+    """
+    folder, stems = Path(settings.output.folder), list[Path]()
+    for file in settings.files:
+        stem, number = f"{Path(file).stem}_reconstructed", 1
+        while folder / stem in stems:
+            number += 1
+            stem = f"{Path(file).stem}_reconstructed_{number}"
+        stems.append(folder / stem)
+    sources = {Path(file).absolute() for file in settings.files}
+    for path in (stem.with_name(f"{stem.name}.{ending}") for stem in stems for ending in ENDINGS):
+        if path.absolute() in sources:
+            raise OutputError(f"{path} is one of the files to be reconstructed", hint="use another --out")
+        if os.path.lexists(path) and not settings.output.overwrite:
+            raise OutputError(f"{path} exists already", hint="use --overwrite, or another --out")
+    return stems
+
+
+def _problem(file: str) -> MediaError | None:
+    try:
+        readable_file(file)
+    except MediaError as error:
+        return error
+    return None
