@@ -4,15 +4,19 @@ import datetime
 import decimal
 import io
 import pickle
+import struct
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
@@ -225,3 +229,42 @@ def parquet_cells(rows: int) -> dict[str, tuple[str, list[Any]]]:
         "sizes that are missing": ("height", [None] * rows),
         "paths that are missing": ("path", [None] * rows),
     }
+
+
+def cut_in_tenths(whole: bytes) -> list[bytes]:
+    """Return what is left of a file whose writing or copying ended early: none of it, one tenth of it, and so on."""
+    return [whole[: len(whole) * tenth // 10] for tenth in range(10)]
+
+
+def animated_gif() -> bytes:
+    """Return a GIF of four frames, whose reader stumbles over an end inside of a block."""
+    levels = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)
+    frames = [Image.fromarray(np.roll(levels, 5 * index, 0)) for index in range(4)]
+    stream = io.BytesIO()
+    frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:], duration=50)
+    return stream.getvalue()
+
+
+def picture_bombs() -> dict[str, bytes]:
+    """Return small files of pictures that say they are gigantic, or have no size."""
+    text = _png_chunk(b"zTXt", b"key\0\0" + zlib.compress(bytes(50_000_000)))
+    return {
+        "large.png": _png(2**31 - 1, 2**31 - 1),
+        "wide.png": _png(2**31 - 1, 1),
+        "none.png": _png(0, 0),
+        "text.png": _png(8, 8, before=text),
+        "large.gif": b"GIF89a" + b"\xff" * 4 + bytes(3) + b"," + bytes(4) + b"\xff" * 4 + b"\0\2\2D\1\0;",
+        "large.bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 100, 0, 0, 54, 40, 60000, 60000, 1, 24, *[0] * 6),
+        "large.ppm": b"P6 60000 60000 255\n" + bytes(10),
+        "large.webp": b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff" * 6,
+    }
+
+
+def _png(width: int, height: int, *, before: bytes = b"") -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = _png_chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + _png_chunk(b"IHDR", header) + before + data + _png_chunk(b"IEND", b"")
+
+
+def _png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

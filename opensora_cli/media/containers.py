@@ -105,17 +105,23 @@ class MediaFacts:
 
 def probe_video(path: Path) -> MediaFacts:
     """Read a video file to its end, decoding the first frame alone; a MediaError if it is broken or cut off."""
+    first: av.VideoFrame | None = None
+    stored = 0
     with _opened(path, threads=1) as (container, track):
-        first: av.VideoFrame | None = None
-        num_frames = 0
-        for packet in _whole_tracks(container.demux(track), path):
-            if first is None:
-                first = next(iter(packet.decode()), None)
-            num_frames += bool(packet.size) and not packet.is_discard
+
+        def packets() -> "Iterator[av.Packet[av.VideoStream]]":
+            nonlocal first, stored
+            for packet in _whole_tracks(container.demux(track), path):
+                if first is None:
+                    first = next(iter(packet.decode()), None)
+                stored += bool(packet.size)
+                yield packet
+
+        num_frames = sum(1 for _ in _shown_times(packets()))
         if first is None:
             raise MediaError(f"{path} holds no video frame that can be read")
-        if num_frames < track.frames:
-            raise MediaError(f"{path} is cut off: it has {num_frames} of {track.frames} frames")
+        if stored < track.frames:
+            raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
         height, width, _ = _ContainerFrame(first, usual_time=0.0, usual_duration=0.0, threads=1).to_rgb().shape
         return MediaFacts(num_frames=num_frames, height=height, width=width, fps=_mean_rate(track))
 
@@ -123,9 +129,8 @@ def probe_video(path: Path) -> MediaFacts:
 def decode_whole(path: Path, *, num_frames: int) -> None:
     """Decode every frame of a video file, of which there are `num_frames`; a MediaError if that fails.
 
-    It names the first damaged frame; where frames are missing that no error tells of, it counts those there are (a clip
-    that was cut without encoding can begin with frames that need earlier ones). What a decoder can notice: a codec
-    without checksums shows some damage as other pictures.
+    It names the first damaged frame; where frames are missing that no error tells of, it counts those there are. What a
+    decoder can notice: a codec without checksums shows some damage as other pictures.
     """
     found, is_corrupt = 0, False
     try:
@@ -178,6 +183,28 @@ def _whole_tracks(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
         raise MediaError(f"{path} is broken: a track begins in its middle") from error
 
 
+def _shown_times(packets: "Iterable[av.Packet[av.VideoStream]]") -> Iterator[int | None]:
+    """Yield the times, where known, of the frames that players show, in the order in which they are stored.
+
+    A clip that was cut without encoding can begin with frames that need earlier ones: those that come before the first
+    keyframe, in the file or in time. Players skip them, and so do decoders.
+    """
+    unsure: list[int | None] = []
+    start: int | None = None
+    has_key = False
+    for packet in packets:
+        if not packet.size or packet.is_discard:
+            continue
+        if not has_key and packet.is_keyframe:
+            has_key, start = True, packet.pts
+        if not has_key:
+            unsure.append(packet.pts)
+        elif start is None or packet.pts is None or packet.pts >= start:
+            yield packet.pts
+    if not has_key:
+        yield from unsure
+
+
 def _mean_rate(track: av.VideoStream) -> float:
     return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
 
@@ -217,8 +244,8 @@ def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *
     mean, usual = track.average_rate, track.base_rate
     if track.frames and mean and usual and abs(usual / mean - 1) * frame < _MOST_DRIFT:
         return float(track.start_time * track.time_base + (frame - Fraction(1, 2)) / mean)
-    packets = islice(_whole_tracks(container.demux(track), path), frame + _MOST_REORDERED)
-    times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
+    shown = islice(_shown_times(_whole_tracks(container.demux(track), path)), frame + _MOST_REORDERED)
+    times = sorted(time for time in shown if time is not None)
     if frame >= len(times):
         return None
     return float((times[frame - 1] + times[frame]) * track.time_base / 2)

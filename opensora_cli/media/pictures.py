@@ -9,7 +9,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -23,10 +23,14 @@ from PIL import ExifTags, GifImagePlugin, Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.formatting import plain
 from opensora_cli.media.containers import VideoSource
 
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-"""What is raised for broken files, by format."""
+_BROKEN = (
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError),
+    *(EOFError, struct.error, zlib.error, Image.DecompressionBombError),
+)
+"""What Pillow raises for broken files, by format; caught where nothing but Pillow runs."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PPM")
 """Pillow also knows formats that it recognises by very little, that start other programs, or that are videos."""
@@ -58,13 +62,12 @@ _UPRIGHT: Mapping[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
 
 def num_pictures(path: Path) -> int:
     """Return 1 for a still picture, more for an animated one, 0 if `path` is none; a MediaError if it is broken."""
-    try:
-        with Image.open(path, formats=_FORMATS) as picture:
-            return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED_FORMATS else 1
-    except UnidentifiedImageError:
-        return 0
-    except _BROKEN as error:
-        raise _broken(path, error) from error
+    with _decoding(path):
+        try:
+            with Image.open(path, formats=_FORMATS) as picture:
+                return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED_FORMATS else 1
+        except UnidentifiedImageError:
+            return 0
 
 
 def read_first(path: Path) -> torch.Tensor:
@@ -77,20 +80,29 @@ def read_first(path: Path) -> torch.Tensor:
 def open_animation(path: Path) -> Iterator[VideoSource]:
     """Open an animated picture as a video; a MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
-        durations_ms = _durations_ms(picture)
+        with _decoding(path):
+            durations_ms = _durations_ms(picture)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
         yield VideoSource(frames=_frames(picture, path, durations_ms), fps=mean_fps)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    try:
-        # As a file, because imageio takes a path such as `http:x` or `a.zip/b.png` for something else.
-        with path.open("rb") as file:
+    with ExitStack() as stack:
+        with _decoding(path):
+            # As a file, because imageio takes a path such as `http:x` or `a.zip/b.png` for something else.
+            file = stack.enter_context(path.open("rb"))
             Image.open(file, formats=_FORMATS)
             file.seek(0)
-            with iio.imopen(file, "r", plugin="pillow") as picture:
-                yield picture
+            picture = stack.enter_context(iio.imopen(file, "r", plugin="pillow"))
+        yield picture
+
+
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    """Translate what Pillow raises for a broken picture."""
+    try:
+        yield
     except _BROKEN as error:
         raise _broken(path, error) from error
 
@@ -123,23 +135,25 @@ def _frames(picture: Any, path: Path, durations_ms: list[int]) -> Iterator[_Pict
 
 def _rgb(picture: Any, path: Path, index: int) -> torch.Tensor:
     """Return a frame as uint8 (H, W, 3), upright."""
-    noted = picture.metadata(index=index, exclude_applied=False)
+    with _decoding(path):
+        noted = picture.metadata(index=index, exclude_applied=False)
+        is_grey_16 = noted["mode"].startswith("I")
+        stored = picture.read(index=index, mode=None if is_grey_16 else "RGB")
     if noted["mode"] == "F":
         raise MediaError(f"{path} holds floating point levels of unknown range", hint="convert it to an 8 bit PNG")
-    if noted["mode"].startswith("I"):
-        # Sixteen bits of grey: the conversion to RGB would clip them at 255.
-        levels = np.clip(picture.read(index=index).astype(np.int64), 0, 65535)
+    rgb = stored
+    if is_grey_16:
+        # The conversion to RGB would clip them at 255.
+        levels = np.clip(stored.astype(np.int64), 0, 65535)
         grey = ((levels * 255 + 32767) // 65535).astype(np.uint8)
         rgb = np.repeat(grey[..., None], 3, axis=2)
-    else:
-        rgb = picture.read(index=index, mode="RGB")
     turn = _UPRIGHT.get(noted.get("Orientation", 1))
     return torch.from_numpy(rgb if turn is None else np.ascontiguousarray(turn(rgb)))
 
 
 def _broken(path: Path, error: Exception) -> MediaError:
-    cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return MediaError(f"{path} is a broken picture: {cause}")
+    cause = (str(error).splitlines() or [type(error).__name__])[0]
+    return MediaError(f"{path} is a broken picture: {plain(cause)}")
 
 
 def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:

@@ -149,20 +149,18 @@ def _known(file: Path, journal: ScanJournal) -> Finding | None:
 
 def _look_into(file: Path, *, deep: bool) -> Finding | BrokenFile:
     try:
-        # Before it is read: a file that changes during the scan is read again by the next one.
-        status = file.stat()
-        return Finding(
-            path=str(file),
-            size=status.st_size,
-            mtime_ns=status.st_mtime_ns,
-            facts=probe(file, deep=deep),
-            is_deep=deep,
-        )
+        with reading(file):
+            # Before it is read: a file that changes during the scan is read again by the next one.
+            status = file.stat()
+            return Finding(
+                path=str(file),
+                size=status.st_size,
+                mtime_ns=status.st_mtime_ns,
+                facts=probe(file, deep=deep),
+                is_deep=deep,
+            )
     except OsoraError as error:
-        reason = error.message
-    except OSError as error:
-        reason = f"{file} cannot be read: {error.strerror or error}"
-    return BrokenFile(path=str(file), reason=reason)
+        return BrokenFile(path=str(file), reason=error.message)
 
 
 def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], list[BrokenFile]]:

@@ -12,10 +12,12 @@ import av
 import numpy as np
 import pytest
 import torch
+from hostile_files import animated_gif, cut_in_tenths, picture_bombs
 from PIL import ExifTags, Image, ImageOps
 
 from opensora_cli.core.exceptions import MediaError
-from opensora_cli.media.read import is_picture, probe, read_picture, read_video
+from opensora_cli.media.containers import decode_whole
+from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
 from opensora_cli.media.write import write_media
 
 
@@ -313,8 +315,20 @@ class TestProblems:
             read_video(path, fps=0)
 
 
-def test_frames_that_a_cut_has_left_without_those_they_need_are_counted(tmp_path: Path) -> None:
-    whole, part = tmp_path / "whole.mp4", tmp_path / "part.mkv"
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("part.mkv", {}),
+        ("part.mp4", {}),
+        ("part.mov", {}),
+        ("no_edit_list.mp4", {"use_editlist": "0"}),
+        ("fragments.mp4", {"movflags": "frag_keyframe+empty_moov"}),
+    ],
+)
+def test_frames_that_a_cut_has_left_without_those_they_need_are_skipped(
+    tmp_path: Path, name: str, settings: dict[str, str]
+) -> None:
+    whole, part = tmp_path / "whole.mp4", tmp_path / name
     options = {"x264-params": "open-gop=1:keyint=12:min-keyint=12:bframes=3:scenecut=0:b-adapt=0"}
     with av.open(str(whole), "w") as target:
         track = target.add_stream("libx264", rate=24, options=options)
@@ -323,15 +337,60 @@ def test_frames_that_a_cut_has_left_without_those_they_need_are_counted(tmp_path
             levels = np.random.default_rng(number).integers(256, size=(96, 96, 3), dtype=np.uint8)
             target.mux(track.encode(av.VideoFrame.from_ndarray(levels, format="rgb24")))
         target.mux(track.encode())
-    with av.open(str(whole)) as source, av.open(str(part), "w") as target:
+    with av.open(str(whole)) as source, av.open(str(part), "w", options=settings) as target:
         track = target.add_stream_from_template(source.streams.video[0])
         packets = [packet for packet in source.demux(video=0) if packet.dts is not None]
         second = [number for number, packet in enumerate(packets) if packet.is_keyframe][1]
         for packet in packets[second:]:
             packet.stream = track
             target.mux(packet)
-    assert probe(part).num_frames == 31
+    assert probe(part).num_frames == probe(part, deep=True).num_frames == len(read_video(part).frames_THWC) == 28
+    assert len(list(read_cut(part, start=20, num_frames=8))) == 8
+    with pytest.raises(MediaError, match="ends after 7 of 8 frames"):
+        list(read_cut(part, start=21, num_frames=8))
     with pytest.raises(MediaError) as raised:
-        probe(part, deep=True)
+        decode_whole(part, num_frames=31)
     assert raised.value.message == f"28 of 31 frames of {part} can be decoded"
     assert raised.value.hint == "encode it again"
+
+
+@pytest.mark.parametrize(
+    "kind", ["PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "JPEG2000", "animated GIF", "MP4", "MKV"]
+)
+def test_what_is_cut_at_any_tenth_is_read_or_refused_in_a_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "clip"
+    levels = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)
+    if kind in ("MP4", "MKV"):
+        frames = torch.from_numpy(np.stack([np.roll(levels, shift, 0) for shift in range(12)]))
+        whole = write_video(tmp_path / f"whole.{kind.lower()}", frames).read_bytes()
+    elif kind == "animated GIF":
+        whole = animated_gif()
+    else:
+        stream = io.BytesIO()
+        Image.fromarray(levels).save(stream, kind)
+        whole = stream.getvalue()
+    refused = 0
+    for part in cut_in_tenths(whole):
+        path.write_bytes(part)
+        for read in (is_picture, read_picture, read_video, lambda path: probe(path, deep=True)):
+            try:
+                read(path)
+            except MediaError as error:
+                assert str(path) in error.message
+                assert error.message.isprintable()
+                refused += 1
+    assert refused >= 10
+
+
+def test_pictures_of_gigantic_sizes_are_refused_before_they_take_memory(tmp_path: Path) -> None:
+    for name, content in picture_bombs().items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        tracemalloc.start()
+        with pytest.raises(MediaError) as caught:
+            probe(path, deep=True)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 80 * 2**20, name
+        assert str(path) in caught.value.message, name
+        assert caught.value.message.isprintable(), name
