@@ -14,6 +14,7 @@ import typer
 import opensora_cli
 from opensora_cli.cli import bench_comm, ckpt, data, env_check, errors, generate, mem_profile, train, vae
 from opensora_cli.cli.command import Command, Group
+from opensora_cli.cli.streams import guard_streams
 
 app = typer.Typer(
     name="osora",
@@ -68,6 +69,7 @@ def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
+    guard_streams()
     if "torch" not in sys.modules:
         _wait_without_spinning(os.environ)
     command = typer.main.get_command(app)

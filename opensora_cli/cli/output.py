@@ -1,12 +1,10 @@
 """What commands print: data on stdout, everything else on stderr."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 
@@ -59,16 +57,5 @@ def _print(line: str) -> None:
     if sys.stdout is None:  # closed by the shell (>&-)
         return
     encoding = sys.stdout.encoding or "utf-8"
-    try:
-        # A console that cannot show a file's name must not turn a finished run into a crash.
-        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        _discard_stdout()  # the reader has seen enough
-    except OSError as error:
-        _discard_stdout()
-        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
-
-
-def _discard_stdout() -> None:
-    """Send what is still in the buffer nowhere: Python flushes it again while it exits, which must not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # A console that cannot show a file's name must not turn a finished run into a crash.
+    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)

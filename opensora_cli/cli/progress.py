@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import MappingProxyType
 
 from rich.console import Console, RenderableType
@@ -64,9 +64,8 @@ class LineReporter:
         self._clock = clock
 
     def note(self, text: str) -> None:
-        """Print one line. A reader that has left (`2>&1 | head`) does not end the run."""
-        with suppress(BrokenPipeError):
-            print(escaped(text), file=sys.stderr, flush=True)
+        """Print one line."""
+        print(escaped(text), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print one line, marked as a warning."""

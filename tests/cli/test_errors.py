@@ -252,32 +252,6 @@ def test_a_bug_ends_the_program_with_1() -> None:
     assert done.stderr.endswith("ZeroDivisionError: bug\n")
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    code = (
-        "import sys, time; from opensora_cli.cli.app import main; time.sleep(0.5);"
-        "sys.exit(main(['generate', '--list-presets', '--json']))"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=30) == 0
-
-
-PRINT = "import sys; from opensora_cli.cli.app import main; sys.exit(main(['generate', '--list-presets']))"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_full_standard_output() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", PRINT], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert (done.returncode, done.stderr) == (3, "error: cannot write to standard output: No space left on device\n")
-
-
 def test_streams_that_the_shell_closed(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

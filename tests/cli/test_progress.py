@@ -1,9 +1,7 @@
 """Progress: the time left, plain lines in logs, bars on terminals."""
 
 import io
-import os
 import re
-import sys
 
 import pytest
 from rich.console import Console
@@ -202,17 +200,6 @@ def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str])
         "warning: a\\x1b\\nb",
         "a\\x1b\\nb",
     ]
-
-
-def test_a_reader_of_lines_that_has_left_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    # Line by line, so that nothing is left to be flushed when the file is closed.
-    with open(writing, "wb", buffering=0) as pipe, monkeypatch.context() as gone:
-        gone.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
-        LineReporter().warn("printed nowhere")
-        with pytest.raises(BrokenPipeError):
-            pipe.write(b"x")
 
 
 def test_figures_stand_above_the_bars() -> None:

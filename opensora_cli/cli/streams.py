@@ -1,0 +1,65 @@
+"""Standard streams that cannot be written: a log that is lost ends no run, and a result that is lost is reported."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from opensora_cli.core.exceptions import OutputError
+
+
+def guard_streams() -> None:
+    """Make standard error drop what it cannot write, and standard output raise an OutputError for it.
+
+    Standard output drops it, too, where a reader has left (`| head`). Streams that the shell closed lead nowhere: else
+    the next file that is opened would take their number, and what libraries log would be written to it. Streams that
+    are not those of the process, as in tests, stay as they are.
+    """
+    if sys.platform == "win32":
+        return  # consoles there are no files
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    log: TextIO | None = sys.stderr
+    results: TextIO | None = sys.stdout
+    if log is None:  # what is printed there would go to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+    elif log is sys.__stderr__:
+        sys.stderr = _rewrapped(log, _Log)
+    if results is not None and results is sys.__stdout__:
+        sys.stdout = _rewrapped(results, _Results)
+
+
+class _Log(io.FileIO):
+    def write(self, content: "bytes | memoryview", /) -> int:  # type: ignore[override]  # narrower than any buffer
+        try:
+            return super().write(content) or len(content)
+        except OSError:
+            return len(content)
+
+
+class _Results(io.FileIO):
+    def write(self, content: "bytes | memoryview", /) -> int:  # type: ignore[override]  # narrower than any buffer
+        try:
+            return super().write(content)
+        except OSError as error:
+            # Python flushes its buffer again while it exits, which must not fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if isinstance(error, BrokenPipeError):  # the reader has seen enough
+                return len(content)
+            raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def _rewrapped(stream: TextIO, raw: Callable[..., io.FileIO]) -> TextIO:
+    """Return a stream of the same form, to the same file, over another lowest layer."""
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw(stream.fileno(), "wb", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=getattr(stream, "line_buffering", True),
+        write_through=getattr(stream, "write_through", False),
+    )

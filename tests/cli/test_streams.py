@@ -1,0 +1,79 @@
+"""Standard streams that are full, closed, or whose reader has left."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from opensora_cli.cli import app, generate, output
+
+def work(*args, **kwargs):
+    reporter = output.make_reporter(quiet=False)
+    with open(sys.argv[1], "w") as file:
+        file.write("begun, ")
+        file.flush()
+        for number in range(3):
+            reporter.note(f"note {number}")
+            print("of a library", file=sys.stderr)
+        file.write("done")
+    output.print_json({"result": 1})
+
+if sys.argv[2:]:
+    sys.exit(app.main(sys.argv[2:]))
+generate._run = work
+sys.exit(app.main(["generate", "x"]))
+"""
+FULL = "cannot write to standard output: No space left on device"
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its shell has no such redirections")
+
+
+def run(place: Path, redirection: str, *args: str) -> tuple[int, str, str]:
+    """Run the program in a shell with a redirection; return its exit code, and what arrived on both streams."""
+    command = ["bash", "-c", f'set -o pipefail; "$@" {redirection}', "bash", sys.executable, "-c", PROGRAM, str(place)]
+    done = subprocess.run([*command, *args], capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "redirection", [pytest.param("2>/dev/full", marks=needs_full), "2>&-", "2> >(true)", "2>&- <&-"]
+)
+def test_a_log_that_is_lost_ends_no_run(tmp_path: Path, redirection: str) -> None:
+    place = tmp_path / "result"
+    code, out, _ = run(place, redirection)
+    assert (code, out) == (0, '{\n  "result": 1\n}\n')
+    # Nor does it go to the file that is opened next.
+    assert place.read_text() == "begun, done"
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    place = tmp_path / "result"
+    assert run(place, "2>&1 | head -n 1") == (0, "note 0\n", "")
+    assert place.read_text() == "begun, done"
+    code, _, err = run(place, "> >(true)")
+    assert (code, "Traceback" in err) == (0, False)
+
+
+@needs_full
+@pytest.mark.parametrize("args", [(), ("--help",), ("--version",), ("generate", "--list-presets", "--json")])
+def test_a_result_that_is_lost_is_reported(tmp_path: Path, args: tuple[str, ...]) -> None:
+    code, _, err = run(tmp_path / "result", ">/dev/full", *args)
+    assert (code, err.splitlines()[-1]) == (3, f"error: {FULL}")
+    assert "Traceback" not in err
+
+
+@needs_full
+def test_both_streams_that_are_full_leave_the_exit_code(tmp_path: Path) -> None:
+    assert run(tmp_path / "result", ">/dev/full 2>/dev/full") == (3, "", "")
+    assert run(tmp_path / "result", ">&- 2>&-", "generate", "") == (2, "", "")
+
+
+def test_streams_that_the_shell_closed_take_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "result"
+    code, out, err = run(place, ">&-")
+    assert (code, out, err.count("note")) == (0, "", 3)
+    assert place.read_text() == "begun, done"
