@@ -23,14 +23,10 @@ def guard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-    log: TextIO | None = sys.stderr
-    results: TextIO | None = sys.stdout
-    if log is None:  # what is printed there would go to standard output
+    if sys.stderr is None:  # what is printed there would go to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
-    elif log is sys.__stderr__:
-        sys.stderr = _rewrapped(log, _Log)
-    if results is not None and results is sys.__stdout__:
-        sys.stdout = _rewrapped(results, _Results)
+    sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log)
+    sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results)
 
 
 class _Log(io.FileIO):
@@ -53,8 +49,10 @@ class _Results(io.FileIO):
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
 
 
-def _rewrapped(stream: TextIO, raw: Callable[..., io.FileIO]) -> TextIO:
+def _guarded(stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO]) -> TextIO:
     """Return a stream of the same form, to the same file, over another lowest layer."""
+    if original is None or stream is not original:
+        return stream
     stream.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(raw(stream.fileno(), "wb", closefd=False)),
