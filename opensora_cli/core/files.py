@@ -4,7 +4,6 @@ import ctypes
 import errno
 import json
 import os
-import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.left_overs import remove_abandoned, temporary_name
 from opensora_cli.core.reading import reading
 
 _MAKE_ROOM = "make room there, or write to another disk"
@@ -55,10 +55,10 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
     """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with everything in it.
 
     A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
-    in one step. Elsewhere the old one is renamed first, and a crash in that instant leaves both complete, the old one
-    under a temporary name. A link to a folder is replaced by a folder of its own; what it points to stays. Without
-    `replace`, a folder that is there, or appears there meanwhile, is kept unless it is empty. Raises OutputError as
-    `atomic_path`.
+    in one step. Elsewhere the old one is renamed first, and a crash in that instant leaves it under the name
+    `.osora-*.old`, which no run removes. A link to a folder is replaced by a folder of its own; what it points to
+    stays. Without `replace`, a folder that is there, or appears there meanwhile, is kept unless it is empty. Raises
+    OutputError as `atomic_path`.
     """
     target = Path(path)
     with _temporary_beside(target) as temporary:
@@ -175,18 +175,14 @@ def _temporary_beside(target: Path) -> Iterator[Path]:
     try:
         refuse_special(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_name(target)
+        remove_abandoned(target.parent)
+        temporary = target.parent / temporary_name()
         try:
             yield temporary
         finally:
             _remove(temporary)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}", hint=_hint(error)) from error
-
-
-def _temporary_name(target: Path) -> Path:
-    # Short and free of the target's own name: that may already be as long as the file system allows.
-    return target.parent / f".osora-{secrets.token_hex(6)}.tmp"
 
 
 @contextmanager
@@ -215,7 +211,8 @@ def _link_or_rename(temporary: Path, target: Path) -> None:
 def _swap_names(temporary: Path, target: Path) -> None:
     if _swap_in_one_step(temporary, target):
         return
-    retired = _temporary_name(target)
+    # The next run removes what has a temporary name: not this one, of which there may be no other.
+    retired = (target.parent / temporary_name()).with_suffix(".old")
     target.rename(retired)
     try:
         temporary.rename(target)

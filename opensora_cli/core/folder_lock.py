@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.left_overs import remove_abandoned
 
 LOCK_FILE = ".lock"
 
@@ -35,6 +36,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             f"{folder} is in use by another run: {_holder(path)}",
             hint="wait until it ends or end it, or give another folder: --set output=FOLDER",
         )
+    remove_abandoned(folder)
     try:
         yield
     finally:
@@ -59,6 +61,7 @@ def locked_file(path: Path) -> Iterator[bool]:
     if lock is None:
         yield False
         return
+    remove_abandoned(path.parent)
     try:
         yield True
     finally:

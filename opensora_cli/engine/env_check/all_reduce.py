@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.engine.env_check.report import Check, Finding
 
 _CHECK = Check("all-reduce")
@@ -59,11 +59,9 @@ def run_all_reduce(
     All processes are killed after `seconds`. `worker` takes rank, ranks, backend and a file to meet at.
     """
     backend, ranks = ("nccl", num_gpus) if num_gpus else ("gloo", 2)
-    with tempfile.TemporaryDirectory(prefix="osora-") as folder:
-        commands = [
-            [*worker, str(rank), str(ranks), backend, str(Path(folder, "meeting_place"))] for rank in range(ranks)
-        ]
-        outputs = [Path(folder, f"output-{rank}") for rank in range(ranks)]
+    with temporary_folder() as folder:
+        commands = [[*worker, str(rank), str(ranks), backend, str(folder / "meeting_place")] for rank in range(ranks)]
+        outputs = [folder / f"output-{rank}" for rank in range(ranks)]
         with _running(commands, outputs, environment) as processes:
             is_over = _wait(processes, seconds)
             codes = [process.poll() for process in processes]

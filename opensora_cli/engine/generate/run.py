@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
@@ -293,8 +293,8 @@ def _make(
     ):
         for number in range(profiled_runs):
             reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {profiled_runs}")
-            with tempfile.TemporaryDirectory(prefix="osora-profile-") as folder:
-                trial = _into(plan, Path(folder))
+            with temporary_folder() as folder:
+                trial = _into(plan, folder)
                 trial_files = [sample_files(trial.settings, sample.index) for sample in files]
                 record = RunRecord(reporter, block_times=times, keeps_results=False)
                 _make_videos(trial, trial_files, references, saved, record, ranks)

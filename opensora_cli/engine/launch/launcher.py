@@ -32,6 +32,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
+from opensora_cli.core.left_overs import is_abandoned, temporary_name
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.signals import held_back
 from opensora_cli.core.threads import variables_of_ranks
@@ -184,11 +185,18 @@ def _open_store() -> TCPStore:
 @contextmanager
 def log_folder(name: str) -> Iterator[Path]:
     """Yield a new folder for log files, which is kept only if a failure's message names it.
-    Raises OutputError if it cannot be made.
+
+    Those of launchers that were killed are removed. Raises OutputError if it cannot be made.
     """
-    folder = Path(tempfile.gettempdir(), f"osora-{name}-{secrets.token_hex(4)}")
+    parent = Path(tempfile.gettempdir())
+    for killed in parent.glob("osora-*/.osora-*.tmp"):
+        if is_abandoned(killed):
+            shutil.rmtree(killed.parent, ignore_errors=True)
+    folder = parent / f"osora-{name}-{secrets.token_hex(4)}"
+    running = folder / temporary_name()
     try:
         folder.mkdir()
+        running.touch()
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {folder}: {error.strerror}") from error
     is_named = False
@@ -198,7 +206,9 @@ def log_folder(name: str) -> Iterator[Path]:
         is_named = str(folder) in f"{failure.message}{failure.hint}"
         raise
     finally:
-        if not is_named:
+        if is_named:
+            running.unlink(missing_ok=True)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
 
 

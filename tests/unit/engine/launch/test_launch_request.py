@@ -1,12 +1,15 @@
 """Requests that contradict themselves, or ask for more than there is, are refused before anything starts."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.launch.launcher import LaunchRequest
+from opensora_cli.engine.launch.failures import RankFailure
+from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder
 from opensora_cli.settings.devices import ParallelSettings
 
 
@@ -61,3 +64,38 @@ def test_several_machines_are_started_by_torchrun_or_srun():
     with pytest.raises(RequestError, match="nnodes=2, and ranks are started here on this machine only") as caught:
         LaunchRequest.of(parallel, gpus=8, device_type="cpu", log_dir=Path("logs"))
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in caught.value.hint
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only")
+class TestLogFolder:
+    @pytest.fixture(autouse=True)
+    def temporary(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def test_that_of_a_killed_launcher_is_removed_by_the_next(self, tmp_path):
+        if not (child := os.fork()):
+            with log_folder("train") as folder:
+                (folder / "rank0.log").touch()
+                os._exit(9)
+        os.waitpid(child, 0)
+        [killed] = tmp_path.iterdir()
+        with log_folder("train"):
+            assert killed.exists()  # it is young
+        for each in killed.iterdir():
+            os.utime(each, (0, 0))
+        with log_folder("train") as folder:
+            assert list(tmp_path.iterdir()) == [folder]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_one_that_a_message_names_stays(self, tmp_path):
+        folders = []
+
+        def run():
+            with log_folder("train") as folder:
+                (folder / "rank0.log").touch()
+                folders.append(folder)
+                raise RankFailure("rank 0 died", hint=f"log: {folder}/rank0.log", exit_code=4)
+
+        with pytest.raises(RankFailure):
+            run()
+        assert os.listdir(folders[0]) == ["rank0.log"]

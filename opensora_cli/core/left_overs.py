@@ -1,0 +1,132 @@
+"""Temporary files and folders whose names say which process made them, so that the next run removes those of the dead.
+
+Not locks: file systems that several machines share often have none, or have them for each machine alone.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from opensora_cli.core.exceptions import OutputError
+
+_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{6}\.tmp")
+_LEAST_AGE_S = 60.0
+_OUT_OF_SIGHT_S = 24 * 3600.0
+"""Without a change, after which nobody writes to what a process made that cannot be seen from here."""
+
+_looked_through: set[tuple[int, Path]] = set()
+
+
+def temporary_name() -> str:
+    """Return an unused name for what this process makes and removes again, or renames."""
+    # Without the name that it gets: that may already be as long as the file system allows.
+    return f".osora-{_place()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(3)}.tmp"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove from `folder` what processes that are gone would have removed; once for each process and folder.
+
+    That is what has a `temporary_name`, has not changed for a minute, and is of a process that has ended. Of one that
+    cannot be seen from here, on another machine, in another container or before a restart, what has not changed for a
+    day. Without effect where that is not possible.
+    """
+    with suppress(OSError):
+        asked = (os.getpid(), folder.absolute())
+        if asked in _looked_through:
+            return
+        _looked_through.add(asked)
+        for entry in os.scandir(folder):
+            if is_abandoned(path := Path(entry.path)):
+                _remove(path)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether `path` is what `remove_abandoned` removes."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return False
+    has_ended = _has_ended(int(match[2]), match[3]) if match[1] == _place() else None
+    if has_ended is False:
+        return False
+    with suppress(OSError):
+        return time.time() - _last_change(path) > (_LEAST_AGE_S if has_ended else _OUT_OF_SIGHT_S)
+    return False
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder among the system's temporary files, which is removed with all that is in it.
+    Raises OutputError if it cannot be made.
+    """
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent)
+    folder = parent / temporary_name()
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise OutputError(f"cannot make a temporary folder in {parent}: {error.strerror or error}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_ended(pid: int, started: str) -> bool | None:
+    """Whether a process is gone, also where another has its number now; None: not known."""
+    start = _start_of(pid)
+    if start is not None:
+        return str(start) != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # a system that hides the processes of others
+        return None
+    return None
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process started, the same for its whole life; None: there is none, or it cannot be seen."""
+    if sys.platform == "linux":
+        with suppress(OSError, ValueError, IndexError):
+            # The name of the program, in parentheses, may have spaces and parentheses too.
+            return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return None
+    import psutil  # type: ignore[import-untyped]  # it ships none
+
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).create_time())
+    return None
+
+
+@cache
+def _place() -> str:
+    """Return what tells apart those places where the same number may be another process: machines since their start,
+    and containers in them.
+    """
+    facts = [os.uname().nodename if hasattr(os, "uname") else os.environ.get("COMPUTERNAME", "")]
+    with suppress(OSError):
+        facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]
+    return hashlib.sha256(" ".join(facts).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def _last_change(path: Path) -> float:
+    inside: Iterable[Path] = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+    return max(each.lstat().st_mtime for each in [path, *inside])
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

@@ -1,0 +1,143 @@
+"""What a killed process leaves under a temporary name is removed by the next, and nobody else's is."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from opensora_cli.core import left_overs
+from opensora_cli.core.files import atomic_folder, write_bytes_atomic
+from opensora_cli.core.left_overs import is_abandoned, temporary_folder, temporary_name
+
+TWO_MINUTES, TWO_HOURS, TWO_DAYS = 120.0, 7200.0, 172800.0
+PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-(\w+)\.tmp")
+
+
+@pytest.fixture(scope="module")
+def of_the_dead():
+    """The name that a process has made which is gone."""
+    code = "from opensora_cli.core.left_overs import temporary_name; print(temporary_name())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def changed(name, *, place=None, pid=None, start=None):
+    old_place, old_pid, old_start, token = PARTS.fullmatch(name).groups()
+    return f".osora-{place or old_place}-{pid or old_pid}-{start or old_start}-{token}.tmp"
+
+
+def left(path, *, age_s, is_folder=False):
+    if is_folder:
+        (path / "inner").mkdir(parents=True)
+        (path / "inner" / "half").write_bytes(b"half")
+    else:
+        path.write_bytes(b"half")
+    for each in [*path.rglob("*"), path]:
+        os.utime(each, (time.time() - age_s,) * 2)
+    return path
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_the_next_write_beside_it_removes_it(tmp_path, of_the_dead, is_folder):
+    left(tmp_path / of_the_dead, age_s=TWO_MINUTES, is_folder=is_folder)
+    write_bytes_atomic(tmp_path / "a.bin", b"content")
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+def test_a_young_one_is_kept(tmp_path, of_the_dead):
+    left(tmp_path / of_the_dead, age_s=30.0)
+    write_bytes_atomic(tmp_path / "a.bin", b"content")
+    assert sorted(os.listdir(tmp_path)) == [of_the_dead, "a.bin"]
+
+
+def test_that_of_a_living_process_is_kept_however_old(tmp_path):
+    code = "from opensora_cli.core.left_overs import temporary_name; print(temporary_name(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as alive:
+        theirs = left(tmp_path / alive.stdout.readline().strip(), age_s=TWO_DAYS)
+        own = left(tmp_path / temporary_name(), age_s=TWO_DAYS)
+        assert not is_abandoned(theirs)
+        assert not is_abandoned(own)
+        alive.kill()
+        alive.wait()
+        assert is_abandoned(theirs)
+        assert not is_abandoned(own)
+
+
+def test_a_process_that_got_the_number_of_a_dead_one_is_not_its_owner(tmp_path, of_the_dead):
+    name = changed(of_the_dead, pid=os.getpid())
+    assert is_abandoned(left(tmp_path / name, age_s=TWO_MINUTES))
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(TWO_HOURS, False), (TWO_DAYS, True)])
+def test_that_of_another_machine_or_container_is_kept_for_a_day(tmp_path, of_the_dead, age_s, expected):
+    name = changed(of_the_dead, place="00000000")
+    assert is_abandoned(left(tmp_path / name, age_s=age_s)) is expected
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(TWO_HOURS, False), (TWO_DAYS, True)])
+def test_that_of_a_process_which_the_system_hides_is_kept_for_a_day(
+    tmp_path, of_the_dead, age_s, expected, monkeypatch
+):
+    def refuse(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert is_abandoned(left(tmp_path / of_the_dead, age_s=age_s)) is expected
+
+
+def test_a_folder_in_which_something_has_just_changed_is_kept(tmp_path, of_the_dead):
+    folder = left(tmp_path / changed(of_the_dead, place="00000000"), age_s=TWO_DAYS, is_folder=True)
+    os.utime(folder / "inner" / "half")
+    assert not is_abandoned(folder)
+
+
+@pytest.mark.parametrize("name", [".osora-0123456789ab.lock", ".osora-video.tmp", "video.tmp", ".saving-1-step_1"])
+def test_other_names_are_none_of_its_business(tmp_path, name):
+    assert not is_abandoned(left(tmp_path / name, age_s=TWO_DAYS))
+
+
+def test_an_old_folder_that_was_renamed_before_a_crash_is_kept(tmp_path, of_the_dead, monkeypatch):
+    """Where names cannot be swapped in one step; a kill after the first renaming."""
+    monkeypatch.setattr("opensora_cli.core.files._swap_in_one_step", lambda *_: False)
+    real = Path.rename
+
+    def rename(self, target):
+        moved = real(self, target)
+        if Path(target).suffix == ".old":
+            os._exit(9)
+        return moved
+
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "old.txt").write_text("old")
+    if not (child := os.fork()):
+        with atomic_folder(tmp_path / "frames") as temporary:
+            (temporary / "new.txt").write_text("new")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    new, old = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert os.listdir(old) == ["old.txt"]
+    os.utime(old, (0, 0))
+    assert not is_abandoned(old)
+    for each in (new, new / "new.txt"):
+        os.utime(each, (0, 0))
+    assert is_abandoned(new)
+
+
+def test_a_folder_is_looked_through_once(tmp_path, monkeypatch):
+    write_bytes_atomic(tmp_path / "a.bin", b"content")
+    monkeypatch.setattr(left_overs.os, "scandir", lambda _: pytest.fail("looked again"))
+    write_bytes_atomic(tmp_path / "b.bin", b"content")
+
+
+def test_a_temporary_folder_goes_and_so_do_those_of_the_dead(tmp_path, of_the_dead, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left(tmp_path / of_the_dead, age_s=TWO_MINUTES, is_folder=True)
+    with temporary_folder() as folder:
+        (folder / "a").touch()
+        assert os.listdir(tmp_path) == [folder.name]
+    assert os.listdir(tmp_path) == []
