@@ -112,6 +112,18 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
     write_bytes_atomic(path, (text + "\n").encode("utf-8", "backslashreplace"))
 
 
+@contextmanager
+def removed_on_failure(*paths: Path | None) -> Iterator[None]:
+    """Remove files or folders if the block fails or is interrupted: what must not be there without what it writes."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            if path is not None:
+                _remove(path)
+        raise
+
+
 def require_there(*paths: str) -> None:
     """Raise FileProblem if a file or folder is not there, or is denied: for commands, before they import what reads
     it.

@@ -1,6 +1,5 @@
 """From latents to results on disk: decode, and save what is decoded as it comes."""
 
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from opensora_cli.core.documents import Document
+from opensora_cli.core.files import removed_on_failure
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
@@ -154,7 +154,8 @@ def _decode_and_save(
             metadata=media_tags(plan, sample),
             replace=plan.settings.output.overwrite,
         )
-        try:
+        # A video on its own would stand in the way of the run that goes on from its latents.
+        with removed_on_failure(sample.media, sample.sidecar):
             decode_s = record.timings_s[DECODE] - decoded_s
             save_s = time.perf_counter() - start - decode_s
             write_sidecar(
@@ -164,18 +165,7 @@ def _decode_and_save(
                 peak_memory_gib=peak_memory_gib(plan.hardware.device),
                 given_frames_psnr_db=psnr.db,
             )
-        except BaseException:
-            # A video on its own would stand in the way of the run that goes on from its latents.
-            _remove(sample.media)
-            raise
     return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr.db)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def decode_latents(

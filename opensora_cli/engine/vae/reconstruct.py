@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
-from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.files import removed_on_failure, write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
@@ -214,7 +214,9 @@ class _Job:
         )
         self._report_crop(row)
         if self.settings.output.metadata:
-            write_json_atomic(_sidecar(output), self._sidecar_document(row, seconds=time.perf_counter() - start))
+            sidecar = _sidecar(output)
+            with removed_on_failure(output, sidecar):
+                write_json_atomic(sidecar, self._sidecar_document(row, seconds=time.perf_counter() - start))
         return row
 
     def _cropped_size(self, facts: MediaFacts) -> tuple[int, int]:

@@ -163,6 +163,22 @@ class TestFailures:
         assert names(tmp_path) == [LATENTS]
         assert reporter.warnings == [f"go on with: osora generate --from-latents {tmp_path / LATENTS}"]
 
+    @pytest.mark.parametrize("overwrite", ["false", "true"])
+    def test_full_disk_while_saving_the_sidecar(self, world, tmp_path, monkeypatch, overwrite):
+        if overwrite == "true":
+            generate(released_settings(world, tmp_path))
+        real = core_files._flush_to_disk
+
+        def full(path):
+            if path.is_file() and path.read_bytes()[:1] == b"{":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(path)
+
+        monkeypatch.setattr(core_files, "_flush_to_disk", full)
+        with pytest.raises(OutputError, match="No space left"):
+            generate(released_settings(world, tmp_path, output__overwrite=overwrite))
+        assert names(tmp_path) == [LATENTS]
+
     def test_full_disk_while_saving_the_latents(self, world, tmp_path, monkeypatch, reporter):
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         monkeypatch.setattr(core_files, "_flush_to_disk", raising(full))

@@ -1,6 +1,8 @@
 """`osora vae reconstruct`: windows over long videos, every kind of autoencoder, files that fail, what is written."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError, OutputError
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
@@ -309,6 +312,32 @@ def test_an_interruption_says_what_was_finished(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt, match=r"^finished: .*a_reconstructed\.png$"):
         reconstruct(demo_settings(tmp_path, files))
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".png"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk_leaves_no_result_without_its_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """Nor the sidecar of a result that was replaced."""
+    files = [write_video(tmp_path / "a.mp4", 5), write_picture(tmp_path / "b.png")]
+    settings = tiny_settings(tmp_path, "hunyuan", files, **{"output.overwrite": overwrite})
+    if overwrite:
+        reconstruct(settings)
+    flush = core_files._flush_to_disk
+
+    def full(path: Path) -> None:
+        if path.is_file() and path.read_bytes()[:1] == b"{":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(path)
+
+    monkeypatch.setattr(core_files, "_flush_to_disk", full)
+    rows = reconstruct(settings).files
+    folder = tmp_path / "out"
+    assert [row.error for row in rows if isinstance(row, Failed)] == [
+        f"{file}: cannot write {folder / name}: No space left on device"
+        for file, name in zip(files, ("a_reconstructed.mp4.json", "b_reconstructed.png.json"), strict=True)
+    ]
+    assert list(folder.iterdir()) == []
 
 
 def test_existing_results_are_kept(tmp_path: Path) -> None:
