@@ -7,6 +7,7 @@ it finds before collecting, and this one is found by a plain `pytest` as well as
 import gc
 import os
 import signal
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -54,3 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="read the golden files from DIR instead of tests/golden/data; tests whose file is not in DIR are skipped",
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what `tests/hostile` tried, in all workers."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]
+    tried = [counts for call in calls for name, counts in call.user_properties if name == "hostile"]
+    if tried:
+        from hostile.trial import summary
+
+        terminalreporter.write_line(summary(sum(map(Counter, tried), Counter())))

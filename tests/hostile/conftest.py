@@ -1,0 +1,32 @@
+"""Hostile command lines and files. See CONTRIBUTING.md for how they are run."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hostile.inputs import Inputs, make_inputs
+from hostile.sandbox import NotPossibleError, Sandbox
+from hostile.trial import Trials
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    """A warm process that every test of this worker shares."""
+    box = Sandbox()
+    try:
+        box.__enter__()
+    except NotPossibleError as reason:
+        pytest.skip(str(reason))
+    yield box
+    box.__exit__(None, None, None)
+
+
+@pytest.fixture
+def trials(sandbox: Sandbox, record_property: Callable[[str, object], None]) -> Trials:
+    """Runs cases; what was tried is counted over all tests."""
+    return Trials(sandbox, record=lambda counts: record_property("hostile", dict(counts)))
+
+
+@pytest.fixture(scope="session")
+def inputs(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """Valid files of every format."""
+    return make_inputs(sandbox, tmp_path_factory.mktemp("inputs") / "made")

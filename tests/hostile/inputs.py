@@ -1,0 +1,241 @@
+"""Small valid files of every format, made once, and the command lines that read each of them."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiny_adapters
+import tiny_clips
+import tiny_frozen
+import tiny_training
+import tiny_world
+import torch
+import yaml
+from hostile.sandbox import Folder, Sandbox
+from safetensors.torch import save_file
+
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.models.mmdit import MMDiT
+
+
+@dataclass(frozen=True)
+class Base:
+    """A command line in which nothing is wrong: what it reads, and what it replaces."""
+
+    name: str
+    argv: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
+    code: int = 0
+    seconds: float = 1.0
+    """About how long it takes on an idle core."""
+
+
+_TINY = ("generate", "raining sea", "--config", "generate.yaml")
+_WEIGHTS = ("weights.safetensors", "weights.pt", "shards", "torch-shards", "colossal", "dcp")
+_CLIPS = ("clips", "clips.csv")
+
+BASES: tuple[Base, ...] = (
+    Base("generate", (*_TINY, "--out", "out.mp4"), ("generate.yaml", "tiny")),
+    Base("generate picture", (*_TINY, "--num-frames", "1", "--out", "out.png"), ("generate.yaml", "tiny")),
+    Base("generate gif", (*_TINY, "--out", "out.gif", "--num-samples", "2"), ("generate.yaml", "tiny")),
+    Base("generate plan", (*_TINY, "--dry-run", "--json"), ("generate.yaml", "tiny")),
+    Base(
+        "generate from picture",
+        (*_TINY, "--ref", "picture.png", "--out", "out.webp"),
+        ("generate.yaml", "tiny", "picture.png"),
+    ),
+    Base("generate from video", (*_TINY, "--ref", "video.mp4", "--json"), ("generate.yaml", "tiny", "video.mp4")),
+    Base("generate with adapter", (*_TINY, "--lora", "adapter:0.5"), ("generate.yaml", "tiny", "adapter")),
+    Base("generate again", ("generate", "--from", "made.mp4.json", "--out", "out.mp4"), ("tiny", "made.mp4.json")),
+    Base(
+        "generate from latents",
+        ("generate", "--from-latents", "made.latents.safetensors", "--out", "out.mp4"),
+        ("tiny", "made.latents.safetensors"),
+    ),
+    Base("train vae", ("train", "--config", "vae.yaml"), ("vae.yaml",)),
+    Base("train text", ("train", "--config", "text.yaml", "--json"), ("text.yaml",)),
+    Base("train mmdit", ("train", "--config", "mmdit.yaml"), ("mmdit.yaml", "frozen")),
+    Base("train plan", ("train", "--config", "vae.yaml", "--dry-run"), ("vae.yaml",), seconds=2.0),
+    Base("train resumed", ("train", "--config", "vae.yaml", "--resume"), ("vae.yaml", "run"), ("work/run",)),
+    Base("train again", ("train", "--config", "vae.yaml", "--overwrite"), ("vae.yaml", "run"), ("work/run",)),
+    Base("train from", ("train", "--from", "run/settings.json", "--set", "output=other"), ("run",)),
+    Base("train on clips", ("train", "--config", "clips.yaml"), ("clips.yaml", "frozen", *_CLIPS)),
+    Base("train check", ("train", "--config", "clips.yaml", "--check-data"), ("clips.yaml", "frozen", *_CLIPS)),
+    Base("train new", ("train", "--new", "clips"), ("clips",)),
+    Base("train list", ("train", "--list")),
+    *(Base(f"inspect {path}", ("ckpt", "inspect", path, "--stats"), (path,)) for path in _WEIGHTS),
+    *(Base(f"verify {path}", ("ckpt", "verify", path), (path,)) for path in _WEIGHTS),
+    *(Base(f"convert {path}", ("ckpt", "convert", path, "out.safetensors"), (path,)) for path in _WEIGHTS),
+    *(
+        Base(f"convert to {kind}", ("ckpt", "convert", "weights.safetensors", "out", "--format", kind), _WEIGHTS[:1])
+        for kind in ("torch", "safetensors-shards", "torch-shards", "dcp", "colossalai")
+    ),
+    Base("convert run", ("ckpt", "convert", "run", "out.safetensors", "--select", "ema"), ("run",)),
+    Base("inspect run", ("ckpt", "inspect", "run", "--json"), ("run",)),
+    Base("diff", ("ckpt", "diff", "weights.safetensors", "weights.pt"), ("weights.safetensors", "weights.pt")),
+    Base("merge", ("ckpt", "merge-lora", "base.safetensors", "adapter", "out.pt"), ("base.safetensors", "adapter")),
+    Base("download plan", ("ckpt", "download", "open-sora-v2"), code=3),
+    Base("scan", ("data", "scan", "clips", "--out", "table.csv"), ("clips",)),
+    Base("scan deep", ("data", "scan", "clips", "--out", "table.parquet", "--deep", "--json"), ("clips",)),
+    Base("scan again", ("data", "scan", "clips", "--overwrite"), _CLIPS, ("work/clips.csv",)),
+    Base("shard", ("data", "shard", "clips.csv", "--parts", "2"), _CLIPS),
+    Base("preview", ("data", "preview", "clips.csv", "--out", "sheet.png"), _CLIPS),
+    Base("cache", ("data", "cache", "--config", "clips.yaml", "--out", "cache"), ("clips.yaml", "frozen", *_CLIPS)),
+    Base(
+        "cache filled",
+        ("data", "cache", "--config", "clips.yaml", "--out", "filled"),
+        ("clips.yaml", "frozen", "filled", *_CLIPS),
+        ("work/filled",),
+    ),
+    Base(
+        "train on cache",
+        ("train", "--config", "clips.yaml", "--set", "train_mmdit.cache=filled"),
+        ("clips.yaml", "frozen", "filled", *_CLIPS),
+    ),
+    Base("reconstruct", ("vae", "reconstruct", "video.mp4", "picture.png"), ("video.mp4", "picture.png")),
+    Base(
+        "reconstruct with run",
+        ("vae", "reconstruct", "picture.png", "--config", "run/settings.json"),
+        ("run", "picture.png"),
+    ),
+    Base("stats", ("vae", "stats", "clips", "picture.png", "--json"), ("clips", "picture.png")),
+    Base("profile", ("mem-profile", "--config", "generate.yaml", "--runs", "0"), ("generate.yaml",), seconds=2.0),
+    Base(
+        "profile training",
+        ("mem-profile", "--config", "vae.yaml", "--runs", "1", "--plot", "memory.png", "--json"),
+        ("vae.yaml",),
+        seconds=3.0,
+    ),
+    Base("environment", ("env-check", "Dockerfile", "train.sh", "--no-all-reduce"), ("Dockerfile", "train.sh")),
+    Base("variables", ("env-check", "--profile", "local", "--export")),
+    Base("reference", ("generate", "a boat", "--config", "reference.py", "--dry-run"), ("reference.py",), seconds=3.0),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A folder with everything that the bases read."""
+
+    folder: Path
+
+    def putting(self, base: Base) -> Callable[[Folder], None]:
+        """Return what copies the files of a command."""
+        return lambda folder: self.put(base, folder)
+
+    def put(self, base: Base, folder: Folder) -> None:
+        """Copy what a command reads into the folder that it runs in."""
+        self.put_names(base.reads, folder)
+
+    def put_names(self, names: Iterable[str], folder: Folder) -> None:
+        """Copy files and folders."""
+        for name in names:
+            source, target = self.folder / name, folder.work / name
+            if source.is_dir():
+                shutil.copytree(source, target)
+            else:
+                shutil.copyfile(source, target)
+
+
+def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
+    """Write everything below `folder`, some of it through osora itself in the sandbox."""
+    folder.mkdir(parents=True)
+    _write_worlds(folder)
+    _write_weights(folder)
+    _write_clips(folder)
+    _write_texts(folder)
+    inputs = Inputs(folder)
+    made = (*_TINY, "--out", "made.mp4")
+    _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
+    _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
+    _add(sandbox, inputs, ("vae.yaml",), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
+    for kind, name in (("safetensors-shards", "shards"), ("torch-shards", "torch-shards")):
+        arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind, "--shard-size", "8KB")
+        _add(sandbox, inputs, ("weights.safetensors",), arguments)
+    for kind, name in (("dcp", "dcp"), ("colossalai", "colossal"), ("torch", "weights.pt")):
+        arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind)
+        _add(sandbox, inputs, ("weights.safetensors",), arguments)
+    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
+    table = inputs.folder / "clips.csv"
+    table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
+    reads = ("clips.yaml", "frozen", *_CLIPS)
+    _add(sandbox, inputs, reads, ("data", "cache", "--config", "clips.yaml", "--out", "filled"))
+    return inputs
+
+
+def _add(
+    sandbox: Sandbox,
+    inputs: Inputs,
+    reads: tuple[str, ...],
+    argv: tuple[str, ...],
+    *,
+    code: int = 0,
+    patch: str | None = None,
+) -> None:
+    """Run a command, and add what it makes to the inputs."""
+    with sandbox.folder() as folder:
+        inputs.put(Base("", argv, reads), folder)
+        outcome = sandbox.run(argv, folder, patch=patch, learn=True)
+        assert outcome.code == code, f"osora {' '.join(argv)}: {outcome}\n{outcome.stderr}"
+        for made in folder.work.iterdir():
+            if made.name not in reads:
+                made.rename(inputs.folder / made.name)
+
+
+def _write_worlds(folder: Path) -> None:
+    world = tiny_world.make_world(folder)
+    shutil.rmtree(world.released)
+    world.demo.rename(folder / "tiny")
+    tiny_frozen.save_frozen_parts(folder / "frozen")
+    settings = tiny_world.demo_settings(world, folder)
+    transformer = MMDiT(mmdit_config(settings.model))
+    base = {key: weight.detach() for key, weight in transformer.state_dict().items()}
+    save_file(base, folder / "base.safetensors")
+    tiny_adapters.write_lora(folder / "adapter", transformer, like="double_blocks.*")
+
+
+def _write_weights(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    plain = {f"layer.{n}.weight": torch.randn(24, 24, generator=generator) for n in range(8)}
+    plain |= {f"layer.{n}.bias": torch.zeros(24, dtype=torch.bfloat16) + n for n in range(8)}
+    save_file(plain, folder / "weights.safetensors", metadata={"format": "pt"})
+
+
+def _write_clips(folder: Path) -> None:
+    clips = folder / "clips"
+    clips.mkdir()
+    for number in range(4):
+        tiny_clips.write_clip(clips / f"clip{number}.mp4", num_frames=13, caption=f"raining on the sea {number}")
+    for number in range(2):
+        tiny_clips.write_clip(clips / f"picture{number}.png", num_frames=1)
+        (clips / f"picture{number}.json").write_text('{"caption": "a boat at night"}')
+
+
+def _write_texts(folder: Path) -> None:
+    sizes = tiny_world.DEMO_SIZES | {"sampling.num_inference_steps": "2", "runtime.weights": "tiny"}
+    (folder / "generate.yaml").write_text(yaml.safe_dump(_nested(sizes)))
+    output = Path("run")
+    for name, settings in (
+        ("vae", tiny_training.vae_settings(output)),
+        ("text", tiny_training.text_settings(output)),
+        ("mmdit", tiny_training.mmdit_settings(output, Path("frozen"))),
+    ):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)))
+    data = {"table": "clips.csv", "buckets": {"64px": {"1": [1.0, 2], "13": [1.0, 2]}}, "workers": 0}
+    document = tiny_training.mmdit_settings(output, Path("frozen")).model_dump(mode="json", exclude_unset=True)
+    (folder / "clips.yaml").write_text(yaml.safe_dump({**document, "data": data}))
+    (folder / "Dockerfile").write_text(
+        "FROM python:3.12\nENV NCCL_DEBUG=INFO OMP_NUM_THREADS=4\nRUN pip install torch\n"
+    )
+    (folder / "train.sh").write_text("#!/bin/bash\nexport NCCL_P2P_DISABLE=1\nosora train --config demo\n")
+    (folder / "reference.py").write_text('save_dir = "samples"\nsampling_option = dict(num_frames=17, num_steps=3)\n')
+
+
+def _nested(overrides: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    sections: dict[str, dict[str, str]] = {}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections

@@ -1,0 +1,188 @@
+"""What a hostile case must leave behind: a documented exit code, one clear line, whole files, and nothing else."""
+
+import csv
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+import yaml
+from hostile.sandbox import Folder, Outcome
+from PIL import Image
+
+TRACEBACKS, HANGS, HALF, LOST = "tracebacks", "hangs", "half files", "lost results"
+LEFT, PROCESSES, ALARMS, UNCLEAR = "left-over files", "left-over processes", "false alarms", "unclear messages"
+KINDS = (TRACEBACKS, HANGS, HALF, LOST, LEFT, PROCESSES, ALARMS, UNCLEAR)
+
+DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
+_NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored in|Fatal Python error|\.py:\d+: \w*Warning")
+_TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w{6,}$|^pwned$")
+_CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/")
+_LONGEST_LINE = 2000
+
+Tree = Mapping[str, str]
+"""Relative paths to what is there: the hash of a file, the target of a link, or the kind of something else."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that must not happen."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def tree(folder: Folder) -> Tree:
+    """Return all that is in the folder of a case, but empty folders."""
+    found: dict[str, str] = {}
+    for path, names, files in os.walk(folder.root):
+        for name in files + [each for each in names if os.path.islink(os.path.join(path, each))]:
+            each = Path(path, name)
+            found[str(each.relative_to(folder.root))] = _content(each)
+    return found
+
+
+def faults_of_outcome(outcome: Outcome, *, codes: frozenset[int]) -> list[Fault]:
+    """Return what is wrong with how a command ended and what it printed; `codes` are those that it may end with."""
+    if outcome.hung:
+        return [Fault(HANGS, f"after {outcome.seconds:.0f} s\n{outcome.stderr[-4000:]}")]
+    found = []
+    noise = _NOISE.search(outcome.stderr)
+    if outcome.code is None or outcome.code not in DOCUMENTED or noise:
+        found.append(Fault(TRACEBACKS, f"{outcome}\n{outcome.stderr[-3000:]}"))
+    elif outcome.code not in codes:
+        found.append(Fault(ALARMS, f"{outcome}\n{outcome.stderr[-2000:]}"))
+    elif outcome.code and (text := _unclear(outcome)):
+        found.append(Fault(UNCLEAR, text))
+    if outcome.left_processes:
+        found.append(Fault(PROCESSES, "\n".join(outcome.left_processes)))
+    return found
+
+
+def faults_of_files(before: Tree, after: Tree, root: Path, *, may_change: Sequence[str] = ()) -> list[Fault]:
+    """Return what is wrong with the files that a command leaves.
+
+    Args:
+        before: `tree` when it began.
+        after: likewise when it had ended.
+        root: of both.
+        may_change: what the command was asked to replace, as paths or folders.
+    """
+    found = []
+    for path, content in before.items():
+        if after.get(path) != content and not _is_in(path, may_change):
+            found.append(Fault(LOST, f"{path} is {'changed' if path in after else 'gone'}"))
+    for path in sorted(after.keys() - before.keys()):
+        is_elsewhere = path.startswith(("tmp/", "home/")) and not path.startswith(_CACHES)
+        if _TEMPORARY.search(Path(path).name) or is_elsewhere:
+            found.append(Fault(LEFT, path))
+    for path, content in after.items():
+        if before.get(path) != content and (reason := broken(root / path)):
+            found.append(Fault(HALF, f"{path}: {reason}"))
+    return found
+
+
+def broken(path: Path) -> str | None:
+    """Return why a file is not what its name promises; None if it is, or promises nothing."""
+    read = _READERS.get(path.suffix)
+    if path.is_symlink() or not path.is_file() or read is None:
+        return None
+    try:
+        read(path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _content(path: Path) -> str:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        return f"-> {os.readlink(path)}"
+    if stat.S_ISREG(mode):
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()
+    return str(stat.S_IFMT(mode))
+
+
+def _is_in(path: str, places: Sequence[str]) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def _unclear(outcome: Outcome) -> str | None:
+    lines = [line.removeprefix("error: ") for line in outcome.stderr.splitlines() if line.startswith("error: ")]
+    if not lines:
+        # Reports of what was checked are results, and on stdout.
+        return None if outcome.stdout.strip() else f"{outcome} without an error: {outcome.stderr[-500:]!r}"
+    wrong = [line for line in lines if not line.strip() or len(line) > _LONGEST_LINE or not line.isprintable()]
+    return f"{len(wrong[0])} characters: {wrong[0][:500]!r}" if wrong else None
+
+
+def _read_json(path: Path) -> None:
+    json.loads(path.read_text())
+
+
+def _read_lines(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+def _read_yaml(path: Path) -> None:
+    assert yaml.safe_load(path.read_text()) is not None, "empty"
+
+
+def _read_csv(path: Path) -> None:
+    with path.open(newline="") as file:
+        widths = {len(row) for row in csv.reader(file)}
+    assert len(widths) == 1, f"rows of {sorted(widths)} columns"
+
+
+def _read_parquet(path: Path) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.read_table(path)
+
+
+def _read_safetensors(path: Path) -> None:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    assert path.stat().st_size == 8 + length + max(ends, default=0), "another size than its header says"
+
+
+def _read_zip(path: Path) -> None:
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
+
+
+def _read_picture(path: Path) -> None:
+    with Image.open(path) as picture:
+        picture.load()
+
+
+def _read_video(path: Path) -> None:
+    with av.open(str(path)) as file:
+        assert sum(1 for _ in file.decode(file.streams.video[0])), "no frames"
+
+
+_READERS = {
+    **dict.fromkeys((".json",), _read_json),
+    **dict.fromkeys((".jsonl",), _read_lines),
+    **dict.fromkeys((".yaml", ".yml"), _read_yaml),
+    **dict.fromkeys((".csv",), _read_csv),
+    **dict.fromkeys((".parquet",), _read_parquet),
+    **dict.fromkeys((".safetensors",), _read_safetensors),
+    **dict.fromkeys((".pt", ".pth", ".bin"), _read_zip),
+    **dict.fromkeys((".png", ".jpg", ".gif", ".webp"), _read_picture),
+    **dict.fromkeys((".mp4",), _read_video),
+}

@@ -1,0 +1,233 @@
+"""Runs command lines of osora as a user without rights, each in a fork of a warm process and in a folder of its own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hostile.confined import NOBODY
+
+import opensora_cli
+
+_GIB = 2**30
+_TESTS = Path(__file__).parent.parent
+_PACKAGE = Path(opensora_cli.__file__).parent.parent
+_KEPT = 200_000
+"""Characters of what a command prints."""
+
+LIMITS: Mapping[str, int] = {
+    "RLIMIT_DATA": 3 * _GIB,
+    "RLIMIT_FSIZE": _GIB // 4,
+    "RLIMIT_CPU": 120,
+    "RLIMIT_CORE": 0,
+}
+TIME_LIMIT_S = 90.0
+"""After which a command counts as hung: each of them takes seconds on an idle machine."""
+
+
+class NotPossibleError(Exception):
+    """This machine gives no user without rights access to Python or to osora."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal for a command: when, which, and whether for all processes of its group."""
+
+    at_s: float
+    number: int
+    to_all: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int | None
+    """None if a signal ended it."""
+    signal: int | None
+    hung: bool
+    seconds: float
+    left_processes: tuple[str, ...]
+    """Command lines of what still ran afterwards; it is killed."""
+    stdout: str
+    stderr: str
+
+    def __str__(self) -> str:
+        if self.hung:
+            return "hung"
+        return f"exit code {self.code}" if self.signal is None else f"ended by {signal.Signals(self.signal).name}"
+
+
+@dataclass
+class Folder:
+    """A private folder of a case: where it runs, and the user's home and temporary files."""
+
+    root: Path
+    work: Path = field(init=False)
+    home: Path = field(init=False)
+    temporary: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.work, self.home, self.temporary = self.root / "work", self.root / "home", self.root / "tmp"
+
+
+class Sandbox:
+    """A warm process, and the folders of what runs in its forks. A context manager.
+
+    Raises NotPossibleError on entering if a user without rights cannot run osora here.
+    """
+
+    def __init__(self) -> None:
+        self.uid = NOBODY if os.geteuid() == 0 else None
+        self._number = 0
+
+    def __enter__(self) -> Self:
+        if sys.platform != "linux":
+            raise NotPossibleError("only Linux confines processes in the ways that are used here")
+        # Not pytest's own: others may not look into that.
+        self._root = Path(tempfile.mkdtemp(prefix="osora-hostile-"))
+        self._root.chmod(0o755)
+        environment = {**self.environment(Folder(self._root / "nowhere")), "HF_HOME": str(self._root / "hub")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hostile.warm", *self._needed()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=self._root,
+            text=True,
+        )
+        try:
+            with self.folder() as folder:
+                first = self.run(["--version"], folder)
+        except EOFError as error:
+            raise NotPossibleError("the warm process ended") from error
+        if first.code != 0:
+            self.__exit__(None, None, None)
+            raise NotPossibleError(f"osora --version as a user without rights: {first}\n{first.stderr}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _needed(self) -> list[str]:
+        """Return the folders that a command reads, and the one that it writes in."""
+        places = {Path(place).resolve() for place in (sys.base_prefix, sys.prefix, _PACKAGE, _TESTS, self._root)}
+        return sorted(str(place) for place in places if not any(above in places for above in place.parents))
+
+    def environment(self, folder: Folder) -> dict[str, str]:
+        """Return all variables of a command that runs in `folder`."""
+        return {
+            "PATH": os.environ.get("PATH", ""),
+            "PYTHONPATH": os.pathsep.join((str(_PACKAGE), str(_TESTS))),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HOME": str(folder.home),
+            "TMPDIR": str(folder.temporary),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    @contextmanager
+    def folder(self) -> Iterator[Folder]:
+        """Make the empty folder of a case, and remove it afterwards."""
+        self._number += 1
+        folder = Folder(self._root / str(self._number))
+        for each in (folder.root, folder.work, folder.home, folder.temporary):
+            each.mkdir(mode=0o755)
+        try:
+            yield folder
+        finally:
+            _remove(folder.root)
+
+    def give_away(self, folder: Folder) -> None:
+        """Let the user without rights own all that is in `folder`."""
+        if self.uid is None:
+            return
+        for path, _, files in os.walk(folder.root):
+            for each in (path, *(os.path.join(path, name) for name in files)):
+                os.chown(each, self.uid, self.uid, follow_symlinks=False)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        folder: Folder,
+        *,
+        environment: Mapping[str, str] | None = None,
+        limits: Mapping[str, int] | None = None,
+        signals: Sequence[Signal] = (),
+        limit_s: float = TIME_LIMIT_S,
+        grace_s: float = 5.0,
+        patch: str | None = None,
+        learn: bool = False,
+    ) -> Outcome:
+        """Run `osora *argv` in `folder`, and wait for its end.
+
+        Args:
+            argv: what follows `osora`.
+            folder: of `Sandbox.folder`; `give_away` comes first where something was put there.
+            environment: variables beside the usual ones.
+            limits: names such as RLIMIT_FSIZE to numbers, beside `LIMITS`.
+            signals: what to send it meanwhile.
+            limit_s: after which it counts as hung, and is ended.
+            grace_s: in which the processes that it started are to end after it.
+            patch: `module:function` to call before, in the process of the command.
+            learn: have the warm process import what this command imports.
+        """
+        self.give_away(folder)
+        prints = {name: self._root / f"{name}.txt" for name in ("stdout", "stderr")}
+        request = {
+            **{name: str(path) for name, path in prints.items()},
+            "argv": list(argv),
+            "folder": str(folder.root),
+            "cwd": str(folder.work),
+            "uid": self.uid,
+            "environment": {**self.environment(folder), **(environment or {})},
+            "limits": {**LIMITS, **(limits or {})},
+            "signals": [(each.at_s, each.number, each.to_all) for each in signals],
+            "limit_s": limit_s,
+            "grace_s": grace_s,
+            "patch": patch,
+            "learn": str(folder.home / "modules.txt") if learn else None,
+        }
+        answer = self._ask(request)
+        return Outcome(
+            **{**answer, "left_processes": tuple(answer["left_processes"])},
+            **{name: path.read_text(errors="backslashreplace")[:_KEPT] for name, path in prints.items()},
+        )
+
+    def _ask(self, request: object) -> dict:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EOFError from None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EOFError("the warm process ended")
+        return json.loads(line)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with others in it that cannot be listed or written to."""
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            each = os.path.join(path, name)
+            if not os.path.islink(each):
+                os.chmod(each, 0o700)
+    shutil.rmtree(folder)

@@ -1,0 +1,190 @@
+"""A process that has imported all of osora, and forks once for each command line that it is asked to run.
+
+It stays without threads, so that what it forks is whole. Started by `hostile.sandbox`, to which it answers one line of
+JSON for each line that it reads. See `hostile.confined` for what a forked child may do.
+"""
+
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hostile import confined
+
+_ABORTED_S = 2.0
+"""Until a child that hangs has printed where."""
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    confined.adopt_orphans()
+    confined.die_with_parent()
+    if os.geteuid() == 0:
+        confined.open_to_others([Path(each) for each in sys.argv[1:]])
+    _import_everything()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers.write(json.dumps(_run(request)) + "\n")
+        answers.flush()
+
+
+def _import_everything() -> None:
+    import opensora_cli
+
+    for module in pkgutil.walk_packages(opensora_cli.__path__, "opensora_cli."):
+        if not module.name.endswith(("__main__", "_worker")):
+            importlib.import_module(module.name)
+
+
+def _import_also(names: list[str]) -> None:
+    """Import what a command imported late, so that the next ones find it."""
+    for name in names:
+        if name not in sys.modules:
+            try:
+                importlib.import_module(name)
+            except Exception:
+                continue
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise RuntimeError(f"the warm process has {threads} threads: what it forks may hang")
+    gc.collect()
+    gc.freeze()
+    begun = time.monotonic()
+    child = os.fork()
+    if not child:
+        _become(request)
+    hung = not _wait(child, begun=begun, signals=request["signals"], limit_s=request["limit_s"])
+    if hung:
+        os.kill(child, signal.SIGABRT)
+        if not _ended(child, _ABORTED_S):
+            os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    seconds = time.monotonic() - begun
+    left = _end_left_over(request["grace_s"])
+    if learnt := request.get("learn"):
+        _import_also(Path(learnt).read_text().splitlines() if os.path.exists(learnt) else [])
+    return {
+        "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+        "hung": hung,
+        "seconds": seconds,
+        "left_processes": left,
+    }
+
+
+def _wait(child: int, *, begun: float, signals: list[tuple[float, int, bool]], limit_s: float) -> bool:
+    """Wait for the end of the child, and send it signals meanwhile; False if it takes too long."""
+    for at_s, number, to_all in sorted(signals):
+        if _ended(child, begun + at_s - time.monotonic()):
+            return True
+        if to_all:
+            os.killpg(child, number)
+        else:
+            os.kill(child, number)
+    return _ended(child, begun + limit_s - time.monotonic())
+
+
+def _ended(child: int, within_s: float) -> bool:
+    pidfd = os.pidfd_open(child)
+    try:
+        ready, _, _ = select.select([pidfd], [], [], max(within_s, 0))
+    finally:
+        os.close(pidfd)
+    return bool(ready)
+
+
+def _end_left_over(grace_s: float) -> list[str]:
+    """Return the command lines of processes that outlive the command by `grace_s`, which are killed."""
+    own = psutil.Process()
+    left: list[str] = []
+    orphans = own.children(recursive=True)
+    if orphans:
+        _, alive = psutil.wait_procs(orphans, timeout=grace_s)
+        alive = list({*alive, *own.children(recursive=True)})
+        for each in alive:
+            try:
+                left.append(" ".join(each.cmdline()))
+                each.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=10)
+    return left
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Run the command in this forked child, which never returns."""
+    code = 1
+    try:
+        os.setsid()
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(file, number)
+            os.close(file)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        confined.confine(Path(request["folder"]), uid=request["uid"], limits=request["limits"])
+        os.chdir(request["cwd"])
+        code = _osora(request["argv"], request["patch"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        code = _finish(code)
+        if learnt := request.get("learn"):
+            Path(learnt).write_text("\n".join(sorted(sys.modules)))
+        os._exit(code)
+
+
+def _osora(argv: list[str], patch: str | None) -> int:
+    import faulthandler
+    import tempfile
+
+    from opensora_cli.cli.app import main as osora
+
+    sys.stdin = os.fdopen(0)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="strict")
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    faulthandler.enable()
+    tempfile.tempdir = None
+    sys.argv = ["osora", *argv]
+    if patch:
+        module, _, function = patch.partition(":")
+        getattr(importlib.import_module(module), function)()
+    try:
+        return osora(argv)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+
+
+def _finish(code: int) -> int:
+    """End threads and run what is registered for the exit, as Python does."""
+    import atexit
+    import threading
+
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    main()
