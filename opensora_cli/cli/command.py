@@ -22,6 +22,15 @@ class Command(TyperCommand):
         """
         return {}
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command line; an error knows the command, whose help its hint names."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]  # of a value that is missing, Typer leaves it out
+            raise
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
         self.help = unwrapped(self.help or "")

@@ -93,7 +93,8 @@ def interruptible() -> Iterator[None]:
         except Exception as error:
             # Compiled modules that are interrupted while they are imported blame something else.
             if was_pressed():
-                raise InterruptError("interrupted") from error
+                left = getattr(error, "__notes__", None)
+                raise InterruptError("interrupted", hint="\n".join(left) if left else None) from error
             raise
 
 

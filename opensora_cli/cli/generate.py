@@ -168,15 +168,21 @@ def _check_prompt(prompt: str | None, prompt_text: str | None) -> None:
     if prompt is not None and prompt_text is not None:
         raise RequestError(f"the prompt is there twice: drop {prompt!r}, or --prompt-text")
     if prompt is not None and (hint := _hint_of_file(prompt)) is not None:
+        kind = "folder" if Path(prompt).is_dir() else "file"
         raise RequestError(
-            f"{prompt} is a file, and no prompt", hint=f"{hint}; --prompt-text {shlex.quote(prompt)} insists"
+            f"{prompt} is a {kind}, and no prompt", hint=f"{hint}; --prompt-text {shlex.quote(prompt)} insists"
         )
 
 
 def _hint_of_file(prompt: str) -> str | None:
-    """Return what a file that was given as the prompt may have been meant for; None where there is no such file."""
+    """Return what a file or folder that was given as the prompt may have been meant for; None where there is none.
+
+    A plain word is a prompt, also where a folder has that name: only one with a separator, or `.` or `..`, is a path.
+    """
     path = Path(prompt)
     try:
+        if path.is_dir() and (prompt in (".", "..") or "/" in prompt or os.sep in prompt):
+            return "give the words themselves, in quotes"
         if not path.is_file():
             return None
     except (OSError, ValueError):  # too long for a name, or with a null in it
@@ -250,6 +256,7 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
         from opensora_cli.engine.generate.early import refuse_early
 
         refuse_early(request, dry_run=dry_run, reporter=reporter)
+    output.note_start(reporter)
     with errors.uninterrupted():
         from opensora_cli.engine.generate import run as engine
 

@@ -22,6 +22,12 @@ def make_reporter(*, quiet: bool) -> Reporter:
     return BarReporter() if sys.stderr.isatty() else LineReporter()
 
 
+def note_start(reporter: Reporter) -> None:
+    """Report on a terminal that torch is being loaded: before that nothing is, and a busy machine takes long."""
+    if sys.stderr is not None and sys.stderr.isatty() and "torch" not in sys.modules:
+        reporter.note("loading torch ...")
+
+
 def print_result(result: "Document", *, as_json: bool) -> None:
     """Print a result to stdout, as JSON or as lines."""
     if as_json:

@@ -209,16 +209,17 @@ def _run(
     resume = Resume(folder=resume_from, allow_older=allow_older) if resumes else None
     if not dry_run:
         refuse_early(settings, resume=resume, overwrite=overwrite)
+    context = find_context(os.environ)
+    is_main = context is None or context.is_main
+    reporter = output.make_reporter(quiet=quiet or not is_main)
+    output.note_start(reporter)
     with errors.uninterrupted():
         from opensora_cli.engine.train import run
         from opensora_cli.engine.train.plan import plan_training, with_memory
 
-    context = find_context(os.environ)
-    is_main = context is None or context.is_main
     if dry_run:
         plan = plan_training(settings, resume=resume, overwrite=overwrite)
         if is_main:
-            reporter = output.make_reporter(quiet=quiet)
             warn_of_missing_inputs(settings, reporter)
             plan = with_memory(plan, reporter=reporter)
             output.print_result(plan, as_json=as_json)
@@ -227,7 +228,7 @@ def _run(
         settings,
         resume=resume,
         overwrite=overwrite,
-        reporter=output.make_reporter(quiet=quiet or not is_main),
+        reporter=reporter,
         context=context,
         rank_flags=_rank_flags(
             ("--resume", resumes and resume_from is None),

@@ -247,7 +247,10 @@ class GenerateSettings(Section):
 def _prompt_problems(settings: GenerateSettings) -> list[str]:
     if settings.prompt.strip() or settings.from_latents:
         return []
-    return ['prompt is empty: say what the video shows, as in osora generate "raining, sea"']
+    return [
+        'prompt is empty: say what the video shows, as in osora generate "raining, sea"; a plan (--dry-run) needs it '
+        "too, since results are named after it"
+    ]
 
 
 def _model_problems(settings: GenerateSettings) -> list[str]:

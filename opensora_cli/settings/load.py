@@ -99,6 +99,14 @@ def load_generate_settings(
     return validate(GenerateSettings, given, below=_preset(preset))
 
 
+def source_of(request: GenerateRequest, key: str) -> str | None:
+    """Return where a setting of a request was given, such as `--threads` or a file; None where it was not.
+    It raises what `load_runtime_settings` raises.
+    """
+    given = _given(request).get(key)
+    return None if given is None or given.value is None else given.source
+
+
 def _refuse_two_sizes(overrides: Layer) -> None:
     pixels = [overrides[key] for key in ("video.width", "video.height") if key in overrides]
     for key in ("video.resolution", "video.aspect_ratio"):

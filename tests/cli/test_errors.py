@@ -71,6 +71,33 @@ def test_unknown_option_points_to_the_help_of_its_command(
     assert err.endswith("see osora generate --help\n")
 
 
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [(["train", "--new"], "osora train"), (["vae", "stats", "a.png", "--dtype"], "osora vae stats")],
+)
+def test_a_value_that_is_missing_points_to_the_help_of_its_command(
+    args: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = run(args, capsys)
+    assert code == 2
+    assert "requires an argument" in err
+    assert err.endswith(f"see {command} --help\n")
+
+
+def test_what_failed_instead_of_an_interruption_reports_what_is_finished() -> None:
+    def fail() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            failed = HardwareError("a watched collective failed")
+            failed.add_note("finished: sea.mp4")
+            raise failed from None
+
+    with pytest.raises(errors.InterruptError) as caught, errors.interruptible():
+        fail()
+    assert (caught.value.message, caught.value.hint) == ("interrupted", "finished: sea.mp4")
+
+
 def test_every_broken_rule_has_its_line(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = run(["generate", " ", "--res", "1px", "--num-frames", "3"], capsys)
     assert [line.startswith("error: ") for line in err.splitlines()] == [True] * 3

@@ -152,6 +152,23 @@ def test_a_file_is_not_a_prompt(
     assert "the prompt is there twice" in capsys.readouterr().err
 
 
+def test_a_folder_is_no_prompt_where_it_is_named_as_a_path(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word stays a prompt, whatever folder has its name; a separator makes it a path, if there is such a folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sea" / "deep").mkdir(parents=True)
+    for prompt in ("sea", "a sea/lake", "sea and a boat"):
+        assert settings_of(engine, prompt).prompt == prompt
+    capsys.readouterr()
+    for name in ("sea/", "sea/deep", "./sea", ".", "..", str(tmp_path)):
+        assert main(["generate", name]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {name} is a folder, and no prompt\n")
+        assert f"give the words themselves, in quotes; --prompt-text {name} insists" in err
+        assert settings_of(engine, "--prompt-text", name).prompt == name
+
+
 def test_from_latents_needs_no_prompt(engine: FakeEngine) -> None:
     assert settings_of(engine, "--from-latents", "a.safetensors").from_latents == "a.safetensors"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 
 import opensora_cli
@@ -285,14 +286,31 @@ class TestRanksThatOthersStart:
             assert "machines have different numbers of ranks: 3 on 2 start equally many on every machine" in err
 
 
-@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
-def test_more_gpus_than_there_are(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "raining, sea", "--gpus", "100", *flags]) == 4
+def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "raining, sea", "--gpus", "100"]) == 4
     assert "gpus=100, and this machine has" in capsys.readouterr().err
-    assert main(["generate", "raining, sea", "--devices", "0,99", *flags]) == 4
+    assert main(["generate", "raining, sea", "--devices", "0,99"]) == 4
     out, err = capsys.readouterr()
     assert "and this machine has" in err
     assert out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "raining, sea", "--gpus", "2", "--dry-run"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert "warning: this machine could not run it: gpus=2, and this machine has no usable NVIDIA GPU" in err
+    assert "planned on CUDA GPUs, whose free memory is not known" in err
+    assert "on cuda (cuda), bfloat16" in out
+    assert " a device, whose memory is not known here\n" in out
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["device"], document["free_gib"], document["budget_gib"], document["fits"]) == ("cuda", *3 * [None])
+    assert document["mesh"]["ulysses"] == 2
+    # A limit of memory is known.
+    assert main([*command, "--memory-limit", "1MiB"]) == 4
+    assert "memory.limit allows 1.00 MiB" in capsys.readouterr().err
 
 
 def test_the_plan_says_how_the_work_is_shared(capsys: pytest.CaptureFixture[str]) -> None:

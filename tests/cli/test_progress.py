@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -169,6 +170,20 @@ def test_reporter_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(output.make_reporter(quiet=False), LineReporter)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert isinstance(output.make_reporter(quiet=False), BarReporter)
+
+
+def test_the_first_line_on_a_terminal_comes_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    reporter = BarReporter(Console(file=text))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    output.note_start(reporter)
+    assert text.getvalue() == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    output.note_start(reporter)
+    assert text.getvalue() == "loading torch ...\n"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    output.note_start(reporter)
+    assert text.getvalue() == "loading torch ...\n"
 
 
 def test_no_colour_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,10 @@ class OutOfMemoryError(HardwareError):
     """The device had not enough memory for a stage."""
 
 
+UNKNOWN_BYTES = sys.maxsize
+"""In place of the memory of a device, which then refuses nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Where a run takes place, and in which precision."""
@@ -36,7 +40,13 @@ class Hardware:
     device_name: str
     dtype: torch.dtype
     free_bytes: int
+    """`UNKNOWN_BYTES` of a device that is not asked, or not here."""
     total_bytes: int
+
+    @property
+    def memory_is_known(self) -> bool:
+        """Whether the device has been asked for its memory."""
+        return self.free_bytes < UNKNOWN_BYTES
 
     @property
     def dtype_name(self) -> str:

@@ -22,6 +22,7 @@ from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
+from opensora_cli.settings.used import used_settings
 
 _LISTED_FILES = 5
 
@@ -85,16 +86,18 @@ class PlanDocument(Document):
     """Of one sample."""
     stages: tuple[PlannedStage, ...]
     peak_gib: float
-    free_gib: float
-    budget_gib: float
-    """What may be used: what is free, or `memory.limit`."""
+    free_gib: float | None
+    """None: unknown, since no such device is here."""
+    budget_gib: float | None
+    """What may be used: what is free, or `memory.limit`; None: unknown."""
     mesh: MeshShape
     exchange: PlannedExchange | None
     """None: no tokens are exchanged for heads."""
     offload: OffloadPlan
     attention: AttentionPlan | None
     """What computes the transformer's attention; None: it does not run."""
-    fits: bool
+    fits: bool | None
+    """None: unknown."""
     weights: dict[Component, Path]
     loras: tuple[PlannedLora, ...]
     missing_weights: tuple[str, ...]
@@ -135,14 +138,14 @@ class PlanDocument(Document):
                 for stage in plan.stages
             ),
             peak_gib=plan.peak_bytes / GIB,
-            free_gib=hardware.free_bytes / GIB,
-            budget_gib=plan.budget_bytes / GIB,
+            free_gib=hardware.free_bytes / GIB if hardware.memory_is_known else None,
+            budget_gib=plan.budget_bytes / GIB if plan.budget_is_known else None,
             mesh=plan.mesh,
             exchange=plan.planned_exchange,
             offload=plan.offload,
             attention=plan.attention,
-            fits=plan.fits,
-            weights=dict(plan.weights.paths),
+            fits=plan.fits if plan.budget_is_known else None,
+            weights={name: path for name, path in plan.weights.paths.items() if name in plan.components},
             loras=tuple(
                 PlannedLora(
                     path=lora.path,
@@ -153,7 +156,9 @@ class PlanDocument(Document):
                 )
                 for lora in plan.loras
             ),
-            missing_weights=tuple(name for names in plan.weights.missing.values() for name in names),
+            missing_weights=tuple(
+                name for component in plan.components for name in plan.weights.missing.get(component, ())
+            ),
             outputs=tuple(
                 PlannedFile(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
                 for sample in planned_outputs(plan)[0]
@@ -167,7 +172,11 @@ class PlanDocument(Document):
         plan = self.plan
         channels, frames, rows, columns = self.latent_shape
         memory = ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in plan.stages)
-        limited = plan.budget_bytes < plan.hardware.free_bytes
+        budget = " a device, whose memory is not known here"
+        if self.budget_gib is not None:
+            limited = plan.budget_bytes < plan.hardware.free_bytes
+            budget = f" of {gib_or_less(plan.budget_bytes)} {'allowed' if limited else 'free'}: "
+            budget += "fits" if self.fits else "does not fit"
         return [
             f"model     {self.model} on {self.device} ({self.device_name}), {self.dtype}",
             f"video     {self.num_samples} x {self.width}x{self.height}, {self.num_frames} frames at {self.fps} fps",
@@ -180,8 +189,7 @@ class PlanDocument(Document):
             *([f"exchange  {self.exchange.line()}"] if self.exchange is not None else []),
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
             f"offload   {'; '.join(self.offload.lines()) or 'none'}",
-            f"peak      {gib_or_less(plan.peak_bytes)} of {gib_or_less(plan.budget_bytes)} "
-            f"{'allowed' if limited else 'free'}: {'fits' if self.fits else 'does not fit'}",
+            f"peak      {gib_or_less(plan.peak_bytes)}{budget}",
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
             *(f"lora      {lora.line()}" for lora in plan.loras),
             *(f"missing   {name}" for name in self.missing_weights),
@@ -226,8 +234,9 @@ class GenerateResult(Document):
     settings: GenerateSettings
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document, without what was not measured or did not run."""
-        return {key: value for key, value in super().to_json().items() if value is not None}
+        """Return the document, without what was not measured or did not run, and settings that took no part."""
+        document = {key: value for key, value in super().to_json().items() if value is not None}
+        return {**document, "settings": used_settings(self.settings)}
 
     def lines(self) -> list[str]:
         """Return the path of every result, and the times if they were asked for."""

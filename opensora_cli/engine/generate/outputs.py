@@ -277,8 +277,8 @@ class SavedLatents:
 def save_latents(
     path: Path, latents_CTHW: torch.Tensor, settings: GenerateSettings, *, request_sha256: str = ""
 ) -> None:
-    """Write the latents of one sample, with the settings that made them; whole or not at all (OutputError)."""
-    values = json.dumps(settings.model_dump(mode="json"))
+    """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError)."""
+    values = json.dumps(used_settings(settings))
     metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
     write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
 

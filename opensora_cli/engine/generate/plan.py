@@ -126,15 +126,23 @@ class ExecutionPlan:
         return _budget(self.settings, self.hardware)
 
     @property
+    def budget_is_known(self) -> bool:
+        """Whether the device was asked for its memory, or a limit is set."""
+        return self.hardware.memory_is_known or self.settings.memory.limit is not None
+
+    @property
     def fits(self) -> bool:
         """Whether that is enough."""
         return self.peak_bytes <= self.budget_bytes
 
-    def with_threads(self) -> "ExecutionPlan":
-        """Return a plan with the threads that compute; on a CPU the settings record them, since sums depend on them."""
+    def with_threads(self, by: str | None = None) -> "ExecutionPlan":
+        """Return a plan with the threads that compute, and `by` what their number was set; None: not known.
+
+        On a CPU the settings record them, since sums depend on them.
+        """
         settings = self.settings
         threads = pick_threads(
-            asked=settings.runtime.threads, values=self.layer_values, ranks=settings.parallel.ranks_per_node
+            asked=settings.runtime.threads, by=by, values=self.layer_values, ranks=settings.parallel.ranks_per_node
         )
         if self.hardware.device.type == "cpu":
             settings = settings.replace({"runtime.threads": threads.count})

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
@@ -30,6 +33,7 @@ from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.watched_collectives import watched_collectives
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.sampling.guidance import Branch
+from opensora_cli.settings.enums import DType
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import MACHINE_KEYS, SIDECAR_SCHEMA, GenerateRequest
@@ -217,6 +221,28 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> Non
 def require_devices(settings: GenerateSettings) -> None:
     """Raise a RequestError if the settings are for several machines, a HardwareError if devices are too few."""
     _ranks_to_start(settings, Path()).check()
+
+
+def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
+    """Return the kind of device that ranks are planned on where this machine has none, with a warning; None: it has."""
+    if settings.parallel.world_size == 1:
+        return None
+    try:
+        require_devices(settings)
+    except HardwareError as error:
+        there = torch.cuda.is_available()
+        on = "the GPU that is here" if there else "CUDA GPUs, whose free memory is not known"
+        reporter.warn(f"this machine could not run it: {error.message}; planned on {on}")
+        return None if there else hardware_of_ranks(settings)
+    return None
+
+
+def hardware_of_ranks(settings: GenerateSettings) -> Hardware:
+    """Return the kind of device that ranks start on, none of which is asked."""
+    kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
+    dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
+    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)
 
 
 def _ranks_to_start(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:

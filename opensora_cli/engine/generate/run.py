@@ -1,14 +1,12 @@
 """`osora generate`: from settings to videos, one stage after the other, each freeing its models before the next."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -25,7 +23,7 @@ from opensora_cli.engine.components.hardware import (
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.weights import Component, choose_model
+from opensora_cli.engine.components.weights import Component, choose_model, warn_of_missing
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
@@ -36,6 +34,8 @@ from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, 
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
+    hardware_of_ranks,
+    planned_hardware,
     planned_on_ranks,
     request_of_rank,
     require_devices,
@@ -52,14 +52,29 @@ from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_fil
 from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
-from opensora_cli.settings.enums import DType, ModelChoice
+from opensora_cli.settings.enums import ModelChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     GenerateRequest,
     SavedSettings,
     load_generate_settings,
     load_runtime_settings,
+    source_of,
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Origins:
+    """Where choices come from that are reported."""
+
+    model: str | None = None
+    """Which was chosen, and why; None: it was asked for."""
+    threads: str | None = None
+    """What set their number; None: nothing that is known."""
+
+    def note(self, reporter: Reporter) -> None:
+        if self.model is not None:
+            reporter.note(self.model)
 
 
 def generate_from_request(
@@ -78,15 +93,17 @@ def generate_from_request(
     if context is not None:
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
+    # A rank has its settings from a file that is gone afterwards.
+    origins = _Origins(choice, source_of(request, "runtime.threads") if context is None else None)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         made = _check_before_ranks(settings, reporter, remake=request.profiled_runs > 0)
         if made is None:
-            _note(choice, reporter)
+            origins.note(reporter)
             start_ranks(settings, flags=rank_flags)
         return made
     runs = request.profiled_runs
-    return _generate(settings, reporter=reporter, context=context, choice=choice, profiled_runs=runs)
+    return _generate(settings, reporter=reporter, context=context, origins=origins, profiled_runs=runs)
 
 
 def plan_from_request(
@@ -96,10 +113,10 @@ def plan_from_request(
     if context is not None:
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
-    if context is None and settings.parallel.world_size > 1:
-        require_devices(settings)
-    plan = plan_generation(settings, reporter=reporter)
-    _note(choice, reporter)
+    hardware = planned_hardware(settings, reporter) if context is None else None
+    plan = plan_generation(settings, reporter=reporter, hardware=hardware)
+    warn_of_missing(lambda: plan.weights.require(plan.components), reporter)
+    _Origins(choice).note(reporter)
     return PlanDocument.of(plan)
 
 
@@ -125,12 +142,15 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
 
 
-def plan_generation(settings: GenerateSettings, *, reporter: Reporter) -> ExecutionPlan:
+def plan_generation(
+    settings: GenerateSettings, *, reporter: Reporter, hardware: Hardware | None = None
+) -> ExecutionPlan:
     """Return what `generate` would do, after the checks that need neither weights nor enough memory.
 
-    Errors as `generate`, but for those of missing weights and of too little memory.
+    `hardware`: a device that is not here; None: as `make_plan`. Errors as `generate`, but for those of missing weights
+    and of too little memory.
     """
-    plan = make_plan(with_mode(settings, reporter))
+    plan = make_plan(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
     _note_names(plan, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
@@ -179,7 +199,7 @@ def generate(
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
     reporter = reporter or SilentReporter()
-    return _generate(settings, reporter=reporter, context=context, choice=None, profiled_runs=profiled_runs)
+    return _generate(settings, reporter=reporter, context=context, origins=_Origins(), profiled_runs=profiled_runs)
 
 
 def _generate(
@@ -187,36 +207,30 @@ def _generate(
     *,
     reporter: Reporter,
     context: RankContext | None,
-    choice: str | None,
+    origins: _Origins,
     profiled_runs: int,
 ) -> GenerateResult:
-    """Generate, and report the `choice` of the model once nothing is left to refuse."""
     if context is not None:
         reporter = WatchedReporter(reporter, on_device=ON_DEVICE)
         with planned_on_ranks(settings, context, reporter) as (plan, ranks):
-            return _carry_out(plan, reporter, ranks, choice, profiled_runs)
+            return _carry_out(plan, reporter, ranks, origins, profiled_runs)
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None, choice, profiled_runs)
-
-
-def _note(choice: str | None, reporter: Reporter) -> None:
-    if choice is not None:
-        reporter.note(choice)
+    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None, origins, profiled_runs)
 
 
 def _carry_out(
-    plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, choice: str | None, profiled_runs: int
+    plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, origins: _Origins, profiled_runs: int
 ) -> GenerateResult:
     _require_weights(plan, reporter)
     found = () if profiled_runs else _agreed(plan, ranks, lambda: choose_outputs(plan))
     if found and all(sample.made_before for sample in found):
         return _made_before(plan, found, reporter)
     with Claims() as claims:
-        return _make(plan, reporter, ranks, claims, choice, profiled_runs)
+        return _make(plan, reporter, ranks, claims, origins, profiled_runs)
 
 
 def _agreed(
@@ -252,7 +266,7 @@ def _make(
     reporter: Reporter,
     ranks: Ranks | None,
     claims: Claims,
-    choice: str | None,
+    origins: _Origins,
     profiled_runs: int,
 ) -> GenerateResult:
     is_main = ranks is None or ranks.is_main
@@ -273,7 +287,7 @@ def _make(
     chosen = _agreed(plan, ranks, claimed)
     if all(sample.made_before for sample in chosen):  # by another run, since this one looked first
         return _made_before(plan, chosen, reporter)
-    _note(choice, reporter)
+    origins.note(reporter)
     if plan.attention is not None:
         reporter.note(f"attention: {plan.attention.line()}")
     kept = []
@@ -282,7 +296,7 @@ def _make(
             reporter.note(f"made before by the same request: {sample.media}")
             kept.append(GeneratedVideo.of_earlier_run(sample))
     files = [sample for sample in chosen if not sample.made_before]
-    plan = plan.with_threads()
+    plan = plan.with_threads(by=origins.threads)
     assert plan.threads is not None
     start_peak_memory(plan.hardware.device)
     times = ModuleTimes(plan.hardware.device) if profiled_runs else None
@@ -342,7 +356,7 @@ def _make_videos(
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))
     vae = KeptVAE(plan, record)
-    with torch.inference_mode(), record.rescue(), limited_memory(plan.hardware.device, plan.settings.memory.limit):
+    with torch.inference_mode(), record.rescue(files), limited_memory(plan.hardware.device, plan.settings.memory.limit):
         if saved is not None:
             denoised = [saved]
         else:
@@ -361,11 +375,8 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remak
 
     Returns the result where all of it was made before, and None where ranks are to make it.
     """
-    kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
-    dtype = torch_dtype(settings.runtime.dtype) if settings.runtime.dtype is not DType.AUTO else None
-    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
     # Not asked for its free memory: the context that this makes would stay until the end.
-    hardware = Hardware(torch.device(kind), kind, dtype, free_bytes=sys.maxsize, total_bytes=sys.maxsize)
+    hardware = hardware_of_ranks(settings)
     plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     plan.weights.require(plan.components)
     files = choose_outputs(plan, remake=remake)

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +12,7 @@ from torch import nn
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, release_memory
 from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 T = TypeVar("T")
@@ -71,26 +72,38 @@ class RunRecord:
             self.kept_latents.remove(latents)
 
     @contextmanager
-    def rescue(self) -> Iterator[None]:
-        """When the block ends early, report what is finished and how to go on: in KeyboardInterrupt, or as warnings."""
+    def rescue(self, files: Sequence[SampleFiles]) -> Iterator[None]:
+        """When the block, which makes `files`, ends early, report what is finished and how to go on: in
+        KeyboardInterrupt, or as warnings.
+        """
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            left = self._what_is_left() or ["nothing was finished yet: run it again"]
+            left = self._what_is_left(files) or ["nothing was finished yet: run it again"]
             raise KeyboardInterrupt("\n".join(left)) from interrupt
-        except Exception:
-            for line in self._what_is_left():
+        except Exception as error:
+            left = self._what_is_left(files)
+            for line in left:
                 self.reporter.warn(line)
+            if left:
+                # Where Ctrl-C was pressed, and a collective that is watched failed instead, this is its hint.
+                error.add_note("\n".join(left))
             raise
 
-    def _what_is_left(self) -> list[str]:
+    def _what_is_left(self, files: Sequence[SampleFiles]) -> list[str]:
         finished = [f"finished: {path}" for path in self.finished]
-        kept = [
-            f"go on with: osora generate --from-latents {shlex.quote(str(path))}"
-            for path in self.kept_latents
-            if path.is_file()
-        ]
-        return [*finished, *kept]
+        latents = [path for path in self.kept_latents if path.is_file()]
+        kept = [f"go on with: osora generate --from-latents {shlex.quote(str(path))}" for path in latents]
+        rest = len(files) - len(finished) - len(latents)
+        if not (finished or kept) or rest <= 0:
+            return [*finished, *kept]
+        states = [f"{len(finished)} finished", *([f"{len(latents)} with saved latents"] if kept else [])]
+        counts = f"of {len(files)} samples: {', '.join(states)}, {rest} still to be made"
+        # Without a sidecar nobody knows which request has made a result.
+        if files[0].sidecar is not None:
+            counts += ": the same command goes on with " + ("it" if rest == 1 else "them")
+            counts += ", once the saved latents are decoded" if kept else ""
+        return [*finished, *kept, counts]
 
 
 def retried(

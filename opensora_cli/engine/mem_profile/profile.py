@@ -9,6 +9,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.components.timings import AccelerationReport
+from opensora_cli.engine.components.weights import warn_of_missing
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
@@ -22,6 +23,7 @@ from opensora_cli.engine.mem_profile.report import BufferUse, MemProfile, Part, 
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import count_parameters as count_trained
+from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import (
     TrainingMemory,
     estimate_training,
@@ -78,6 +80,7 @@ def mem_profile(
 
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     plan = make_plan(with_mode(what, reporter))
+    warn_of_missing(lambda: plan.weights.require(plan.components), reporter)
     hardware = plan.hardware
     with ExitStack() as stack:
         if settings.snapshot is not None:
@@ -109,6 +112,7 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
 
 def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     ranks = what.parallel.world_size
+    warn_of_missing_inputs(what, reporter)
     for name, is_on in (("compare", settings.compare), ("adaptive_batch", settings.adaptive_batch)):
         if is_on and ranks > 1:
             raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")

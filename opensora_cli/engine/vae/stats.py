@@ -162,6 +162,8 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
                 moments.merge(of_file)
                 frames += count
             progress.advance()
+    if len(files) - len(failed) == 1:
+        reporter.warn("the latents of one file tell little of others: take many clips of the data to scale by them")
     total = moments.over_channels().channels()
     return LatentStatistics(
         autoencoder=settings.vae.kind,

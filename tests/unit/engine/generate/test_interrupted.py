@@ -19,7 +19,7 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, load, outputs, plan, references, text
 from opensora_cli.engine.generate.outputs import open_latents
-from opensora_cli.engine.generate.run import generate, generate_from_request, plan_generation
+from opensora_cli.engine.generate.run import generate, generate_from_request, plan_from_request, plan_generation
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
 
@@ -133,7 +133,7 @@ class TestCtrlC:
             "raining-sea_seed44.latents.safetensors",
         ]
 
-    def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch):
+    def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter):
         sample = denoise.sample_latents
 
         def second_time(*args, seed, **options):
@@ -141,10 +141,23 @@ class TestCtrlC:
                 raise KeyboardInterrupt
             return sample(*args, seed=seed, **options)
 
-        monkeypatch.setattr(denoise, "sample_latents", second_time)
-        with pytest.raises(KeyboardInterrupt, match="seed42"):
-            generate(released_settings(world, tmp_path, sampling__num_samples="3"))
+        settings = released_settings(world, tmp_path, sampling__num_samples="2")
+        with monkeypatch.context() as patched:
+            patched.setattr(denoise, "sample_latents", second_time)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                generate(settings)
         assert names(tmp_path) == [LATENTS]
+        assert caught.value.args[0].splitlines() == [
+            f"go on with: osora generate --from-latents {tmp_path / LATENTS}",
+            "of 2 samples: 0 finished, 1 with saved latents, 1 still to be made: the same command goes on with it, "
+            "once the saved latents are decoded",
+        ]
+        latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents")}
+        planned = plan_from_request(GenerateRequest(overrides=latents), reporter=reporter)
+        assert set(planned.weights) == {"vae"}
+        go_on(tmp_path / LATENTS, reporter)
+        assert [video.seed for video in generate(settings, reporter=reporter).videos] == [42, 43]
+        assert any(note.startswith("made before by the same request: ") for note in reporter.notes)
 
 
 class TestFailures:

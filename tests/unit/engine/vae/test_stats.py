@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_world import RecordingReporter
 from torch import Tensor
 
 from opensora_cli.core.exceptions import BatchError, FileProblem
@@ -55,7 +56,9 @@ def test_statistics_are_those_of_all_latents_of_pictures_videos_and_folders(
     write_media([noise(1, 18, 29, seed=2)], folder / "odd.png", fps=1, format="png")
     write_media([noise(1, 16, 16, seed=3)], tmp_path / "alone.png", fps=1, format="png")
     (folder / "notes.txt").write_text("no picture")
-    found = latent_statistics(settings_of([str(tmp_path / "clips"), str(tmp_path / "alone.png")], clip__num_frames=5))
+    settings, reporter = settings_of([str(tmp_path / "clips"), str(tmp_path / "alone.png")]), RecordingReporter()
+    found = latent_statistics(settings.replace({"clip.num_frames": 5}), reporter=reporter)
+    assert reporter.warnings == []
     video = read_video(folder / "long.mp4").frames_THWC
     odd, alone = read_picture(folder / "odd.png"), read_picture(tmp_path / "alone.png")
     top, left = (odd.shape[0] - 16) // 2, (odd.shape[1] - 28) // 2
@@ -81,7 +84,11 @@ def test_files_that_cannot_be_read_are_listed_and_do_not_count(tmp_path: Path) -
     write_media([noise(1, 16, 16, seed=3)], tmp_path / "good.png", fps=1, format="png")
     (tmp_path / "bad.mp4").write_text("nothing")
     write_media([noise(1, 16, 16, seed=3)[:, :3, :3]], tmp_path / "small.png", fps=1, format="png")
-    good = latent_statistics(settings_of([str(tmp_path / "good.png")]))
+    alone = RecordingReporter()
+    good = latent_statistics(settings_of([str(tmp_path / "good.png")]), reporter=alone)
+    assert alone.warnings == [
+        "the latents of one file tell little of others: take many clips of the data to scale by them"
+    ]
     mixed = latent_statistics(settings_of([str(tmp_path / name) for name in ("bad.mp4", "good.png", "small.png")]))
     assert mixed.channels == good.channels
     assert [Path(failed.file).name for failed in mixed.failed] == ["bad.mp4", "small.png"]
