@@ -14,7 +14,7 @@ from opensora_cli.checkpoint.sharding import own_piece
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clip_conditions import encode_with_conditions
-from opensora_cli.engine.launch.rank import device_type, rank_device
+from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
 from opensora_cli.engine.train.optimizer import create_optimizer as create_optimizer
 from opensora_cli.engine.train.schedules import LinearWarmupLR as LinearWarmupLR
 from opensora_cli.engine.train.schedules import create_lr_scheduler as create_lr_scheduler
@@ -46,7 +46,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
         torch.cuda.set_device(device)
     if context is not None and not dist.is_initialized():
         host, port, rank, ranks = context.master_addr, context.master_port, context.rank, context.world_size
-        init_with_retry(kind, host=host, port=port, rank=rank, world_size=ranks)
+        init_with_retry(kind, host=host, port=port, rank=rank, world_size=ranks, report=log_wait)
     is_alone = not dist.is_initialized()
     return device, Coordinator(0, 1) if is_alone else Coordinator(dist.get_rank(), dist.get_world_size())
 

@@ -2,19 +2,25 @@
 
 import json
 import os
+import socket
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.formatting import first_few
 from opensora_cli.parallel.mesh import backend_of, libraries_on_stderr, new_group
 
-_LONGEST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 5.0
 RETRY_HINT = "see what became of the other ranks, and start the run again"
 _VERDICT, _COMPLETE, _GONE = "verdict", "complete", "gone"
 _GROUPS = "groups"
+_HERE = "here"
+_FIRST_NOTICE_S = 10.0
+_SHORTEST_PAUSE_S = 0.01
 
 
 class AbsentRanks(HardwareError):
@@ -104,27 +110,33 @@ def init_with_retry(
     rank: int,
     world_size: int,
     timeout_s: float = 600.0,
-    connect_s: float = 30.0,
+    connect_s: float = 10.0,
     first_pause_s: float = 1.0,
+    report: Callable[[str], None] | None = None,
 ) -> None:
     """Meet the other ranks and make the default group; as `dist.init_process_group`, with retries.
 
     Rank 0 opens the store at `host` and `port` once, unless the launcher keeps it. The others retry to reach it, each
-    time for `connect_s`, after pauses that double, up to half a minute. What fails after that is not retried: keys that
+    time for `connect_s`, after pauses that double, up to five seconds. What fails after that is not retried: keys that
     the first try left would confuse the second. `device_type` chooses gloo or NCCL. `timeout_s` is the limit of
-    collectives, and for all ranks to come. Raises HardwareError if the store cannot be reached, or not all ranks came.
+    collectives, and for all ranks to come. `report` gets a line on who is missing after ten seconds, and again after
+    twenty, forty and so on; None: whoever started the ranks watches them.
+
+    Raises:
+        HardwareError: the store cannot be reached, or not all ranks came.
     """
+    notices = _Notices(f"rank {rank} of {world_size}", timeout_s=timeout_s, report=report)
     limit = timedelta(seconds=timeout_s)
     # Set by torchrun and by our launcher, which keep a store.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = _opened_store(host, port, limit)
     else:
-        store = _reached_store(
-            host, port, rank, deadline=time.monotonic() + timeout_s, connect_s=connect_s, pause_s=first_pause_s
-        )
+        store = _reached_store(host, port, rank, notices, connect_s=connect_s, pause_s=first_pause_s)
     store.set_timeout(limit)
     try:
         with libraries_on_stderr():
+            if report is not None:
+                _wait_for_all(store, rank, world_size, notices)
             dist.init_process_group(
                 backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
             )
@@ -145,17 +157,69 @@ def _opened_store(host: str, port: int, limit: timedelta) -> TCPStore:
         ) from error
 
 
-def _reached_store(host: str, port: int, rank: int, *, deadline: float, connect_s: float, pause_s: float) -> TCPStore:
-    start = time.monotonic()
+class _Notices:
+    """Reports of a wait: the first after ten seconds, and each after twice as long as the one before."""
+
+    def __init__(self, who: str, *, timeout_s: float, report: Callable[[str], None] | None) -> None:
+        self._who = who
+        self._report = report
+        self._start = time.monotonic()
+        self._next_s = _FIRST_NOTICE_S
+        self.timeout_s = timeout_s
+
+    @property
+    def passed_s(self) -> float:
+        """Since the wait began."""
+        return time.monotonic() - self._start
+
+    def give(self, text: str) -> None:
+        """Report what is waited for, if it is time."""
+        if self._report is not None and self.passed_s >= self._next_s:
+            self._next_s *= 2
+            self._report(f"{self._who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
+
+
+def _wait_for_all(store: TCPStore, rank: int, world_size: int, notices: _Notices) -> None:
+    """Return when all ranks are here. HardwareError names those that are not when the time is up, RuntimeError if the
+    store is lost.
+    """
+    keys = [f"{_HERE}/{each}" for each in range(world_size)]
+    store.set(keys[rank], "")
+    missing = list(range(world_size))
+    pause_s = _SHORTEST_PAUSE_S
+    # Not with `store.wait`: it prints a warning when its time is up, and signals have no effect meanwhile.
+    while not store.check([keys[each] for each in missing]):
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
+        missing = [each for each in missing if not store.check([keys[each]])]
+        if missing and notices.passed_s >= notices.timeout_s:
+            # For who comes later, this rank is not here.
+            store.delete_key(keys[rank])
+            raise HardwareError(
+                f"rank {rank} of {world_size}: {_named(missing)} did not come within {notices.timeout_s:.0f} s",
+                hint=RETRY_HINT,
+            )
+        if missing and rank == min({*range(world_size)} - {*missing}):  # one speaks for all who are here
+            notices.give(f"waiting for {_named(missing)}, here are {world_size - len(missing)}")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_few([str(rank) for rank in ranks])}"
+
+
+def _reached_store(host: str, port: int, rank: int, notices: _Notices, *, connect_s: float, pause_s: float) -> TCPStore:
     while True:
-        timeout = timedelta(seconds=min(connect_s, deadline - time.monotonic()))
+        limit_s = max(_SHORTEST_PAUSE_S, min(connect_s, notices.timeout_s - notices.passed_s))
         try:
-            return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-        except dist.DistError as error:
-            if time.monotonic() + pause_s > deadline:
+            # TCPStore prints the stack of its errors, and signals have no effect while it connects.
+            socket.create_connection((host, port), timeout=limit_s).close()
+            return TCPStore(host, port, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+        except (OSError, dist.DistError) as error:
+            if notices.passed_s + pause_s > notices.timeout_s:
                 raise HardwareError(
-                    f"rank {rank}: no answer from {host}:{port} within {time.monotonic() - start:.0f} s",
+                    f"rank {rank}: no answer from {host}:{port} within {notices.passed_s:.0f} s",
                     hint="check that the first machine runs, its address and port, and the firewall between",
                 ) from error
+        notices.give(f"waiting for an answer from {host}:{port}, where rank 0 or its launcher listens")
         time.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)

@@ -1,6 +1,7 @@
 """A rank's side of a run: how it joins the others, and reports that it makes progress."""
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -104,12 +105,18 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
         rank=context.rank,
         world_size=context.world_size,
         timeout_s=timeout_s,
+        report=log_wait if context.log is None else None,
     )
     # A first evaluation may take minutes: each of its parts is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device
     use_mesh(None)
     dist.destroy_process_group()
+
+
+def log_wait(text: str) -> None:
+    """Print what a rank waits for on standard error, whichever rank it is: nobody else can know."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def agreed(settings: M) -> M:
