@@ -7,6 +7,7 @@ import typer
 
 from opensora_cli.cli import errors, options, output
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.redaction import refused_by_torch
 from opensora_cli.settings.enums import EnvProfile
 
 _RECOMMENDED = "Recommended settings"
@@ -74,12 +75,15 @@ def env_check(
             "bug_report": Given(bug_report, "--bug-report"),
         }
         settings = validate(EnvCheckSettings, {key: at for key, at in given.items() if at.value is not None})
+        environment = dict(os.environ)
+        for name in refused_by_torch(environment):
+            del os.environ[name]  # without it torch can be imported; it is reported
         with errors.uninterrupted():
             from opensora_cli.engine.env_check.check import env_check as check
             from opensora_cli.engine.generate.plan import make_plan
 
         reporter = output.make_reporter(quiet=quiet)
-        report = check(settings, make_plan=make_plan, environment=os.environ, reporter=reporter)
+        report = check(settings, make_plan=make_plan, environment=environment, reporter=reporter)
         output.print_result(report, as_json=json_)
         report.require_fine()
 

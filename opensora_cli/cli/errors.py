@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -17,6 +17,7 @@ import typer
 from opensora_cli.cli import output
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.core.reading import refused_by_system
 from opensora_cli.core.signals import REPEAT_S, held_back, requests_as_interrupts
@@ -25,8 +26,8 @@ INTERRUPTED = 130
 
 _MOMENT_S = 0.02
 
-uninterrupted = held_back
-"""For the import of torch: interrupted, that can abort the program."""
+_OF_LIBRARIES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
+"""How the variables begin that libraries read while they are imported."""
 
 # Typer brings its own Click and exposes only this subclass of the error that a command line does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -74,6 +75,30 @@ class InterruptError(OsoraError):
     """Ctrl-C, with what is left to do."""
 
     exit_code = INTERRUPTED
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """For the import of torch and what needs it: interrupted, that can abort the program.
+    Raises RequestError if a library refuses an environment variable meanwhile.
+    """
+    with held_back():
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            text = str(error)
+            named = [
+                f"{name}={os.environ[name]!r}"
+                for name in sorted(os.environ)
+                if name.startswith(_OF_LIBRARIES) and (name in text or repr(os.environ[name]) in text)
+            ]
+            if not named:
+                raise
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            raise RequestError(
+                f"a library cannot be loaded with {', '.join(named)}: {plain(lines[0])}",
+                hint=f"unset {' '.join(each.partition('=')[0] for each in named)}, or set what it takes",
+            ) from error
 
 
 @contextmanager
@@ -172,7 +197,13 @@ def run(command: Callable[[], object]) -> int:
     `command` returns an exit code, or anything else for success.
     """
     context = _context()
-    with nullcontext() if context is None else rank_link.linked(context):
+    with ExitStack() as stack:
+        try:
+            if context is not None:
+                stack.enter_context(rank_link.linked(context))
+        except OsoraError as error:
+            output.print_failure((error.message,), hint=error.hint)
+            return error.exit_code
         try:
             return _run(command, context)
         except KeyboardInterrupt:  # where no block is `interruptible`, such as while an error is reported

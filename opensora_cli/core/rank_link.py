@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
-from opensora_cli.core.exceptions import HardwareError, OsoraError
-from opensora_cli.core.formatting import plain
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.exceptions import HardwareError, OsoraError, OutputError, RequestError
+from opensora_cli.core.formatting import plain, shown_path
+from opensora_cli.core.ranks import LOG_VARIABLE, RankContext
 from opensora_cli.core.signals import end_with_parent
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
@@ -116,13 +116,15 @@ def linked(context: RankContext, *, silence_s: float = SILENCE_S, silent_steps: 
     launcher judges. Nothing watches all ranks of torchrun and of Slurm. They end with a message when they have reported
     a step's time and the next takes far longer.
 
+    Raises RequestError if the launcher's variable is nonsense, and OutputError if the log cannot be written.
+
     Args:
         silence_s: seconds that are too long without progress, if ten steps are not longer.
         silent_steps: how many steps' time that is.
     """
     global _link
     number = os.environ.pop(CHANNEL_VARIABLE, None)  # not for what this process starts
-    channel = socket.socket(fileno=int(number)) if number else None
+    channel = _channel(number) if number else None
     link = _Link(context, channel, silence_s=silence_s, silent_steps=silent_steps)
     _link = link
     try:
@@ -131,6 +133,26 @@ def linked(context: RankContext, *, silence_s: float = SILENCE_S, silent_steps: 
     finally:
         _link = None
         link.stop()
+
+
+def _channel(number: str) -> socket.socket:
+    try:
+        return socket.socket(fileno=int(number))
+    except (OSError, ValueError, OverflowError) as error:
+        raise RequestError(
+            f"{CHANNEL_VARIABLE}={plain(number)} is not the end of a link: only the launcher of osora sets it",
+            hint=f"unset {CHANNEL_VARIABLE}",
+        ) from error
+
+
+def _opened_log(path: Path) -> IO[bytes]:
+    try:
+        return path.open("ab", buffering=0)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(
+            f"cannot write the rank's log {shown_path(path)}: {reason}", hint=f"unset {LOG_VARIABLE}"
+        ) from error
 
 
 def beat(stage: str, step_s: float | None = None, *, on_device: bool = False) -> None:
@@ -218,7 +240,7 @@ class _Link:
         self._main_clock = _main_clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="rank-link", daemon=True)
-        self._log = context.log.open("ab", buffering=0) if context.log else None
+        self._log = _opened_log(context.log) if context.log else None
 
     @property
     def has_launcher(self) -> bool:

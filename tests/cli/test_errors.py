@@ -1,5 +1,6 @@
 """What went wrong becomes a message and an exit code; what is a bug keeps its traceback."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,14 @@ from cli.fake_engine import FakeEngine
 
 from opensora_cli.cli import errors
 from opensora_cli.cli.app import main
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, MediaError, OsoraError, OutputError
+from opensora_cli.core.exceptions import (
+    CheckpointError,
+    HardwareError,
+    MediaError,
+    OsoraError,
+    OutputError,
+    RequestError,
+)
 from opensora_cli.core.progress import Reporter
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -307,3 +315,63 @@ def raising(error: BaseException):  # type: ignore[no-untyped-def]
         raise error
 
     return raise_it
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("TORCH_LOGS", "nonsense", "\n  Invalid log settings: 'nonsense'\n try TORCH_LOGS='help'"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "soon", "invalid literal for int() with base 10: 'soon'"),
+    ],
+)
+def test_a_variable_that_a_library_refuses_while_it_is_imported_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError) as caught, errors.uninterrupted():
+        raise ValueError(text)
+    assert caught.value.message.startswith(f"a library cannot be loaded with {name}='{value}': ")
+    assert caught.value.message.isprintable()
+    assert caught.value.hint == f"unset {name}, or set what it takes"
+    with pytest.raises(ValueError, match="a bug"), errors.uninterrupted():
+        raise ValueError("a bug")
+
+
+def test_torch_s_own_refusal_of_a_variable_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "opensora_cli", "ckpt", "inspect", __file__],
+        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: a library cannot be loaded with TORCH_DISTRIBUTED_DEBUG='1': ")
+    assert "Traceback" not in done.stderr
+
+
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("value", ["nonsense", "-1", "999", "9" * 30, "1.5"])
+def test_a_channel_that_leads_nowhere(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    for name, text in RANK.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("OSORA_RANK_CHANNEL", value)
+    code, err = run(["generate", "x"], capsys)
+    assert code == 2
+    assert err.startswith(f"error: OSORA_RANK_CHANNEL={value} is not the end of a link")
+    assert "unset OSORA_RANK_CHANNEL" in err
+
+
+def test_a_log_of_a_rank_that_cannot_be_written(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in RANK.items():
+        monkeypatch.setenv(name, text)
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "no" / "log", "No such file or directory")):
+        monkeypatch.setenv("OSORA_RANK_LOG", str(path))
+        code, err = run(["generate", "x"], capsys)
+        assert (code, err.splitlines()[0]) == (3, f"error: cannot write the rank's log {path}: {reason}")

@@ -9,7 +9,7 @@ from typing import TypeVar
 from opensora_cli.core import gpus
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
+from opensora_cli.core.redaction import Redactor, is_relevant, refused_by_torch, shown_variables
 from opensora_cli.engine.env_check import facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
 from opensora_cli.engine.env_check.facts import HostFacts, MakePlan, WeightFacts
@@ -148,10 +148,10 @@ def _checks(
         return check_presets(machine.presets, unplanned=unplanned)
 
     def all_reduce() -> Iterable[Finding]:
+        refused = refused_by_torch(machine.environment)
+        usable = {name: value for name, value in machine.environment.items() if name not in refused}
         with reporter.stage("all-reduce"):
-            result = run_all_reduce(
-                num_gpus=machine.num_gpus, seconds=settings.all_reduce_seconds, environment=machine.environment
-            )
+            result = run_all_reduce(num_gpus=machine.num_gpus, seconds=settings.all_reduce_seconds, environment=usable)
         return check_all_reduce(result)
 
     checks: dict[str, Callable[[], Iterable[Finding]]] = {

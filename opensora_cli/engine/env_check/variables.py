@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.redaction import refused_by_torch
 from opensora_cli.engine.env_check.allocator_options import find_faults
 from opensora_cli.engine.env_check.report import Check, Finding, Severity
 from opensora_cli.settings.generate import GenerateSettings
@@ -99,6 +100,13 @@ _RULES = (
         message="{name}=DETAIL",
         why="further collectives before every collective check it",
         fix="unset it after debugging",
+    ),
+    _Rule(
+        name="TORCH_DISTRIBUTED_DEBUG",
+        when=lambda value: bool(refused_by_torch({"TORCH_DISTRIBUTED_DEBUG": value})),
+        why="torch takes OFF, INFO and DETAIL, and cannot be imported with anything else",
+        fix="OFF, INFO or DETAIL, or unset it",
+        severity=Severity.PROBLEM,
     ),
     _Rule(
         name="NCCL_P2P_DISABLE",
