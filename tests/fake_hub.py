@@ -7,11 +7,12 @@ are redirected to another host, which must not be given the token.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import huggingface_hub
@@ -46,6 +47,12 @@ class FakeHub:
     knows_ranges: bool = True
     lists_sizes: bool = True
     speaks_html: bool = False
+    listing: bytes | None = None
+    """Sent in place of the information on a repository."""
+    changes: Callable[[dict[str, Any]], None] = lambda document: None
+    """Done to the information on a repository before it is sent."""
+    locations: dict[str, str] = field(default_factory=dict)
+    """Names of large files to the addresses that they are redirected to."""
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Methods and paths."""
     transfers: list[tuple[str, int]] = field(default_factory=list)
@@ -70,7 +77,7 @@ class FakeHub:
             for sibling, (file, content) in zip(siblings, repo.files.items(), strict=True):
                 sibling |= {**_blob(content, "blobId"), **_lfs(file, content, "sha256")}
         card = {"license": repo.licence} if repo.licence else {}
-        return {
+        document: dict[str, Any] = {
             "id": name,
             "modelId": name,
             "sha": COMMIT,
@@ -80,6 +87,8 @@ class FakeHub:
             "cardData": card,
             "siblings": siblings,
         }
+        self.changes(document)
+        return document
 
 
 def _blob(content: bytes, key: str) -> dict[str, object]:
@@ -134,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(name)
         if repo is None:
             self._refuse(401, "RepoNotFound")  # as the Hub answers to people that it does not know
+        elif self.hub.listing is not None:
+            self._send(200, self.hub.listing, {"Content-Type": "application/json"})
         else:
             self._give_json(self.hub.info(name, repo, blobs=blobs and self.hub.lists_sizes))
 
@@ -155,6 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
                 # Another host to the client, though the same server.
                 "Location": self.hub.endpoint.replace("127.0.0.1", "localhost") + quote(f"/storage/{name}/{file}"),
             }
+            if file in self.hub.locations:
+                headers["Location"] = self.hub.locations[file]
             return self._send(302, b"", headers)
         return self._give_file(file, content, {**headers, "ETag": f'"{_git_hash(content)}"'})
 

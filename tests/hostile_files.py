@@ -165,6 +165,32 @@ DEEP_JSON = {
 NO_OBJECTS = [*DEEP_JSON.values(), b"[]", b'"text"', b"null", b"1", b"{", b"9" * 10_000, b"", b"NaN"]
 """What is there in place of a JSON object."""
 
+HUB_NAMES = ["zero\0byte", "half\ud800", "line\nbreak", "\x1b[31mred", "long" * 100]
+"""Of files, between a folder and an ending, as no repository has them."""
+
+
+def change_of_file(**fields: object) -> Callable[[dict[str, Any]], None]:
+    """Return what changes the description of the files in an answer of the Hub."""
+    return lambda document: [sibling.update(fields) for sibling in document["siblings"]].clear()
+
+
+def change_of_repo(**fields: object) -> Callable[[dict[str, Any]], None]:
+    """Return what changes an answer of the Hub."""
+    return lambda document: document.update(fields)
+
+
+HUB_ANSWERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    **{f"name {value!r}": change_of_file(rfilename=value) for value in (None, 3, [], {})},
+    **{f"size {value!r}": change_of_file(size=value) for value in (-1, "a", [], 1.5, True)},
+    **{f"large {value!r}": change_of_file(lfs=value) for value in ("x", {"sha256": "z"}, {"sha256": 3, "size": 1})},
+    "hash 3": change_of_file(lfs=None, blobId=3),
+    **{f"commit {value!r:.20}": change_of_repo(sha=value) for value in (3, "../x", "a\0b", "x" * 100_000, "\ud800")},
+    **{f"files {value!r}": change_of_repo(siblings=value) for value in (None, 3, {}, "x", [None], [3], [[]])},
+    **{f"card {value!r}": change_of_repo(cardData=value) for value in (3, "x", [1])},
+    **{f"time {value!r}": change_of_repo(lastModified=value) for value in (3, "soon")},
+}
+"""What is done to the Hub's information on a repository that makes it unusable."""
+
 CAPTIONS: dict[str, tuple[str, bytes, str]] = {
     **{f"deep {name}": (".json", content, "nested too deeply") for name, content in DEEP_JSON.items()},
     "half a character": (".json", rb'{"text": "cut off \ud83d"}', "half a character"),

@@ -23,6 +23,8 @@ _NAMES = FileSettings()
 _SAFETENSORS = ".safetensors"
 # The same weights in formats that are slower or unsafe to read, or of other frameworks.
 _OTHER_WEIGHTS = (".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt", ".pth", ".ckpt")
+_LONGEST_NAME = 200
+"""Bytes, which leave room for the endings of partial files where file systems allow 255."""
 _TEXT_ENDINGS = (".json", ".txt", ".model")
 
 
@@ -44,7 +46,8 @@ class _Source:
     def wants(self, name: str) -> bool:
         """Whether a file of this name may be needed."""
         path = PurePosixPath(name)
-        in_folder = str(path.parent) in self.folders and path.name not in ("", "..") and "\\" not in name
+        is_sound = path.name not in ("", "..") and "\\" not in name and name.isprintable()
+        in_folder = str(path.parent) in self.folders and is_sound and len(path.name.encode()) <= _LONGEST_NAME
         return name in self.files or (in_folder and path.suffix in (_SAFETENSORS, *_OTHER_WEIGHTS, *_TEXT_ENDINGS))
 
 
@@ -313,7 +316,7 @@ def _fetch_all(plan: DownloadPlan, reporter: Reporter) -> DownloadPlan:
     left = [planned for planned in plan.files if planned.state is not State.PRESENT]
     with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
         for planned in left:
-            fetch(planned.file, plan.folder / planned.name, advance=progress.advance)
+            fetch(planned.file, plan.folder / planned.name, advance=progress.advance, report=reporter.warn)
             _record(planned, plan.folder)
     if not plan.offline:
         write_listing(plan.folder, plan.preset, plan.hub_repos)

@@ -7,6 +7,7 @@ whenever it was interrupted, and the files are of 24 GB.
 import hashlib
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,17 +25,19 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.formatting import format_bytes, plain
 
 RETRY_AFTER_S = 1.0
 _MAX_FAILURES = 5
 _CHUNK_BYTES = 2**20
 _PART_SUFFIX = ".part"
+_COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHECK = "check HF_ENDPOINT if it is set"
 
 # The base of all errors of the HTTP library, which is httpx or httpx2: it changed between versions of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
+_InvalidURL: type[Exception] = getattr(sys.modules[_HTTPError.__module__.partition(".")[0]], "InvalidURL", _HTTPError)
 
 Advance = Callable[[int], None]
 
@@ -104,12 +107,11 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         ConnectionProblem: the Hub cannot be reached.
         OfflineProblem: no request may be made.
     """
-    with _explained(name):
-        try:
-            info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{constants.ENDPOINT} does not answer as the Hub does", hint=_CHECK) from error
+    with _explained(name), _like_the_hub():
+        info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         commit = info.sha or "main"
+        if not (isinstance(commit, str) and _COMMIT.fullmatch(commit)):
+            raise ValueError("no name of a commit")
         files = {}
         for sibling in filter(lambda sibling: wanted(sibling.rfilename), info.siblings or ()):
             size, digest = sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
@@ -117,20 +119,29 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
                 url = huggingface_hub.hf_hub_url(name, sibling.rfilename, revision=commit)
                 found = huggingface_hub.get_hf_file_metadata(url)
                 size, digest = found.size, found.etag
-            if size is None or not is_digest(digest or ""):
+            if type(size) is not int or size < 0 or not is_digest(str(digest)):
                 raise CheckpointError(f"{name}: no valid size and hash of {sibling.rfilename}", hint=_CHECK)
             files[sibling.rfilename] = HubFile(
                 repo=name, commit=commit, name=sibling.rfilename, size=size, digest=str(digest)
             )
-    card: Any = info.card_data or {}
-    licence = card.get("license_name") or card.get("license")
+        card: Any = info.card_data or {}
+        licence = card.get("license_name") or card.get("license")
     return HubRepo(
         name=name,
         commit=commit,
-        licence=str(licence) if licence else None,
+        licence=plain(str(licence)) if licence else None,
         is_gated=bool(info.gated),
         files=files,
     )
+
+
+@contextmanager
+def _like_the_hub() -> Iterator[None]:
+    """Turn what its client and we stumble over in an answer of another form into one line."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{constants.ENDPOINT} does not answer as the Hub does", hint=_CHECK) from error
 
 
 def is_digest(text: str) -> bool:
@@ -143,11 +154,12 @@ def part_of(file: HubFile, target: Path) -> Path:
     return target.with_name(f"{target.name}.{file.digest[:12]}{_PART_SUFFIX}")
 
 
-def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
+def fetch(file: HubFile, target: Path, *, advance: Advance, report: Callable[[str], None]) -> None:
     """Fetch `file` to `target`, continuing from what an earlier fetch left.
 
     The content goes to a file beside it, and becomes `target`, or replaces it, when its hash is right. Broken
-    connections are retried. `advance` is called with bytes as they are written or, of an earlier fetch, found.
+    connections are retried. `advance` is called with bytes as they are written or, of an earlier fetch, found, and
+    `report` with a line before each retry.
 
     Raises:
         CheckpointError: the Hub cannot be reached or refuses, or the content has another hash.
@@ -158,7 +170,7 @@ def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("r+b" if part.exists() else "w+b") as out:
             hasher = file.hasher()
-            _receive(file, out, hasher, advance)
+            _receive(file, out, hasher, advance, report)
             out.flush()
             os.fsync(out.fileno())
         if hasher.hexdigest() != file.digest:
@@ -175,7 +187,9 @@ def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
             part.unlink()
 
 
-def _receive(file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Advance) -> None:
+def _receive(
+    file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Advance, report: Callable[[str], None]
+) -> None:
     """Read what `out` holds already, and write what it lacks."""
     position = 0
 
@@ -199,6 +213,7 @@ def _receive(file: HubFile, out: BinaryIO, hasher: "hashlib._Hash", advance: Adv
             if failures == _MAX_FAILURES:
                 kept = f"{format_bytes(position)} are kept: the same command continues from there"
                 raise CheckpointError(f"{problem.message}, {failures} times", hint=kept) from problem
+            report(f"{problem.message}: trying again, {failures + 1} of {_MAX_FAILURES}")
             time.sleep(RETRY_AFTER_S * failures)
 
 
@@ -245,8 +260,11 @@ def _explained(repo: str) -> Iterator[None]:
         if status in (408, 429) or status >= 500:
             raise ConnectionProblem(reason) from error
         raise CheckpointError(reason, hint=_how_in(repo) if status in (401, 403) else None) from error
+    except _InvalidURL as error:
+        reason = f"{repo}: {constants.ENDPOINT} names an address that is none ({plain(str(error))})"
+        raise CheckpointError(reason, hint=_CHECK) from error
     except _HTTPError as error:
-        reason = f"{repo}: the connection to {constants.ENDPOINT} broke ({error or type(error).__name__})"
+        reason = f"{repo}: the connection to {constants.ENDPOINT} broke ({plain(str(error)) or type(error).__name__})"
         raise ConnectionProblem(reason) from error
 
 

@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 from fake_hub import TOKEN, FakeHub, FakeRepo, connect, serving
+from hostile_files import HUB_ANSWERS, HUB_NAMES, NO_OBJECTS
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
@@ -223,6 +225,55 @@ def test_names_that_lead_elsewhere_are_ignored(hub: FakeHub, tmp_path: Path) -> 
     download(settings(tmp_path / "to"))
     assert files_in(tmp_path / "to") == WANTED
     assert list(tmp_path.iterdir()) == [tmp_path / "to"]
+
+
+def test_names_that_no_file_should_have_are_ignored(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos[MAIN].files |= {f"{T5}/{name}.json": b"{}" for name in HUB_NAMES}
+    download(settings(tmp_path))
+    assert files_in(tmp_path) == WANTED
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in HUB_ANSWERS.items()])
+def test_an_answer_of_another_form_is_refused_in_one_line(
+    hub: FakeHub, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    hub.changes = change
+    with pytest.raises(CheckpointError) as caught:
+        plan_download(settings(tmp_path))
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 600
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("listing", NO_OBJECTS)
+def test_what_is_no_object_is_not_the_hub(hub: FakeHub, tmp_path: Path, listing: bytes) -> None:
+    hub.listing = listing
+    with pytest.raises(CheckpointError, match=f"{hub.endpoint} does not answer as the Hub does"):
+        plan_download(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://[", "/" + "x" * 100_000, "", "\x7f", "gopher://x/"],
+)
+def test_a_redirection_that_leads_nowhere_leaves_nothing(hub: FakeHub, tmp_path: Path, location: str) -> None:
+    hub.locations[BIG] = location
+    with pytest.raises(CheckpointError) as caught:
+        download(settings(tmp_path))
+    assert caught.value.message.startswith(f"{MAIN}: ")
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 600
+    assert files_in(tmp_path) <= WANTED - {BIG}
+
+
+def test_a_retry_is_announced(hub: FakeHub, tmp_path: Path) -> None:
+    hub.breaks[BIG] = [100_000, 0]
+    reporter = RecordingReporter()
+    download(settings(tmp_path), reporter=reporter)
+    assert [warning.rpartition(": ")[2] for warning in reporter.warnings] == [
+        "trying again, 2 of 5",
+        "trying again, 3 of 5",
+    ]
 
 
 def test_flux_has_its_own_names_here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
