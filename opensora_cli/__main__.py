@@ -1,8 +1,37 @@
-"""`python -m opensora_cli`, the same as `osora`; torchrun starts workers this way."""
+"""The program itself: `osora`, and `python -m opensora_cli`, by which torchrun starts workers."""
 
+# Nothing else: until Ctrl-C has its handler, it prints the traceback of an import.
+import os
+import signal
 import sys
 
-from opensora_cli.cli.app import main
+
+def main() -> int:
+    """Run the command line and return its exit code; Ctrl-C prints one line from the first import on.
+
+    Compiled modules that are interrupted while they are imported fail in ways of their own. Until all are there,
+    nothing has been begun that would have to be left in order.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if callable(before):
+            signal.signal(signal.SIGINT, lambda number, frame: _leave())
+    except ValueError:  # not the main thread, which alone gets signals
+        before = None
+    from opensora_cli.cli.app import main as run
+
+    try:
+        if callable(before):
+            signal.signal(signal.SIGINT, before)
+        return run()
+    except KeyboardInterrupt:  # before a command has begun, or after it has ended
+        return _leave()
+
+
+def _leave() -> int:
+    os.write(2, b"error: interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -228,6 +228,8 @@ def _run(command: Callable[[], object], context: RankContext | None) -> int:
         if not rank_link.report_failure(message, hint=failure.hint, exit_code=failure.exit_code):
             output.print_failure(failure.lines, hint=failure.hint)
         return failure.exit_code
+    if code == INTERRUPTED:  # Typer's own, of a command line that was being read, or help that was being printed
+        raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
 

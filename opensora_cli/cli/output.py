@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.strict_json import as_unicode
 
 if TYPE_CHECKING:
     from opensora_cli.core.documents import Document
+
+_LONGEST_LINE = 2000
+"""Of a message: no list of choices is longer."""
 
 
 def make_reporter(*, quiet: bool) -> Reporter:
@@ -54,9 +58,15 @@ def print_failure(lines: Sequence[str], *, hint: str | None = None) -> None:
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     for line in lines:
-        console.print(Text.assemble(("error: ", "bold red"), escaped(line)))
+        console.print(Text.assemble(("error: ", "bold red"), _readable(line)))
     for line in hint.split("\n") if hint else ():
-        console.print(Text(f"       {escaped(line)}"))
+        console.print(Text(f"       {_readable(line)}"))
+
+
+def _readable(line: str) -> str:
+    """Return a line for people, of which a value that was given, however long, leaves what is wrong with it."""
+    kept = _LONGEST_LINE // 2
+    return escaped(as_unicode(line if len(line) <= _LONGEST_LINE else f"{line[:kept]} ... {line[-kept:]}"))
 
 
 def _print(line: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError, missing_library
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.reading import require_file
 
 CSV = ".csv"
 PARQUET = ".parquet"
@@ -174,12 +175,9 @@ def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
+    require_file(path, hint="osora data scan FOLDER makes one")
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileProblem(
-            f"{path} cannot be read: {error.strerror}", hint="osora data scan FOLDER makes one"
-        ) from error
     except (csv.Error, OSError, *_OF_PYARROW) as error:
         if isinstance(error, OSError) and error.strerror:
             raise FileProblem(f"{path} cannot be read: {error.strerror}") from error

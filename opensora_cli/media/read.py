@@ -1,8 +1,9 @@
 """Reading pictures and videos, recognised by their content, never by their name."""
 
 import os
+import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import FileProblem, MediaError, TooShortError
+from opensora_cli.core.formatting import shown_path
+from opensora_cli.core.reading import reading
 from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
 from opensora_cli.media.files import readable_file
@@ -26,15 +29,23 @@ class VideoClip:
     fps: float
 
 
-def media_files(folder: Path) -> list[Path]:
+def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> list[Path]:
     """Return the pictures and videos in a folder and those below it, by their endings, in order, as absolute paths.
 
-    Names that begin with a dot are left out. Raises FileProblem if it is no folder, or has none.
+    Names that begin with a dot are left out, and so are folders below it that cannot be read: `unread` is called with
+    each of them, and why. Raises FileProblem if it is no folder, cannot be read, or has none.
     """
-    if not folder.is_dir():
-        raise FileProblem(f"{folder} is not a folder")
+    with reading(folder):
+        if not stat.S_ISDIR(os.stat(folder).st_mode):
+            raise FileProblem(f"{shown_path(folder)} is not a folder")
+        os.scandir(folder).close()
+
+    def skip(error: OSError) -> None:
+        place = Path(os.fsdecode(error.filename))
+        unread(place, f"{shown_path(place)} cannot be read: {error.strerror}")
+
     found = []
-    for place, folders, names in os.walk(folder.absolute()):
+    for place, folders, names in os.walk(folder.absolute(), onerror=skip):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if not name.startswith(".") and os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES:

@@ -14,11 +14,16 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from opensora_cli.core.formatting import parse_bytes
+from opensora_cli.core.strict_json import is_unicode
 
 # The ways to write "no value" in a place where only text can stand: YAML, the environment and --set.
 NO_VALUE = frozenset({"", "~", "none", "null"})
+
+_LARGEST = 2**63 - 1
+"""Of whole numbers: Python's go on, but its floats and torch's numbers do not."""
 
 
 def _read_bytes(value: object, info: ValidationInfo) -> object:
@@ -30,6 +35,16 @@ def _read_bytes(value: object, info: ValidationInfo) -> object:
 
 ByteSize = Annotated[PositiveInt, BeforeValidator(_read_bytes)]
 """Bytes; as text also with a unit: `4GB` (powers of 1000), `4GiB` (powers of 1024)."""
+
+
+def _check_unicode(value: str) -> str:
+    if not is_unicode(value):
+        raise PydanticKnownError("string_unicode")
+    return value
+
+
+Words = Annotated[str, AfterValidator(_check_unicode)]
+"""Text that is no name of a file: a shell argument in another encoding is refused, since no tokenizer takes it."""
 
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
@@ -65,6 +80,13 @@ class Section(BaseModel):
             return None
         if any(get_origin(kind) is tuple for kind in kinds):
             return split_list(value, separator=",")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise PydanticKnownError("int_parsing_size")
         return value
 
     def replace(self, changes: Mapping[str, object]) -> Self:

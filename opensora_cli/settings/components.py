@@ -45,8 +45,8 @@ class ModelSettings(Section):
     hidden_size: PositiveInt = Field(default=3072, description="width of the transformer")
     mlp_ratio: float = Field(default=4.0, gt=0, description="width of the MLPs over hidden_size")
     num_heads: PositiveInt = Field(default=24, description="attention heads; divides hidden_size")
-    depth: int = Field(default=19, ge=0, description="double-stream blocks")
-    depth_single_blocks: int = Field(default=38, ge=0, description="single-stream blocks")
+    depth: int = Field(default=19, ge=0, le=1000, description="double-stream blocks")
+    depth_single_blocks: int = Field(default=38, ge=0, le=1000, description="single-stream blocks")
     axes_dim: tuple[PositiveInt, ...] = Field(
         default=(16, 56, 56),
         description="rotary widths of time, height and width; even, with the width of a head as their sum",

@@ -37,12 +37,14 @@ class DeviceSettings(Section):
     """The settings whose product has to divide the number of devices."""
 
     gpus: PositiveInt | None = Field(
-        default=None, description="devices of this machine, or processes on a CPU; none: 1, or devices"
+        default=None, le=1024, description="devices of this machine, or processes on a CPU; none: 1, or devices"
     )
     devices: tuple[NonNegativeInt, ...] | None = Field(
         default=None, min_length=1, description="numbers of the GPUs, as in 0,2; none: the first ones"
     )
-    nnodes: PositiveInt = Field(default=1, description="machines, each with as many devices; set by torchrun and srun")
+    nnodes: PositiveInt = Field(
+        default=1, le=65_536, description="machines, each with as many devices; set by torchrun and srun"
+    )
 
     @property
     def ranks_per_node(self) -> int:

@@ -8,6 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from opensora_cli.core.formatting import plain
+from opensora_cli.core.strict_json import as_unicode
+
+_LONGEST = 200
 _LEADING_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*(?=[= ])")
 _PLAIN = re.compile(r"[^\s'\"]+")
 _RULES = {
@@ -113,5 +117,7 @@ def _number(bound: object) -> object:
 
 
 def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else str(value)
+    text = as_unicode(value if isinstance(value, str) else str(value))
+    if len(text) > _LONGEST:
+        return plain(text)
     return text if _PLAIN.fullmatch(text) else repr(value)

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths, Source
-from opensora_cli.settings.base import Section, split_list
+from opensora_cli.settings.base import Section, Words, split_list
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
     FileSettings,
@@ -185,8 +185,8 @@ class OutputSettings(Section):
 class GenerateSettings(Section):
     """Everything that decides what `osora generate` makes."""
 
-    prompt: str = Field(default="", description="what the video shows")
-    negative_prompt: str = Field(default="", description="what it should not show")
+    prompt: Words = Field(default="", description="what the video shows")
+    negative_prompt: Words = Field(default="", description="what it should not show")
     from_latents: str | None = Field(default=None, description="saved latents to decode, instead of sampling new ones")
     loras: tuple[LoraFile, ...] = Field(
         default=(), description="adapters added to the transformer, each FILE or FILE:SCALE; as text, separated by ;"

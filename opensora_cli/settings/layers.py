@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import plain
+from opensora_cli.core.strict_json import as_unicode, is_unicode
 from opensora_cli.settings.base import Section, alternatives
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
@@ -95,6 +97,16 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         return schema.model_validate(nested)
     except ValidationError as error:
         raise RequestError("\n".join(explain(error, given))) from error
+    except UnicodeEncodeError as error:
+        # pydantic cannot even say what is wrong with such text.
+        raise RequestError("\n".join(_without_unicode(given)) or "some text is not valid Unicode") from error
+
+
+def _without_unicode(given: Layer) -> Iterator[str]:
+    for key, at in given.items():
+        text = str(at.value)
+        if not is_unicode(text):
+            yield f"{key}={plain(as_unicode(text))} must be valid Unicode text (from {at.source})"
 
 
 def check_key(schema: type[Section], key: str, *, source: str) -> None:

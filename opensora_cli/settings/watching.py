@@ -7,7 +7,7 @@ import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.settings.base import Section
+from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.data import DataSettings, SceneSettings
 from opensora_cli.settings.files import parse_yaml_text
 
@@ -99,7 +99,7 @@ class SampleSettings(Section):
         le=10**9,
         description="updates after which videos are made, for the folder samples; none: no videos",
     )
-    prompts: tuple[str, ...] = Field(
+    prompts: tuple[Words, ...] = Field(
         default=(), max_length=64, description='a video is made of each: one prompt, or ["raining, sea", snow]'
     )
     num_frames: PositiveInt | None = Field(default=None, le=1025, description="none: that of the procedural scenes")

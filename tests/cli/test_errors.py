@@ -213,6 +213,33 @@ def test_interrupt_by_a_signal(first: str, number: signal.Signals) -> None:
     assert (process.returncode, err) == (130, "error: interrupted\n")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to a child alone")
+@pytest.mark.parametrize("module", ["typer", "opensora_cli.cli.generate"])
+def test_interrupt_while_the_program_is_imported(module: str) -> None:
+    """From its first import on, also where the import would make another error of it."""
+    code = (
+        "import signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == '{module}':\n"
+        "            try: signal.raise_signal(signal.SIGINT)\n"
+        "            except KeyboardInterrupt: raise ImportError('numpy is broken') from None\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from opensora_cli.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_interrupt_while_help_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opensora_cli.cli.app.Group.get_help", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_interrupt_that_turns_into_another_error(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     """A compiled module whose import is interrupted complains of itself."""
 

@@ -1,5 +1,6 @@
 """What a request to write weights is refused for before torch is imported."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from opensora_cli.checkpoint.contents import Format
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import require_there
+from opensora_cli.core.reading import reading
 from opensora_cli.settings.ckpt import WriteSettings
 
 
@@ -31,16 +33,15 @@ def check_paths(sources: Sequence[Path], settings: WriteSettings) -> None:
         OutputError: it is no name that a file can have.
     """
     target = Path(settings.target)
-    try:
-        for source in sources:
-            _check_path(target, source)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+    for source in sources:
+        _check_path(target, source)
 
 
 def _check_path(target: Path, source: Path) -> None:
-    here, there = target.resolve(), source.resolve()
-    if here == there or (target.exists() and target.samefile(source)):
+    with reading(target, problem=OutputError):
+        here, there = Path(os.path.realpath(target)), Path(os.path.realpath(source))
+        is_source = here == there or (os.path.exists(target) and os.path.samefile(target, source))
+    if is_source:
         raise RequestError(f"{target} is what is read", hint="write to another name")
     if there in here.parents:
         raise RequestError(f"{target} is inside of {source}, which is read", hint="write to another folder")

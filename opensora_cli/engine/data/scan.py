@@ -42,6 +42,8 @@ class ScanResult(Document):
     read: int
     """Files that were read or tried; the others had not changed since an earlier scan."""
     broken: tuple[BrokenFile, ...]
+    closed_folders: tuple[BrokenFile, ...] = ()
+    """What is in them, nobody could see."""
 
     def lines(self) -> list[str]:
         """Return the result for people."""
@@ -51,14 +53,20 @@ class ScanResult(Document):
             f"files     {self.read:,} read, {known:,} known from before",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
             *(f"broken    {file.reason}" for file in self.broken),
+            *(f"closed    {folder.reason}" for folder in self.closed_folders),
         ]
 
     def require_whole(self) -> None:
-        """Raise BatchError if files could not be read."""
-        if self.broken:
-            count = "1 file" if len(self.broken) == 1 else f"{len(self.broken)} files"
+        """Raise BatchError if files or folders could not be read."""
+        counts = [
+            f"{len(found)} {what}" if len(found) != 1 else f"1 {what.removesuffix('s')}"
+            for found, what in ((self.broken, "files"), (self.closed_folders, "folders"))
+            if found
+        ]
+        if counts:
             raise BatchError(
-                f"{count} cannot be read: {self.table} has the others", hint="fix or remove them, and scan again"
+                f"{' and '.join(counts)} cannot be read: {self.table} has the others",
+                hint="fix or remove them, and scan again",
             )
 
 
@@ -88,7 +96,8 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
             f"{table} exists already, and is not as osora data scan left it",
             hint="keep what you changed under another name, and scan with --overwrite or another --out",
         )
-    files = media_files(folder)
+    closed: list[BrokenFile] = []
+    files = media_files(folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason)))
     found, read = _find(files, journal, settings, reporter=reporter or SilentReporter())
     rows, broken = _rows(found)
     write_table(table, COLUMNS, rows)
@@ -102,6 +111,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
         without_caption=sum(not row[1] for row in rows),
         read=read,
         broken=tuple(broken),
+        closed_folders=tuple(closed),
     )
 
 

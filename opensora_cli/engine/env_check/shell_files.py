@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.reading import read_text
 from opensora_cli.core.redaction import is_relevant
 from opensora_cli.engine.env_check.report import Check, Finding
 from opensora_cli.engine.env_check.variables import lint_variables
@@ -206,14 +206,4 @@ def _assignments(command: Sequence[tuple[str, int]], *, is_certain: bool) -> Ite
 
 
 def _read(path: Path) -> str:
-    hint = "name a Dockerfile or a shell file"
-    try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise FileProblem(f"{path} is too large for a Dockerfile or a shell file")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise FileProblem(f"{path} is not text", hint=hint) from None
-    except FileNotFoundError:
-        raise FileProblem(f"{path} does not exist", hint=hint) from None
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
+    return read_text(path, max_bytes=_LARGEST_BYTES, hint="name a Dockerfile or a shell file")

@@ -1,6 +1,7 @@
 """`osora vae stats`: mean and deviation of the latents of pictures and videos, channel by channel."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -132,7 +133,8 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
 
     The mode of the posterior is taken, where there is one. Videos are cut into clips of `clip.num_frames`, one after
     the other, of which one is in memory; what is left at the end is cut to a length that the autoencoder takes. A
-    folder stands for the pictures and videos in it. A file that fails does not stop the others, and counts in no part.
+    folder stands for the pictures and videos in it. A file that fails, or a folder that cannot be read, does not stop
+    the others, and counts in no part.
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
@@ -143,10 +145,16 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
     weights = find_weights(settings)
-    files = _files(settings.files)
+    moments, failed, frames = RunningMoments(), [], 0
+
+    def unread(place: Path, reason: str) -> None:
+        reporter.warn(reason)
+        failed.append(Failed(file=str(place), error=reason))
+
+    files = _files(settings.files, unread)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     encoder = _Encoder(settings, autoencoder, hardware)
-    moments, failed, frames = RunningMoments(), [], 0
+    num_closed = len(failed)
     with (
         threads_used(pick_threads(asked=settings.runtime.threads), reporter),
         reporter.stage("encode", total=len(files), unit="files") as progress,
@@ -168,7 +176,7 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     return LatentStatistics(
         autoencoder=settings.vae.kind,
         weights=weights,
-        files=len(files) - len(failed),
+        files=len(files) - len(failed) + num_closed,
         frames=frames,
         values_per_channel=moments.count,
         channels=tuple(moments.channels()),
@@ -214,11 +222,11 @@ def _clips(frames_HWC: Iterator[Tensor], length: int) -> Iterator[Tensor]:
         yield torch.stack(chunk)
 
 
-def _files(named: Sequence[str]) -> list[str]:
-    """Return the files that are named, and those in the folders that are."""
+def _files(named: Sequence[str], unread: Callable[[Path, str], None]) -> list[str]:
+    """Return the files that are named, and those in the folders that are; `unread` as for `media_files`."""
     found: list[str] = []
     for name in named:
-        found += map(str, media_files(Path(name))) if Path(name).is_dir() else [name]
+        found += map(str, media_files(Path(name), unread=unread)) if os.path.isdir(name) else [name]
     return found
 
 

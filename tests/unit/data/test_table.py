@@ -140,7 +140,7 @@ def test_a_header_of_megabytes_is_not_repeated(tmp_path: Path) -> None:
 def test_a_table_that_is_missing(tmp_path: Path, kind: str) -> None:
     if kind == ".parquet":
         pytest.importorskip("pyarrow")
-    with pytest.raises(FileProblem, match="cannot be read") as raised:
+    with pytest.raises(FileProblem, match="does not exist") as raised:
         read_table(tmp_path / f"none{kind}")
     assert raised.value.hint == "osora data scan FOLDER makes one"
 

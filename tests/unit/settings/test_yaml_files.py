@@ -5,9 +5,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.files import read_yaml
+from opensora_cli.settings.files import parse_yaml_text, read_yaml
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -116,3 +117,8 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, content: str, mes
 def test_aliases_that_stand_for_few_values_are_read(tmp_path: Path) -> None:
     values = read_yaml(write(tmp_path, "a.yaml", "a: &a [1, 2]\nb: [*a, *a]\n"))
     assert values == {"a": ["1", "2"], "b": [["1", "2"], ["1", "2"]]}
+
+
+def test_a_piece_of_yaml_that_is_nested_too_deeply_is_no_yaml() -> None:
+    with pytest.raises(yaml.YAMLError, match="nested too deeply"):
+        parse_yaml_text("[" * 3000)

@@ -143,7 +143,7 @@ def test_bad_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         write_recipe("clips", Path("demo_text"))
     with pytest.raises(RequestError, match="a file of the reference"):
         write_recipe("clips", Path("stage1.py"))
-    with pytest.raises(FileProblem, match="clips is not a folder"):
+    with pytest.raises(FileProblem, match="clips does not exist"):
         write_recipe("clips", Path("demo_lora"))
     Path("clips.yaml").write_text("mine")
     with pytest.raises(OutputError, match="exists already"):

@@ -260,7 +260,7 @@ def test_a_table_that_was_changed_by_hand_is_kept(folder: Path, probed: list[str
 def test_a_folder_without_clips_and_one_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="has no pictures or videos"):
         run(tmp_path)
-    with pytest.raises(FileProblem, match="is not a folder"):
+    with pytest.raises(FileProblem, match="none does not exist"):
         run(tmp_path / "none")
 
 

@@ -199,9 +199,9 @@ def test_missing_binary_and_large_files_are_refused(tmp_path):
         file.truncate(2**21)
     for path, message in (
         (tmp_path / "gone", "does not exist"),
-        (tmp_path, "cannot be read"),
+        (tmp_path, "it is a folder"),
         (binary, "not text"),
-        (large, "too large"),
+        (large, "more than 1,048,576 bytes"),
     ):
         with pytest.raises(FileProblem, match=message):
             lint_file(path)
