@@ -1,22 +1,33 @@
 """Endless micro-batches for one rank, read ahead by worker processes."""
 
 import gc
+import io
+import multiprocessing
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
+from opensora_cli.core.formatting import plain
 from opensora_cli.core.signals import blocked_in_children, leave_signals_to
 from opensora_cli.data.batches import MicroBatch, PlanEpoch
 
 T = TypeVar("T")
 
 _KILLED = "DataLoader worker"
+_LOCKS = 8
+"""More than torch makes for each worker, and for all of them together."""
+
+
+class WorkerEnded(HardwareError):
+    """A process that reads clips was killed, or crashed."""
 
 
 class BatchStream(Generic[T]):
@@ -78,8 +89,11 @@ class BatchStream(Generic[T]):
         return self._last_epoch
 
     def next(self) -> T:
-        """Return this rank's next micro-batch; raise what `load` raised, or a HardwareError if a worker was killed."""
+        """Return this rank's next micro-batch; raise what `load` raised, a WorkerEnded, or a HardwareError if
+        `/dev/shm` is full.
+        """
         if self._reading is None:
+            _require_locks(_LOCKS * (self._workers + 1) if self._workers else 0)
             with blocked_in_children(), _garbage_kept():
                 self._reading = iter(self._data_loader())
             _kill_in_place_of_terminating(self._reading)
@@ -88,7 +102,7 @@ class BatchStream(Generic[T]):
         except RuntimeError as error:
             if _KILLED not in str(error):
                 raise
-            raise HardwareError(
+            raise WorkerEnded(
                 f"a process that reads clips was ended from outside: {str(error).splitlines()[0]}",
                 hint="memory may have run out: use fewer with --set data.workers=N, or less --set data.prefetch=N",
             ) from error
@@ -228,9 +242,46 @@ class _Loading(Dataset[tuple[MicroBatch, T | OsoraError]]):
 
     def __getitem__(self, asked: MicroBatch) -> tuple[MicroBatch, T | OsoraError]:
         try:
-            return asked, self._load(asked)
+            loaded = self._load(asked)
+            if get_worker_info() is not None:
+                _share_tensors(loaded)
+            return asked, loaded
         except OsoraError as error:
             return asked, error
+
+
+def _share_tensors(loaded: object) -> None:
+    """Move all tensors in an object to memory that processes share. Raises HardwareError if that has no room.
+
+    Left to torch, that happens in a thread, whose failure is printed and nothing else: the trainer would wait for ever.
+    """
+    _Sharing(io.BytesIO()).dump(loaded)
+
+
+class _Sharing(pickle.Pickler):
+    def persistent_id(self, part: object) -> str | None:
+        if not isinstance(part, Tensor):
+            return None
+        try:
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise _no_shared_memory(error) from error
+        return "shared"
+
+
+def _require_locks(count: int) -> None:
+    """Raise HardwareError if there is no room for so many locks, before torch finds out when it has half of them."""
+    try:
+        [multiprocessing.Lock() for _ in range(count)]
+    except OSError as error:
+        raise _no_shared_memory(error) from error
+
+
+def _no_shared_memory(error: Exception) -> HardwareError:
+    return HardwareError(
+        f"/dev/shm has no room for what the processes that read clips hand over: {plain(str(error).splitlines()[0])}",
+        hint="make room there (docker run --shm-size=8g), or read without further processes: --set data.workers=0",
+    )
 
 
 def _as_is(value: T) -> T:

@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
+from opensora_cli.data.batch_stream import BatchStream, PicturesFirst, WorkerEnded
 from opensora_cli.data.batches import BucketSampler, ClipBatch, ClipRequest, MicroBatch, Replacement
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.encode.datasets import ClipDataset, ClipRequests, TableRequests, open_dataset
@@ -291,7 +291,7 @@ class ClipBatches:
         """
         try:
             batch = self._batches.next()
-        except HardwareError as error:
+        except WorkerEnded as error:
             raise HardwareError(
                 f"{error.message}; last read were {', '.join(map(plain, self._notes.paths()))}",
                 hint=f"{error.hint}; or one of these files crashes its decoder: take it out of the table",

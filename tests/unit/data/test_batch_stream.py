@@ -1,5 +1,6 @@
 """Micro-batches for ranks, read ahead by workers: in exact order, and resumable anywhere."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import torch
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError
 from opensora_cli.core.signals import END_REQUESTS
+from opensora_cli.data import batch_stream
 from opensora_cli.data.batch_stream import BatchStream, PicturesFirst
 from opensora_cli.data.batches import MicroBatch, SceneSampler
 
@@ -323,3 +325,39 @@ def test_pictures_first_resumes_exactly(updates: int) -> None:
     second = pictures_first()
     second.load_state_dict(first.state_dict())
     assert take(second, 14 - 2 * updates) == straight[2 * updates :]
+
+
+class _Big:
+    def __call__(self, asked: MicroBatch) -> dict[str, object]:
+        return {"pixels": [torch.zeros(8)], "number": asked.number}
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    asked = MicroBatch(number=0, epoch=0, position=0, bucket=0, samples=(0,), substitutes=())
+    loading = batch_stream._Loading(_Big())
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    assert isinstance(loading[asked][1], dict)  # this process hands nothing over
+    monkeypatch.setattr(batch_stream, "get_worker_info", object)
+    error = loading[asked][1]
+    assert isinstance(error, HardwareError)
+    assert error.message.startswith("/dev/shm has no room for what the processes that read clips hand over: unable to")
+    assert "--set data.workers=0" in str(error.hint)
+
+
+def test_workers_share_every_tensor_of_a_batch() -> None:
+    tensors = [torch.zeros(8), torch.ones(3), torch.arange(4)]
+    batch_stream._share_tensors({"pixels": tensors[:2], "nested": (tensors[2], "text")})
+    assert all(tensor.is_shared() for tensor in tensors)
+
+
+def test_workers_that_cannot_be_started_for_lack_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing, "Lock", full)
+    with pytest.raises(HardwareError, match="/dev/shm has no room"):
+        stream(workers=1).next()
+    assert stream(workers=0).next().number == 0
