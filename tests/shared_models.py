@@ -10,7 +10,7 @@ from small_stages import small_stages
 from torch import Tensor
 
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate import fitting, plan
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.layout import converter
@@ -42,7 +42,7 @@ class Scheme:
 
 def plan_without_estimate(settings: GenerateSettings) -> plan.ExecutionPlan:
     """Return the plan for what fits, without what its stages need, which takes seconds to find."""
-    with patch.object(plan, "estimate_generation", small_stages):
+    with patch.object(fitting, "estimate_generation", small_stages):
         return plan.make_plan(settings)
 
 

@@ -2,8 +2,9 @@
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.fp8 import dequantise
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.stream import Entry
+from opensora_cli.checkpoint.stream import Entry, Extent
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
@@ -24,6 +25,7 @@ ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
 Shape = tuple[int, ...]
+_NUMBER = re.compile(r"\d+")
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
 
@@ -37,11 +39,9 @@ class _MappedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._entries[key]
-        extents = entry.extents()
-        if extents is None or len(extents) != 1 or extents[0].offset % entry.dtype.itemsize or not extents[0].length:
-            # The formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+        extent = _mappable(entry)
+        if extent is None:
             return entry.read()
-        (extent,) = extents
         if extent.path not in self._maps:
             self._maps[extent.path] = _map(extent.path)
         whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
@@ -59,11 +59,56 @@ class _MappedTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-class _MetaTensors(_MappedTensors):
+class _MetaTensors(Mapping[str, Tensor]):
     """The same tensors on the meta device: a conversion runs over them without reading a weight."""
 
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._last: Tensor | None = None
+
     def __getitem__(self, key: str) -> Tensor:
-        return torch.empty(self._entries[key].shape, device="meta")
+        entry = self._entries[key]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        self._last = None if _mappable(entry) is None else tensor
+        return tensor
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, made of the one that was accessed last, is a contiguous part of a mapped file."""
+        if self._last is None or not tensor.is_contiguous():
+            return False
+        return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """What loading makes of a checkpoint's tensors for one key of a module."""
+
+    key: str
+    numel: int
+    dtype: torch.dtype
+    """As it is read, before it is cast."""
+    is_mapped: bool
+    """Whether it is a part of the mapped file as it is, rather than a copy."""
+
+
+def plan_tensors(
+    path: str | Path, *, dtype: torch.dtype, convert: ConvertFn | None = None
+) -> tuple[PlannedTensor, ...]:
+    """Return what `load_into_module` would read on a CPU, from the headers of a checkpoint alone.
+
+    `dtype` and `convert` are as there. Raises CheckpointError for a file that is missing or broken.
+    """
+    tensors = _MetaTensors(dequantise(open_checkpoint(Path(path)).entries, dtype))
+    return tuple(
+        PlannedTensor(key, tensor.numel(), tensor.dtype, tensors.is_view(tensor))
+        for key, tensor in (convert or _as_is)(tensors)
+    )
 
 
 def load_into_module(
@@ -75,6 +120,9 @@ def load_into_module(
     convert: ConvertFn | None = None,
     allowed_missing: Sequence[str] = (),
     keep_on_host: Sequence[str] = (),
+    keep_dtype: Sequence[str] = (),
+    blocks: Sequence[str] = (),
+    finish_block: Callable[[str], None] | None = None,
     hold: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
@@ -94,7 +142,11 @@ def load_into_module(
         allowed_missing: patterns (as in shells: `cond_in.*`) of keys that the file may lack; on the meta device these
             start at zero, elsewhere they keep their values.
         keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
-        hold: given each tensor that stays on the CPU and is no map of the file; returns what the module gets instead.
+        keep_dtype: patterns of keys that keep the file's dtype where they stay a map of it.
+        blocks: paths of modules inside the module, which are filled one after the other.
+        finish_block: called with the path of each of the `blocks` that is complete; it may change that in place.
+        hold: given each tensor that stays on the CPU and is no map of the file, nor of a block that `finish_block`
+            gets; returns what the module gets instead.
         advance: called with the bytes of each tensor as it is loaded, to show progress.
 
     Raises:
@@ -107,21 +159,34 @@ def load_into_module(
     if left:
         raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
     tensors, missing, mapped = _read(
-        module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing
+        module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing, in_order=bool(blocks)
     )
+    block_of = {key: block for block in blocks for key in persistent if key.startswith(f"{block}.")}
+    waiting = Counter(block_of[key] for key in block_of if key not in missing)
 
     def assign(key: str, tensor: Tensor) -> None:
         on_host = any(fnmatchcase(key, pattern) for pattern in keep_on_host)
-        held_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        is_view = tensor.is_contiguous() and mapped.has_mapped(tensor)
+        keeps_dtype = not tensor.is_floating_point() or (
+            is_view and any(fnmatchcase(key, pattern) for pattern in keep_dtype)
+        )
+        held_dtype = tensor.dtype if keeps_dtype else dtype
         placed = tensor.to(device="cpu" if on_host else device, dtype=held_dtype).contiguous()
-        if hold is not None and placed.device.type == "cpu" and not mapped.has_mapped(placed):
+        is_changed = finish_block is not None and key in block_of
+        if hold is not None and not is_changed and placed.device.type == "cpu" and not mapped.has_mapped(placed):
             placed = hold(placed)
         _assign(module_on_meta, key, placed)
 
     for key, tensor in tensors:
         assign(key, tensor)
+        size = tensor.nbytes
+        del tensor
+        if finish_block is not None and key in block_of:
+            waiting[block_of[key]] -= 1
+            if not waiting[block_of[key]]:
+                finish_block(block_of[key])
         if advance is not None:
-            advance(tensor.nbytes)
+            advance(size)
     for key, tensor in missing.items():
         if tensor.is_meta:
             assign(key, torch.zeros(tensor.shape, dtype=tensor.dtype))
@@ -224,12 +289,18 @@ def _read(
     dtype: torch.dtype,
     convert: ConvertFn | None,
     allowed_missing: Sequence[str],
+    in_order: bool = False,
 ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], _MappedTensors]:
     """Return a file's tensors by the module's keys, to be read one by one, the module's own for the keys that the file
     lacks, and the maps of the file; CheckpointError if it does not fit.
+
+    They come in the order of the file, or `in_order` of their names, numbers as such: so those of a module follow one
+    another.
     """
     expected = module.state_dict()
     entries = dequantise(open_checkpoint(Path(path)).entries, dtype)
+    if in_order:
+        entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
     read = convert or _as_is
     found = {key: tuple(tensor.shape) for key, tensor in read(_MetaTensors(entries))}
     required = {
@@ -244,9 +315,23 @@ def _read(
     return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
 
 
+def _padded(number: re.Match[str]) -> str:
+    return number[0].zfill(9)
+
+
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for key in tensors:
         yield key, tensors[key]
+
+
+def _mappable(entry: Entry) -> Extent | None:
+    """Return where the bytes of a tensor are that can be used in a mapped file; None: it has to be read."""
+    extents = entry.extents()
+    if extents is None or len(extents) != 1:
+        return None
+    (extent,) = extents
+    # The formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+    return None if extent.offset % entry.dtype.itemsize or not extent.length else extent
 
 
 def _map(path: Path) -> torch.UntypedStorage:

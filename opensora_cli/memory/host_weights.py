@@ -31,16 +31,19 @@ class BlockWeights:
 
     A parameter that several modules of the block share is there once, and each lies row by row. Parameters on another
     device are left out: these are shared with what is outside the blocks, and are already where they are needed.
+    Floating-point parameters have `dtype` in the run; None: each its own.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, dtype: torch.dtype | None = None) -> None:
         self._users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in block.modules():
             for name, weight in module._parameters.items():
                 if weight is not None and weight.device.type in ("cpu", "meta"):
                     self._users.setdefault(weight, []).append((module, name))
-        sizes = (-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for weight in self._users)
-        *self._offsets, self.nbytes = accumulate(sizes, initial=0)
+        self.casts = dtype is not None
+        self._dtypes = [dtype if dtype and weight.is_floating_point() else weight.dtype for weight in self._users]
+        self._sizes = [weight.numel() * kept.itemsize for weight, kept in zip(self._users, self._dtypes, strict=True)]
+        *self._offsets, self.nbytes = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes), initial=0)
 
     @property
     def host(self) -> list[nn.Parameter]:
@@ -50,8 +53,8 @@ class BlockWeights:
     def views(self, run: Tensor) -> list[Tensor]:
         """Return the tensors that a run of (nbytes or more,) uint8 holds, on any device, shaped as the parameters."""
         return [
-            run[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
-            for offset, weight in zip(self._offsets, self._users, strict=True)
+            run[offset : offset + size].view(dtype).view(weight.shape)
+            for offset, size, dtype, weight in zip(self._offsets, self._sizes, self._dtypes, self._users, strict=True)
         ]
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
@@ -186,13 +189,15 @@ class _PinnedWeights:
 
 class _MappedWeights:
     """Weights anywhere in the host's memory. A thread copies them piece by piece to one of two locked buffers, from
-    which the device fetches them, while the thread reads the next piece into the other.
+    which the device fetches them, while the thread reads the next piece into the other. Those that are cast, on the
+    CPU, it copies to where they go.
     """
 
     def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory, side: SideStream) -> None:
         self._blocks = blocks
         self._side = side
-        largest = max((weight.nbytes for block in blocks for weight in block.host), default=0)
+        staged = (weight.nbytes for block in blocks if not block.casts for weight in block.host)
+        largest = max(staged, default=0)
         self._buffers = [memory.allocate(min(largest, STAGING_BYTES)) for _ in range(2)]
         self._fetched: list[torch.cuda.Event | None] = [None, None]
         self._turns = cycle(range(2))
@@ -206,6 +211,11 @@ class _MappedWeights:
     def copy_to(self, index: int, slot: Tensor) -> None:
         block = self._blocks[index]
         for weight, target in zip(block.host, block.views(slot), strict=True):
+            if self._stopped.is_set():
+                return
+            if block.casts:
+                target.copy_(weight)
+                continue
             source, target = weight.reshape(-1), target.view(-1)
             step = self._buffers[0].nbytes // weight.dtype.itemsize
             for start in range(0, source.numel(), step):

@@ -32,7 +32,12 @@ class StreamingFigures:
 
 @contextmanager
 def stream_blocks(
-    stacks: Sequence[nn.ModuleList], *, device: torch.device | str, resident: int, source: HostSource = "pinned"
+    stacks: Sequence[nn.ModuleList],
+    *,
+    device: torch.device | str,
+    resident: int,
+    source: HostSource = "pinned",
+    dtype: torch.dtype | None = None,
 ) -> Iterator[StreamingFigures]:
     """Run a model with the weights of at most `resident` of its blocks on the device.
 
@@ -51,6 +56,8 @@ def stream_blocks(
         resident: how many blocks' weights may be on the device at a time, from 1; with as many as there are all stay.
         source: where the weights of the blocks that don't stay wait: `pinned` is one page-locked copy; `mapped` is no
             copy, but a thread that reads them where they are.
+        dtype: that the floating-point weights are computed in, to which they are cast as they are copied, and for good
+            where they are `pinned`; None: their own. On the CPU alone.
 
     Raises:
         ValueError: `resident` is not positive, or weights are on the meta device.
@@ -59,7 +66,7 @@ def stream_blocks(
     """
     device = torch.device(device)
     modules = list(dict.fromkeys(block for stack in stacks for block in stack))
-    blocks = [BlockWeights(module) for module in modules]
+    blocks = [BlockWeights(module, dtype) for module in modules]
     if any(weight.is_meta for block in blocks for weight in block.host):
         raise ValueError("blocks on the meta device have no weights to stream")
     kept = kept_blocks(len(blocks), resident=resident)

@@ -3,12 +3,13 @@
 from math import prod
 
 import torch.distributed as dist
+from torch import nn
 
 from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.mesh import MeshShape
@@ -90,7 +91,12 @@ def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
     """
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
-            shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
+            shard_block(block, stack, group)
+
+
+def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGroup) -> None:
+    """Leave one block of a stack this rank's share; as `shard_transformer`."""
+    shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
 
 
 def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:

@@ -27,6 +27,7 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.decoder import fake_decoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
+from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.text import text_memory
 from opensora_cli.engine.estimate.transformer import (
@@ -34,6 +35,7 @@ from opensora_cli.engine.estimate.transformer import (
     dequantized_bytes,
     fake_attention,
     transformer_bytes,
+    transformer_on_cpu,
     with_depth,
 )
 from opensora_cli.media.resize import to_uint8
@@ -82,12 +84,14 @@ def estimate_generation(
     offload: OffloadPlan,
     parameters: Mapping[Component, int],
     text_folders: Mapping[Component, Path] | None = None,
+    files: Mapping[Component, FileWeights] | None = None,
 ) -> tuple[StageMemory, ...]:
     """Return what each stage needs of the device's memory, in the order in which they run.
 
     What repeats is remembered, so that many offload plans for one video cost little more than one. `parameters` are
     counts (see `configs.count_parameters`), and `dtype` is that of weights and activations. Text encoders that
-    `text_folders` lacks are taken for the released ones. Contradicting sizes in `settings` are a RequestError.
+    `text_folders` lacks are taken for the released ones. `files`: on a CPU, what is computed with where it is mapped;
+    None: nothing. Contradicting sizes in `settings` are a RequestError.
     """
     weights = {component: count * dtype.itemsize for component, count in parameters.items()}
     vae, tiling = settings.vae, vae_tiling(settings.vae)
@@ -95,14 +99,17 @@ def estimate_generation(
     chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
     shown = sizes.height, sizes.width
     decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
-    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations)
+    vae_mapped = 0
+    if files is not None:
+        weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
+    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
     if settings.from_latents is not None:
         return (decode,)
 
     lengths = settings.text.t5_max_length, settings.text.clip_max_length
     folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
     text = text_memory(
-        weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size
+        weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size, files=files
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
@@ -112,13 +119,19 @@ def estimate_generation(
         sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.grid.time_compression_ratio
     )
     kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
-    whole = weights[Component.TRANSFORMER]
-    transformer = kept + transformer_bytes(config, whole, dtype, offload, tensor=sizes.mesh.tensor, loras=sizes.loras)
-    stages = [text, StageMemory(DENOISE, transformer, denoising.data, denoising.activations + workspace), decode]
+    tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
+    if files is None:
+        own = transformer_bytes(config, weights[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras)
+    else:
+        own, mapped = transformer_on_cpu(
+            config, files[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras
+        )
+    denoise = StageMemory(DENOISE, kept + own, denoising.data, denoising.activations + workspace, mapped)
+    stages = [text, denoise, decode]
     if parts:
         frames = tuple(part.num_frames for part in parts)
         encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
-        stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations))
+        stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)
 
 

@@ -82,23 +82,48 @@ class StageMemory:
 
     name: str
     weight_bytes: int
+    """On a CPU those that are not computed with where they are mapped from their file."""
     data_bytes: int
     """What goes in and out."""
     activation_bytes: int = 0
     """The most tensors that are computed on the way; what kernels take for themselves comes on top."""
+    mapped_bytes: int = 0
+    """On a CPU, of the weights' files: what is read from them each time that the model runs, unless the page cache has
+    it. It is no part of the memory that the stage takes for itself."""
 
     @property
     def total_bytes(self) -> int:
-        """Their sum."""
+        """What must be free: all but what is mapped."""
         return self.weight_bytes + self.data_bytes + self.activation_bytes
 
+
+@dataclass(frozen=True, slots=True)
+class Streamable:
+    """Which weights take less of the device if they come to it piece by piece.
+
+    On a CPU these are the ones that their file has in another dtype: cast as they are needed, and not all at once.
+    """
+
+    blocks: bool = True
+    """Of the transformer."""
+    text: bool = True
+    """T5's layers."""
+
+
+_ALL = Streamable()
 
 Estimate = Callable[[OffloadPlan], tuple[StageMemory, ...]]
 """What each stage needs under a plan."""
 
 
 def choose_offload(
-    memory: MemorySettings, estimate: Estimate, *, budget: int, num_blocks: int, host_weights: HostWeights
+    memory: MemorySettings,
+    estimate: Estimate,
+    *,
+    budget: int,
+    num_blocks: int,
+    host_weights: HostWeights,
+    streamable: Streamable = _ALL,
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
@@ -115,16 +140,21 @@ def choose_offload(
 
     # Where latents are only decoded, nothing is said of a transformer.
     if any(stage.name == DENOISE for stage in estimate(plan)):
-        plan = first_fitting(_denoise_plans(plan, memory, num_blocks), DENOISE)
-    plan = first_fitting((plan, replace(plan, stream_text=True)), TEXT)
+        plan = first_fitting(_denoise_plans(plan, memory, num_blocks if streamable.blocks else 0), DENOISE)
+    plan = first_fitting((plan, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan), DECODE)
 
 
-def stronger_offload(plan: OffloadPlan, stage: str, *, num_blocks: int) -> OffloadPlan | None:
+def stronger_offload(
+    plan: OffloadPlan, stage: str, *, num_blocks: int, streamable: Streamable = _ALL
+) -> OffloadPlan | None:
     """Return a plan under which `stage`, which ran out of memory under `plan`, needs much less; None: there is none."""
     match stage:
-        case "text" if not plan.stream_text:
+        case "text" if streamable.text and not plan.stream_text:
             return replace(plan, stream_text=True)
+        case "denoise" if not streamable.blocks:
+            fewer_tokens = replace(plan, chunk_tokens=_FEW_TOKENS)
+            return fewer_tokens if fewer_tokens != plan else None
         case "denoise" if num_blocks:
             fewer = max((plan.resident_blocks or num_blocks) // 2, 1)
             stronger = replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=fewer, chunk_tokens=_FEW_TOKENS)
@@ -137,9 +167,14 @@ def stronger_offload(plan: OffloadPlan, stage: str, *, num_blocks: int) -> Offlo
 
 
 def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, num_blocks: int) -> Iterator[OffloadPlan]:
+    """Yield plans, of which each takes less than those before it; 0 blocks: none of them can be offloaded."""
     choice = OffloadChoice.BLOCKS if memory.resident_blocks is not None else memory.offload
-    yield from (replace(plan, mode=mode) for mode in _WHOLE_MODELS[choice])
+    whole = _WHOLE_MODELS[choice if num_blocks or choice is not OffloadChoice.BLOCKS else OffloadChoice.AUTO]
+    yield from (replace(plan, mode=mode) for mode in whole)
     if choice not in (OffloadChoice.AUTO, OffloadChoice.BLOCKS):
+        return
+    if not num_blocks:
+        yield replace(plan, mode=whole[-1], chunk_tokens=_FEW_TOKENS)
         return
     # Asked for by name, blocks are offloaded also where all would fit.
     numbers = range(max(num_blocks - 1, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]

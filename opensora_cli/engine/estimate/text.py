@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
+from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS, TEXT, StageMemory
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import slot_bytes
@@ -28,22 +29,41 @@ def text_memory(
     *,
     streamed: bool,
     ranks: int,
+    files: Mapping[Component, FileWeights] | None = None,
 ) -> StageMemory:
     """Return what the stage needs that encodes the prompts.
 
     Weights are in bytes; lengths (in tokens) and folders are those of T5 and CLIP, None for the released ones' sizes.
     T5's layers come to the device one by one if `streamed`; otherwise `ranks` share them, if there are enough heads.
+    `files`: on a CPU, what is mapped.
     """
     t5, t5_blocks, saved, largest_share = _t5(lengths[0], folders[0], dtype, device_type, ranks)
     clip = _clip(lengths[1], folders[1], dtype, device_type)
-    weight_bytes = weights[Component.T5] + weights[Component.CLIP]
-    if streamed:
+    weight_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP], 0
+    if files is not None:
+        weight_bytes, mapped_bytes = _on_cpu(files, t5_blocks, largest_share, streamed=streamed, ranks=ranks)
+    elif streamed:
         weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
     else:  # each rank has its share of the layers
         weight_bytes -= saved - largest_share
     # One after the other; what the first gives is there while the second computes.
     activations = max(t5.activations, clip.activations + clip.data)
-    return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations)
+    return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations, mapped_bytes)
+
+
+def _on_cpu(
+    files: Mapping[Component, FileWeights], t5_blocks: Sequence[int], share: int, *, streamed: bool, ranks: int
+) -> tuple[int, int]:
+    """Return the bytes of weights that are private, and those that are mapped; `share` is a rank's of the layers."""
+    t5, clip = files[Component.T5], files[Component.CLIP].total
+    layers = t5.in_blocks
+    private, mapped = t5.outside.private + clip.private, t5.outside.mapped + clip.mapped
+    if streamed:
+        slots = streaming_bytes(t5_blocks, resident=STREAMED_LAYERS)
+        return private + layers.copied + slots, mapped + layers.mapped + layers.stored
+    if ranks > 1:
+        return private + share, mapped
+    return private + layers.private, mapped + layers.mapped
 
 
 @lru_cache(maxsize=16)

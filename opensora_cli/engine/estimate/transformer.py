@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
 from opensora_cli.engine.components.loras import LoraRanks, factor_sizes
 from opensora_cli.engine.components.parallelize import largest_share
+from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.memory.host_weights import ALIGNMENT, slot_bytes
-from opensora_cli.memory.streaming import streaming_bytes
+from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
@@ -46,6 +47,41 @@ def transformer_bytes(
     if offload.mode is not OffloadMode.BLOCKS:
         return rest + sum(slots)
     return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
+
+
+def transformer_on_cpu(
+    config: MMDiTConfig, files: FileWeights, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
+) -> tuple[int, int]:
+    """Return the bytes of the weights that a rank on a CPU has for itself, and those that it reads where they are
+    mapped, each time that the model runs.
+
+    Only blocks that are cast are streamed, but for 8 bits; what ranks share is a copy on each.
+    """
+    stacks = _stacks(config, dtype)
+    outside, factors = _factor_bytes(config, dtype, loras, tensor)
+    private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
+    shares_of_blocks: list[float] = []
+    slots: list[float] = []
+    for stack, block in stacks:
+        share = _share(stack, block, tensor)
+        shares_of_blocks += [share] * stack.count
+        slots += [_slot_bytes(block, fp8=offload.fp8_storage) * share] * stack.count
+    if offload.fp8_storage:
+        return private + round(sum(slots)), mapped
+    streams = offload.mode is OffloadMode.BLOCKS
+    kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
+    for index, (held, share) in enumerate(zip(files.blocks, shares_of_blocks, strict=True)):
+        in_file = held.mapped + (held.stored if streams else 0)
+        own = held.copied if streams else held.private
+        if tensor > 1:
+            private += round(share * (own + in_file))
+        else:
+            private += own
+            mapped += 0 if index in kept else in_file
+    if streams:
+        whole = [round(slot) + factor for slot, factor in zip(slots, factors, strict=True)]
+        private += streaming_bytes(whole, resident=offload.resident_blocks or 1)
+    return private, mapped
 
 
 @lru_cache(maxsize=16)

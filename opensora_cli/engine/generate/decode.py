@@ -86,7 +86,7 @@ def decode_and_save(
     for sample, latents in zip(files, denoised, strict=True):
         save = partial(_decode_and_save, sample=sample, denoised=latents, references=references, vae=vae, record=record)
         # With what was enough for one sample, the next ones go on.
-        video, plan = retried(save, plan, DECODE, record)
+        video, plan = retried(save, plan, DECODE, record, weights_are_there=vae.is_loaded, together=False)
         record.complete(sample.media, sample.latents)
         if video.given_frames_psnr_db is not None:
             _report_given_frames(video.given_frames_psnr_db, sample.seed, record.reporter)

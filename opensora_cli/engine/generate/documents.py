@@ -32,6 +32,9 @@ class PlannedStage(Document):
 
     name: str
     weights_gib: float
+    """On a CPU those that are not computed with where they are mapped from their file."""
+    mapped_gib: float
+    """On a CPU, of the weights' files: takes no memory but page cache."""
     data_gib: float
     """What goes in and out."""
     activations_gib: float
@@ -90,6 +93,8 @@ class PlanDocument(Document):
     """None: unknown, since no such device is here."""
     budget_gib: float | None
     """What may be used: what is free, or `memory.limit`; None: unknown."""
+    reread_gib: float
+    """What each evaluation reads of the transformer's file again, since the page cache cannot hold it."""
     mesh: MeshShape
     exchange: PlannedExchange | None
     """None: no tokens are exchanged for heads."""
@@ -131,6 +136,7 @@ class PlanDocument(Document):
                 PlannedStage(
                     name=stage.name,
                     weights_gib=stage.weight_bytes / GIB,
+                    mapped_gib=stage.mapped_bytes / GIB,
                     data_gib=stage.data_bytes / GIB,
                     activations_gib=stage.activation_bytes / GIB,
                     total_gib=stage.total_bytes / GIB,
@@ -140,6 +146,7 @@ class PlanDocument(Document):
             peak_gib=plan.peak_bytes / GIB,
             free_gib=hardware.free_bytes / GIB if hardware.memory_is_known else None,
             budget_gib=plan.budget_bytes / GIB if plan.budget_is_known else None,
+            reread_gib=plan.reread_bytes / GIB,
             mesh=plan.mesh,
             exchange=plan.planned_exchange,
             offload=plan.offload,
@@ -185,6 +192,8 @@ class PlanDocument(Document):
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
             f"{self.model_evaluations} model evaluations",
             f"memory    {memory}",
+            *([f"mapped    {mapped}: weights that are read from their files"] if (mapped := self._mapped()) else []),
+            *([f"read      {again}"] if (again := reread_line(plan)) else []),
             *([f"devices   {self.mesh.size}, each as below: {describe_mesh(self.mesh)}"] if self.mesh.size > 1 else []),
             *([f"exchange  {self.exchange.line()}"] if self.exchange is not None else []),
             *([f"attention {self.attention.line()}"] if self.attention is not None else []),
@@ -195,6 +204,10 @@ class PlanDocument(Document):
             *(f"missing   {name}" for name in self.missing_weights),
             *self._first_files(),
         ]
+
+    def _mapped(self) -> str:
+        sizes = ((stage.name, stage.mapped_bytes) for stage in self.plan.stages)
+        return ", ".join(f"{name} {gib_or_less(size)}" for name, size in sizes if size)
 
     def _first_files(self) -> Iterator[str]:
         """Yield lines for the files of the first samples, and how many more there are."""
@@ -207,6 +220,14 @@ class PlanDocument(Document):
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""
         self.plan.require_fit()
+
+
+def reread_line(plan: ExecutionPlan) -> str | None:
+    """Return for people what is read again and again; None: nothing."""
+    if not plan.reread_bytes:
+        return None
+    size = gib_or_less(plan.reread_bytes)
+    return f"{size} of the file are read again in each evaluation: the page cache has no room for them"
 
 
 class GenerateResult(Document):

@@ -5,7 +5,6 @@ Each is made without weights and filled from its mapped file, tensor by tensor.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -21,8 +20,9 @@ from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
 from opensora_cli.engine.components.loras import add_loras
-from opensora_cli.engine.components.parallelize import shard_t5, shard_transformer
+from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.file_bytes import stored_t5_dtype
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
@@ -47,18 +47,23 @@ def load_t5(plan: ExecutionPlan, *, group: dist.ProcessGroup | None = None) -> T
     Otherwise the ranks of `group` share its layers, if they have a head for each. A folder that is missing, incomplete
     or broken is a CheckpointError.
     """
-    streams = plan.offload.stream_text
+    streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype
+    folder = plan.weights.path(Component.T5)
+    on_host = streams or group is not None
+    # On a CPU, layers are cast when they are needed, or once shared. In float16 transformers keeps some in float32.
+    casts_later = on_host and device.type == "cpu" and dtype is not torch.float16
     t5 = T5Encoder.from_folder(
-        plan.weights.path(Component.T5),
+        folder,
         max_length=plan.settings.text.t5_max_length,
-        device=plan.hardware.device,
-        dtype=plan.hardware.dtype,
-        blocks_on_host=streams or group is not None,
+        device=device,
+        dtype=dtype,
+        blocks_on_host=on_host,
+        blocks_dtype=stored_t5_dtype(folder) if casts_later else None,
     )
     if group is not None and not streams:
         if dist.get_world_size(group) <= t5.model.config.num_heads:
             shard_t5(t5, group)
-        t5.blocks.to(plan.hardware.device)
+        t5.blocks.to(device=device, dtype=dtype if casts_later else None)
     return t5
 
 
@@ -103,6 +108,22 @@ def load_transformer(
     streams = offload.mode is OffloadMode.BLOCKS
     changes = offload.fp8_storage or group is not None
     stacks = repeated_blocks(transformer.config)
+    blocks = {f"{stack.module_path}.{index}": stack for stack in stacks for index in range(stack.count)}
+    patterns = [f"{stack.module_path}.*" for stack in stacks]
+    transformer.requires_grad_(False).eval()
+
+    def change(path: str) -> None:
+        block = transformer.get_submodule(path)
+        if group is not None:
+            shard_block(block, blocks[path], group)
+        if offload.fp8_storage:
+            store_in_fp8(block)
+        if not streams and plan.hardware.device.type != "cpu":
+            block.to(plan.hardware.device)
+        # Shares of heads and features differ from rank to rank.
+        elif copies is not None and group is None:
+            _hold_8_bits(block, copies)
+
     with _shared_copies(machine_group) as copies:
         load_into_module(
             transformer,
@@ -110,28 +131,25 @@ def load_transformer(
             device=plan.hardware.device,
             dtype=plan.hardware.dtype,
             convert=converter(mmdit_config(settings), interleaved=rotary is Rotary.INTERLEAVED),
-            keep_on_host=[f"{stack.module_path}.*" for stack in stacks] if streams or changes else (),
+            keep_on_host=patterns if streams or changes else (),
+            keep_dtype=patterns if _casts_later(plan) else (),
+            # One after the other: the host never holds more than one that has not been changed yet.
+            blocks=list(blocks) if changes else (),
+            finish_block=change if changes else None,
             hold=None if copies is None else copies.hold,
             advance=advance,
         )
-    transformer.requires_grad_(False).eval()
-    if group is not None:
-        shard_transformer(transformer, group)
-    if changes:
-        # Shares of heads and features differ from rank to rank.
-        with _shared_copies(machine_group if group is None else None) as copies:
-            for block in chain.from_iterable(_stacks(transformer)):
-                if offload.fp8_storage:
-                    store_in_fp8(block)
-                if not streams:
-                    block.to(plan.hardware.device)
-                elif copies is not None:
-                    _hold_8_bits(block, copies)
     add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     transformer.set_sequence_chunk(offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))
     return transformer
+
+
+def _casts_later(plan: ExecutionPlan) -> bool:
+    """Whether blocks are cast when they are needed: on a CPU, which streams nothing else."""
+    offload = plan.offload
+    return plan.hardware.device.type == "cpu" and offload.mode is OffloadMode.BLOCKS and not offload.fp8_storage
 
 
 @contextmanager
@@ -161,12 +179,17 @@ def streamed_blocks(
         device=plan.hardware.device,
         resident=plan.offload.resident_blocks or 1,
         source=(source or plan.offload.host_weights).value,
+        dtype=plan.hardware.dtype if _casts_later(plan) else None,
     )
 
 
 def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
-    return stream_blocks([t5.blocks], device=plan.hardware.device, resident=STREAMED_LAYERS, source="mapped")
+    device, dtype = plan.hardware.device, plan.hardware.dtype
+    casts = device.type == "cpu" and dtype is not torch.float16
+    return stream_blocks(
+        [t5.blocks], device=device, resident=STREAMED_LAYERS, source="mapped", dtype=dtype if casts else None
+    )
 
 
 def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
@@ -229,6 +252,11 @@ class KeptVAE:
         self._record = record
         self._vae: VideoAutoencoder | None = None
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is there, on the device or beside it."""
+        return self._vae is not None
+
     def on_device(self) -> VideoAutoencoder:
         """Return it, on the device, where it stays until it is offloaded; an OutOfMemoryError if there is no room.
 
@@ -243,7 +271,9 @@ class KeptVAE:
         return self._vae
 
     def offload(self) -> None:
-        """Move it to the host's memory, if it is on the device."""
+        """Move it to the host's memory, if it is on the device; on a CPU let go of it, which needs no other place."""
+        if self._plan.hardware.device.type == "cpu":
+            self._vae = None
         if self._vae is not None:
             self._vae.to("cpu")
             release_memory(self._plan.hardware.device)

@@ -9,25 +9,24 @@ import torch
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
-from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
-from opensora_cli.engine.components.configs import count_parameters, mmdit_config
+from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.exchanges import AttentionSizes, PlannedExchange, plan_exchange
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
 from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
-from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
-from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
+from opensora_cli.engine.estimate.generation import GenerationSizes
+from opensora_cli.engine.estimate.offload import DENOISE, OffloadPlan, StageMemory
+from opensora_cli.engine.generate.fitting import Fitting, num_blocks
 from opensora_cli.engine.generate.targets import num_samples
-from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
-from opensora_cli.settings.enums import DType, HostWeights, OffloadChoice
+from opensora_cli.settings.enums import DType, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
 
 
@@ -51,6 +50,8 @@ class ExecutionPlan:
     """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
     mesh: MeshShape = field(default_factory=MeshShape)
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
+    fitting: Fitting = field(repr=False, compare=False)
+    """From which the offload was chosen."""
     offload: OffloadPlan
     stages: tuple[StageMemory, ...]
     """With that offload, on each of the ranks; rank 0 alone encodes references."""
@@ -123,7 +124,19 @@ class ExecutionPlan:
     @property
     def budget_bytes(self) -> int:
         """The memory that may be used: what is free, or `memory.limit`."""
-        return _budget(self.settings, self.hardware)
+        return self.fitting.budget_bytes
+
+    @property
+    def reread_bytes(self) -> int:
+        """What each evaluation reads of the transformer's file again, since the page cache has no room for it.
+
+        The page cache has what this machine's ranks leave it of the free memory.
+        """
+        denoise = next((stage for stage in self.stages if stage.name == DENOISE), None)
+        if denoise is None:
+            return 0
+        room = max(0, self.hardware.free_bytes - denoise.total_bytes) * self.settings.parallel.ranks_per_node
+        return max(0, denoise.mapped_bytes - room)
 
     @property
     def budget_is_known(self) -> bool:
@@ -155,8 +168,12 @@ class ExecutionPlan:
         """
         if self.mesh.size > 1:
             return None
-        stronger = stronger_offload(self.offload, stage, num_blocks=_num_blocks(self.settings))
-        return None if stronger is None else replace(self, offload=stronger)
+        stronger = self.fitting.stronger(self.offload, stage)
+        return None if stronger is None else self.with_offload(stronger)
+
+    def with_offload(self, offload: OffloadPlan) -> "ExecutionPlan":
+        """Return a plan with another offload."""
+        return replace(self, offload=offload, stages=self.fitting.estimate(offload))
 
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""
@@ -224,9 +241,9 @@ def make_plan(
         HardwareError: there is no such device, or the attention that is asked for does not work there.
     """
     hardware = hardware or rank_hardware(settings)
-    num_blocks, resident = _num_blocks(settings), settings.memory.resident_blocks
-    if resident is not None and resident > num_blocks:
-        raise RequestError(f"memory.resident_blocks={resident} must be at most the {num_blocks} of the model")
+    blocks, resident = num_blocks(settings), settings.memory.resident_blocks
+    if resident is not None and resident > blocks:
+        raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
     weights = find_weights(settings)
     height, width = _pixel_size(settings)
     rows, columns = latent_size(
@@ -264,26 +281,8 @@ def make_plan(
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
     )
-    parameters = count_parameters(settings, weights)
-
-    def estimate(offload: OffloadPlan) -> tuple[StageMemory, ...]:
-        return estimate_generation(
-            settings,
-            sizes=sizes,
-            dtype=hardware.dtype,
-            device_type=hardware.device.type,
-            offload=offload,
-            parameters=parameters,
-            text_folders=weights.paths,
-        )
-
-    offload = choose_offload(
-        settings.memory,
-        estimate,
-        budget=_budget(settings, hardware),
-        num_blocks=num_blocks,
-        host_weights=_host_weights(hardware, parameters[Component.TRANSFORMER] * hardware.dtype.itemsize, mesh),
-    )
+    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes)
+    offload = fitting.choose(fitting.budget_bytes)
     return ExecutionPlan(
         settings=settings,
         hardware=hardware,
@@ -305,8 +304,9 @@ def make_plan(
         evaluations_per_sample=_evaluations(settings, guidance, mode),
         mesh=mesh,
         exchange=exchange,
+        fitting=fitting,
         offload=offload,
-        stages=estimate(offload),
+        stages=fitting.estimate(offload),
         loras=loras,
         attention=attention,
     )
@@ -363,25 +363,6 @@ def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: Condition
         num_inference_steps=settings.sampling.num_inference_steps,
         num_latent_frames=settings.num_latent_frames,
     )
-
-
-def _budget(settings: GenerateSettings, hardware: Hardware) -> int:
-    return min(hardware.free_bytes, settings.memory.limit or hardware.free_bytes)
-
-
-def _host_weights(hardware: Hardware, transformer_bytes: int, mesh: MeshShape) -> HostWeights:
-    """Return where offloaded blocks wait best: for a GPU in a page-locked copy, if the machine has room for it.
-
-    Several ranks would each make a copy; the mapped file they share.
-    """
-    if mesh.size > 1:
-        return HostWeights.MAPPED
-    is_cuda, free = hardware.device.type == "cuda", read_private_memory().free_bytes
-    return HostWeights.PINNED if is_cuda and 1.25 * transformer_bytes < free else HostWeights.MAPPED
-
-
-def _num_blocks(settings: GenerateSettings) -> int:
-    return sum(stack.count for stack in repeated_blocks(mmdit_config(settings.model)))
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int]:

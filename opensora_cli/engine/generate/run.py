@@ -24,10 +24,10 @@ from opensora_cli.engine.components.hardware import (
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component, choose_model, warn_of_missing
-from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
+from opensora_cli.engine.estimate.offload import ENCODE, ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
-from opensora_cli.engine.generate.documents import GenerateResult, PlanDocument
+from opensora_cli.engine.generate.documents import GenerateResult, PlanDocument, reread_line
 from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents, planned_outputs
@@ -47,7 +47,7 @@ from opensora_cli.engine.generate.references import (
     references_of,
     with_mode,
 )
-from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.stages import RunRecord, retried, with_room
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
@@ -154,6 +154,8 @@ def plan_generation(
     _note_names(plan, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
+    if plan.fitting.ignored is not None:
+        reporter.note(plan.fitting.ignored)
     return plan
 
 
@@ -277,6 +279,8 @@ def _make(
             reporter.note(f"exchange: {plan.planned_exchange.line()}")
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
+        reporter.note(f"memory: {line}")
     references = references_of(plan, reporter) if is_main else []
     saved = saved_sample(plan, ranks)
 
@@ -362,6 +366,8 @@ def _make_videos(
         else:
             group = None if ranks is None else dist.group.WORLD
             embeds, _ = retried(lambda plan: encode_text(plan, record, group=group), plan, TEXT, record)
+            if references:
+                with_room(plan, ENCODE, record)
             given = reference_latents(plan, references, vae, record)
             denoised = denoise_samples(plan, files, embeds, given, vae, record, ranks=ranks)
         videos = decode_and_save(plan, files, denoised, references, vae, record, ranks=ranks)

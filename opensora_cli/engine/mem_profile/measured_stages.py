@@ -70,7 +70,9 @@ def profile_generation(
     profiles: list[StageProfile] = []
     measured: list[Measured] = []
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
-        for stage in plan.stages:
+        for planned in plan.stages:
+            # Random weights are mapped from no file.
+            stage = replace(planned, weight_bytes=planned.weight_bytes + planned.mapped_bytes)
             reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"

@@ -69,12 +69,14 @@ class T5Encoder(_FolderEncoder):
         device: torch.device | str,
         dtype: torch.dtype,
         blocks_on_host: bool = False,
+        blocks_dtype: torch.dtype | None = None,
     ) -> Self:
         """Load a transformers folder without any request to a network.
 
         The folder has config.json, weights, and spiece.model or tokenizer.json; a full T5's decoder is skipped. Every
-        text is padded or cut to `max_length` tokens. With `blocks_on_host`, `blocks` stay on the CPU, mapped from a
-        safetensors file where that has `dtype`; the encoder cannot be used until they are brought to the device.
+        text is padded or cut to `max_length` tokens. With `blocks_on_host`, `blocks` stay on the CPU, in `blocks_dtype`
+        (None: `dtype`), mapped from a file that has them in it; the encoder cannot be used until they are brought to
+        the device and to `dtype`.
 
         Raises:
             CheckpointError: files are missing (all are named) or broken, or contradict each other.
@@ -85,12 +87,12 @@ class T5Encoder(_FolderEncoder):
         from transformers import T5EncoderModel
 
         ignored = ("decoder.", "lm_head.")
-        model = folders.load_model(T5EncoderModel, folder, dtype=dtype, ignored_prefixes=ignored)
+        model = folders.load_model(T5EncoderModel, folder, dtype=blocks_dtype or dtype, ignored_prefixes=ignored)
         fuse_t5_norms(model)
         blocks = model.encoder.block
         if blocks_on_host:
             model.encoder.block = nn.ModuleList()
-        model.to(device)
+        model.to(device=device, dtype=None if blocks_dtype is None else dtype)
         model.encoder.block = blocks
         return cls(model=model, tokenizer=tokenizer, max_length=max_length, device=device)
 

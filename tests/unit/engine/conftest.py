@@ -5,7 +5,7 @@ import torch
 from small_stages import small_stages
 from tiny_world import RecordingReporter, World, make_world
 
-from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate import fitting
 
 
 @pytest.fixture(scope="session")
@@ -31,4 +31,4 @@ def single_thread():
 @pytest.fixture
 def without_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan in milliseconds: what a stage needs is found on fake tensors, which takes longer than these generations."""
-    monkeypatch.setattr(plan, "estimate_generation", small_stages)
+    monkeypatch.setattr(fitting, "estimate_generation", small_stages)

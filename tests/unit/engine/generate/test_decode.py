@@ -128,7 +128,9 @@ def test_out_of_memory_at_the_second_piece_writes_the_whole_file_again(world, tm
     assert names(tmp_path) == ["raining-sea_seed42", "raining-sea_seed42.json"]
     assert reporter.warnings[0].startswith("out of memory in the stage decode: CUDA out of memory")
     with monkeypatch.context() as patched:
-        patched.setattr(decode, "retried", lambda save, plan, *_: (save(plan.with_stronger_offload("decode")), plan))
+        patched.setattr(
+            decode, "retried", lambda save, plan, *_, **__: (save(plan.with_stronger_offload("decode")), plan)
+        )
         again = generate(settings_of(world, tmp_path / "again", output__format="png"))
     shown, expected = (each.videos[0].path for each in (result, again))
     assert len(names(shown)) == FRAMES

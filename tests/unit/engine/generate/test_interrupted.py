@@ -17,7 +17,7 @@ from tiny_world import demo_settings, released_settings
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
-from opensora_cli.engine.generate import decode, denoise, load, outputs, plan, references, text
+from opensora_cli.engine.generate import decode, denoise, fitting, load, outputs, references, text
 from opensora_cli.engine.generate.outputs import open_latents
 from opensora_cli.engine.generate.run import generate, generate_from_request, plan_from_request, plan_generation
 from opensora_cli.settings.explain import Given
@@ -252,7 +252,7 @@ class TestFailures:
     def test_too_little_memory_is_reported_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(load, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         large = StageMemory(DENOISE, weight_bytes=2**30, data_bytes=0)
-        monkeypatch.setattr(plan, "estimate_generation", lambda settings, **sizes: (large,))
+        monkeypatch.setattr(fitting, "estimate_generation", lambda settings, **sizes: (large,))
         settings = released_settings(world, tmp_path / "out", memory__limit="10kB", memory__offload="none")
         with pytest.raises(HardwareError, match=r"memory\.limit allows 9\.77 KiB"):
             generate(settings, reporter=reporter)

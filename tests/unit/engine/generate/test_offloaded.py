@@ -1,10 +1,12 @@
 """Generating in less memory: the same videos, and a second attempt when the memory is not enough."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from closeness import assert_close
+from safetensors.torch import load_file, save_file
 from tiny_world import released_settings
 
 from opensora_cli.core.exceptions import HardwareError
@@ -15,7 +17,7 @@ from opensora_cli.engine.generate.load import KeptVAE
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
@@ -40,6 +42,15 @@ def plan(world, tmp_path_factory):
 def resident(plan):
     """Latents and frames of a run with all weights on the device."""
     return latents_and_frames(plan, SilentReporter())
+
+
+def with_t5_in(dtype, world, folder):
+    """Return a world whose T5 has its weights in another dtype."""
+    released = folder / "cast"
+    shutil.copytree(world.released, released)
+    [file] = released.glob("**/t5-v1_1-xxl/model.safetensors")
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    return replace(world, released=released)
 
 
 def with_offload(plan, **offload):
@@ -129,7 +140,6 @@ class TestSecondAttempt:
     @pytest.mark.parametrize(
         ("module", "name", "stage", "stronger"),
         [
-            (text, "encode_prompts", "text", {"stream_text": True}),
             (denoise, "sample_latents", "denoise", BLOCK_BY_BLOCK),
             (load, "load_transformer", "load", BLOCK_BY_BLOCK),
             (decode, "decode_latents", "decode", {"chunk_frames": 4, "store_on_host": True}),
@@ -153,6 +163,29 @@ class TestSecondAttempt:
         shown, again = (read_video(path).frames_THWC.int() for path in (expected, retried.path))
         # What rounding changes, compression spreads.
         assert (shown - again).abs().float().mean() < 2
+
+    def test_text_that_is_cast_is_cast_layer_by_layer(self, world, tmp_path, monkeypatch, reporter):
+        plan, record = (
+            make_plan(released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path)),
+            RunRecord(reporter),
+        )
+        expected, encode_prompts, calls = text.encode_text(plan, record), text.encode_prompts, []
+
+        def failing(*args):
+            calls.append(args)
+            if len(calls) == 1:
+                raise OUT_OF_MEMORY
+            return encode_prompts(*args)
+
+        monkeypatch.setattr(text, "encode_prompts", failing)
+        embeds, stronger = retried(lambda plan: text.encode_text(plan, record), plan, "text", record)
+        assert stronger.offload == replace(plan.offload, stream_text=True)
+        assert reporter.warnings[-1].endswith("retrying with: T5 layer by layer")
+        assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)
+        assert torch.equal(embeds.pooled_prompt_embeds_2V, expected.pooled_prompt_embeds_2V)
+
+    def test_text_that_is_mapped_has_nothing_to_give_up(self, world, tmp_path):
+        assert make_plan(released_settings(world, tmp_path)).with_stronger_offload("text") is None
 
     def test_finished_samples_are_not_denoised_again(self, world, tmp_path, monkeypatch, reporter):
         seeds, sample_latents = [], denoise.sample_latents

@@ -1,0 +1,234 @@
+"""What weights take on a CPU: of its own memory, and of their mapped files.
+
+A CPU computes with weights where they are mapped from their file, if they have the dtype there. Others are cast: when
+they are loaded, or block by block as they are needed. What is rearranged or dequantized is a copy in any case.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.weights import Component, WeightFiles
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
+from opensora_cli.settings.components import ModelSettings
+from opensora_cli.settings.generate import GenerateSettings
+
+RELEASED_DTYPE = torch.bfloat16
+"""Of the released model's files, for plans that are made before they are downloaded."""
+
+_T5_LAYER = "encoder.block."
+_T5_IGNORED = ("decoder.", "lm_head.", "encoder.embed_tokens.")
+_T5_NUMBERS_OUTSIDE = 4096 * (32_128 + 1)
+_T5_LAYERS = 24
+_CLIP_IGNORED = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
+_TEXT_FILES = tuple(
+    f"{stem}{suffix}" for stem in ("model.safetensors", "pytorch_model.bin") for suffix in ("", ".index.json")
+)
+_KEPT_IN_FP32 = ".wo.weight"
+"""Of a T5 that is loaded in float16: transformers casts these."""
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """Bytes of some weights."""
+
+    mapped: int = 0
+    """Computed with where they are mapped."""
+    stored: int = 0
+    """Mapped in another dtype, in which they can stay until they are cast."""
+    cast: int = 0
+    """The same weights, cast."""
+    copied: int = 0
+    """Copies in any case, in the dtype that is computed in."""
+
+    @property
+    def private(self) -> int:
+        """What they take of the process's own memory if all are cast."""
+        return self.cast + self.copied
+
+    def __add__(self, other: "FileBytes") -> "FileBytes":
+        return FileBytes(
+            self.mapped + other.mapped, self.stored + other.stored, self.cast + other.cast, self.copied + other.copied
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileWeights:
+    """The weights of one component."""
+
+    outside: FileBytes
+    """Of what is in no block."""
+    blocks: tuple[FileBytes, ...] = ()
+    """In the order in which they run."""
+
+    @property
+    def in_blocks(self) -> FileBytes:
+        """Of all blocks."""
+        return sum(self.blocks, FileBytes())
+
+    @property
+    def total(self) -> FileBytes:
+        """Of all of it."""
+        return self.outside + self.in_blocks
+
+
+def file_weights(
+    settings: GenerateSettings, weights: WeightFiles, parameters: Mapping[Component, int], dtype: torch.dtype
+) -> Mapping[Component, FileWeights]:
+    """Return what each component takes of a CPU that computes in `dtype`; no weight is read.
+
+    What is missing is taken for the released files; what is broken, for copies, since loading reports it. `parameters`
+    are counts (see `configs.count_parameters`).
+    """
+    found: dict[Component, FileWeights] = {}
+    for component, count in parameters.items():
+        path = weights.paths.get(component)
+        if component is Component.TRANSFORMER:
+            found[component] = _transformer(settings.model, path, _stamp(path), dtype)
+        elif component is Component.T5:
+            found[component] = _t5(path, _stamp(path), count, dtype)
+        else:
+            found[component] = _whole(path, _stamp(path), count, dtype)
+    return found
+
+
+def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool = False) -> bool:
+    """Return whether blocks have weights that need not be cast to `dtype` before the block computes.
+
+    In float16 transformers keeps some of T5's layers in float32, so that these are cast as they are loaded.
+    """
+    return bool(weights.in_blocks.stored) and not (is_text and dtype is torch.float16)
+
+
+def stored_t5_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype that most of a T5's layers have in its files; None if these cannot be read."""
+    try:
+        layers = [tensor for tensor in _text_tensors(folder, _stamp(folder)) if tensor.key.startswith(_T5_LAYER)]
+    except CheckpointError:
+        return None
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in layers:
+        sizes[tensor.dtype] += tensor.numel
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+@lru_cache(maxsize=16)
+def _transformer(model: ModelSettings, path: Path | None, stamp: Stamp, dtype: torch.dtype) -> FileWeights:
+    transformer = transformer_on_meta(model)
+    stacks = repeated_blocks(transformer.config)
+    ends = accumulate(stack.count for stack in stacks)
+    starts = {stack.module_path: end - stack.count for stack, end in zip(stacks, ends, strict=True)}
+
+    def block_of(key: str) -> int | None:
+        stack, index = (*key.split(".", 2), "", "")[:2]
+        return starts[stack] + int(index) if stack in starts and index.isdigit() else None
+
+    tensors: Iterable[PlannedTensor] = _released(transformer)
+    try:
+        if path is not None:
+            checkpoint = open_checkpoint(path)
+            rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+            convert = converter(transformer.config, interleaved=rotary is Rotary.INTERLEAVED)
+            planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=convert)}
+            tensors = [planned.get(tensor.key, tensor) for tensor in tensors]
+    except CheckpointError:
+        tensors = _released(transformer, is_mapped=False)
+    return _grouped(tensors, dtype, block_of=block_of, count=sum(stack.count for stack in stacks))
+
+
+def _released(module: nn.Module, *, is_mapped: bool = True) -> list[PlannedTensor]:
+    return [
+        PlannedTensor(key, tensor.numel(), RELEASED_DTYPE, is_mapped) for key, tensor in module.state_dict().items()
+    ]
+
+
+@lru_cache(maxsize=16)
+def _t5(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
+    def block_of(key: str) -> int | None:
+        index = key.removeprefix(_T5_LAYER).partition(".")[0]
+        return int(index) if key.startswith(_T5_LAYER) and index.isdigit() else None
+
+    if path is None:
+        layer = (count - _T5_NUMBERS_OUTSIDE) // _T5_LAYERS
+        tensors = [PlannedTensor(f"{_T5_LAYER}{index}.", layer, RELEASED_DTYPE, True) for index in range(_T5_LAYERS)]
+        tensors.append(PlannedTensor("", count - _T5_LAYERS * layer, RELEASED_DTYPE, True))
+        return _grouped(tensors, dtype, block_of=block_of, count=_T5_LAYERS)
+    try:
+        tensors = [each for each in _text_tensors(path, stamp) if not each.key.startswith(_T5_IGNORED)]
+    except CheckpointError:
+        return FileWeights(FileBytes(copied=count * dtype.itemsize))
+    stored = stored_t5_dtype(path)
+    halves = torch.float16 in (stored, dtype)
+    fp32 = [each for each in tensors if halves and each.key.endswith(_KEPT_IN_FP32) and each.dtype != torch.float32]
+    tensors = [
+        replace(each, is_mapped=each.is_mapped and each not in fp32 and each.dtype in (stored, dtype))
+        for each in tensors
+    ]
+    return _grouped(
+        tensors, dtype, block_of=block_of, count=1 + max((block_of(t.key) or 0 for t in tensors), default=0)
+    )
+
+
+@lru_cache(maxsize=16)
+def _whole(path: Path | None, stamp: Stamp, count: int, dtype: torch.dtype) -> FileWeights:
+    """Return those of a component that is loaded as a whole: CLIP or the autoencoder."""
+    if path is None:
+        tensors: Iterable[PlannedTensor] = [PlannedTensor("", count, RELEASED_DTYPE, True)]
+    else:
+        try:
+            tensors = _text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
+        except CheckpointError:
+            return FileWeights(FileBytes(copied=count * dtype.itemsize))
+    kept = (tensor for tensor in tensors if not tensor.key.startswith(_CLIP_IGNORED))
+    return _grouped(kept, dtype, block_of=lambda _: None, count=0)
+
+
+@lru_cache(maxsize=16)
+def _text_tensors(folder: Path, stamp: Stamp) -> tuple[PlannedTensor, ...]:
+    """Return what is in the files of a folder that transformers reads, in the order of its preference."""
+    files = [folder / name for name in _TEXT_FILES if (folder / name).exists()]
+    return plan_tensors(files[0] if files else folder, dtype=torch.float32)
+
+
+def _grouped(
+    tensors: Iterable[PlannedTensor], dtype: torch.dtype, *, block_of: Callable[[str], int | None], count: int
+) -> FileWeights:
+    outside, blocks = FileBytes(), [FileBytes()] * count
+    for tensor in tensors:
+        size = FileBytes(copied=tensor.numel * dtype.itemsize)
+        if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
+            held = tensor.numel * tensor.dtype.itemsize
+            size = FileBytes(mapped=held) if tensor.is_mapped else FileBytes(copied=held)
+        elif tensor.is_mapped:
+            size = FileBytes(stored=tensor.numel * tensor.dtype.itemsize, cast=tensor.numel * dtype.itemsize)
+        index = block_of(tensor.key)
+        if index is None or index >= count:
+            outside += size
+        else:
+            blocks[index] += size
+    return FileWeights(outside, tuple(blocks))
+
+
+def _stamp(path: Path | None) -> Stamp:
+    """Return what changes with the files of a component."""
+    if path is None:
+        return ()
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        stats = [(file.name, file.stat()) for file in files]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -1,0 +1,127 @@
+"""What is given up to fit a generation into the memory of its device: estimated, chosen, and chosen again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.engine.components.configs import count_parameters, mmdit_config
+from opensora_cli.engine.components.hardware import Hardware
+from opensora_cli.engine.components.weights import Component, WeightFiles
+from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later, file_weights
+from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.offload import (
+    OffloadPlan,
+    StageMemory,
+    Streamable,
+    choose_offload,
+    stronger_offload,
+)
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.enums import HostWeights, OffloadChoice
+from opensora_cli.settings.generate import GenerateSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """One generation on one device, whose offload is to be chosen."""
+
+    settings: GenerateSettings
+    hardware: Hardware
+    weights: WeightFiles
+    sizes: GenerationSizes
+    parameters: Mapping[Component, int]
+    files: Mapping[Component, FileWeights] | None
+    """On a CPU, what is computed with where it is mapped."""
+
+    @classmethod
+    def of(
+        cls, settings: GenerateSettings, *, hardware: Hardware, weights: WeightFiles, sizes: GenerationSizes
+    ) -> "Fitting":
+        """Look at the headers of the weights; a RequestError if sizes contradict each other."""
+        parameters = count_parameters(settings, weights)
+        files = None
+        if hardware.device.type == "cpu":
+            files = file_weights(settings, weights, parameters, hardware.dtype)
+        return cls(
+            settings=settings, hardware=hardware, weights=weights, sizes=sizes, parameters=parameters, files=files
+        )
+
+    @property
+    def budget_bytes(self) -> int:
+        """The memory that may be used: what is free, or `memory.limit`."""
+        return min(self.hardware.free_bytes, self.settings.memory.limit or self.hardware.free_bytes)
+
+    @property
+    def streamable(self) -> Streamable:
+        """What may be brought to the device piece by piece."""
+        if self.files is None:
+            return Streamable()
+        dtype = self.hardware.dtype
+        blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not self.settings.memory.fp8_storage
+        return Streamable(blocks=blocks, text=can_be_cast_later(self.files[Component.T5], dtype, is_text=True))
+
+    @property
+    def ignored(self) -> str | None:
+        """Which settings of offload have no effect here, and why; None: all have."""
+        memory = self.settings.memory
+        asked = {
+            "memory.offload": memory.offload if memory.offload is OffloadChoice.BLOCKS else None,
+            "memory.resident_blocks": memory.resident_blocks,
+            "memory.host_weights": memory.host_weights,
+        }
+        if self.settings.from_latents is not None or self.streamable.blocks:
+            if self.files is None or memory.host_weights is not HostWeights.PINNED:
+                return None
+            asked = {"memory.host_weights": memory.host_weights}
+        named = ", ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+        if not named:
+            return None
+        return f"{named} has no effect on a CPU, which computes with weights where they are mapped from their file"
+
+    def estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
+        """Return what each stage needs with an offload."""
+        return estimate_generation(
+            self.settings,
+            sizes=self.sizes,
+            dtype=self.hardware.dtype,
+            device_type=self.hardware.device.type,
+            offload=offload,
+            parameters=self.parameters,
+            text_folders=self.weights.paths,
+            files=self.files,
+        )
+
+    def choose(self, budget_bytes: int) -> OffloadPlan:
+        """Return the offload that gives up least of what fits; where nothing fits, the one that needs least."""
+        memory = self.settings.memory
+        if self.files is not None:  # where a copy would gain nothing
+            memory = memory.replace({"host_weights": None})
+        return choose_offload(
+            memory,
+            self.estimate,
+            budget=budget_bytes,
+            num_blocks=num_blocks(self.settings),
+            host_weights=self._host_weights(self.sizes.mesh),
+            streamable=self.streamable,
+        )
+
+    def stronger(self, offload: OffloadPlan, stage: str) -> OffloadPlan | None:
+        """Return an offload under which `stage`, which ran out of memory, needs much less; None: there is none."""
+        return stronger_offload(offload, stage, num_blocks=num_blocks(self.settings), streamable=self.streamable)
+
+    def _host_weights(self, mesh: MeshShape) -> HostWeights:
+        """Return where offloaded blocks wait: for a GPU best in a page-locked copy, if the machine has room for it.
+
+        Several ranks would each make a copy; the mapped file they share.
+        """
+        if mesh.size > 1 or self.files is not None:
+            return HostWeights.MAPPED
+        transformer_bytes = self.parameters[Component.TRANSFORMER] * self.hardware.dtype.itemsize
+        has_room = 1.25 * transformer_bytes < read_private_memory().free_bytes
+        return HostWeights.PINNED if has_room else HostWeights.MAPPED
+
+
+def num_blocks(settings: GenerateSettings) -> int:
+    """Return how many blocks the transformer has; a RequestError if its sizes contradict each other."""
+    return sum(stack.count for stack in repeated_blocks(mmdit_config(settings.model)))

@@ -1,0 +1,234 @@
+"""Weights on a CPU: computed with where they are mapped, cast only if they must be, and looked after until the end."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from mapped_files import are_mapped, needs_maps
+from mapped_memory import NO_FILE, mapped_files
+from sparse_weights import save_sparse
+from tiny_world import released_settings
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.private_memory import PrivateMemory
+from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.loras import LoraRanks
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.file_bytes import file_weights
+from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.estimate.transformer import transformer_on_cpu
+from opensora_cli.engine.generate import load, plan, stages
+from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.run import generate
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.settings.enums import HostWeights, ModelName, OffloadMode
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+
+BF16 = {"runtime__dtype": "bfloat16"}
+LARGE = {"model__depth": "3", "model__depth_single_blocks": "40", "model__hidden_size": "64", "model__num_heads": "4"}
+PARAMETERS, IN_BLOCKS = 11_891_390_528, 11_837_283_328
+"""Of the released transformer, and of its blocks."""
+
+
+def private_bytes(tensors):
+    """Return the bytes of tensors that are in no file, and of a file's pages that were written to."""
+    tensors = list(tensors)
+    files, copied = mapped_files(tensors)
+    return copied + sum(tensor.nbytes for tensor, file in zip(tensors, files, strict=True) if file == NO_FILE)
+
+
+def stage(made, name="denoise"):
+    return next(each for each in made.stages if each.name == name)
+
+
+@pytest.fixture
+def large(world, tmp_path):
+    """Settings of a transformer of many blocks, in a sparse file in bfloat16."""
+
+    def make(**changes):
+        settings = released_settings(world, tmp_path / "out", **LARGE, **changes)
+        path = tmp_path / "large.safetensors"
+        if not path.exists():
+            save_sparse(path, transformer_on_meta(settings.model).state_dict(), dtype=torch.bfloat16)
+        return settings.replace({"files.transformer": str(path)})
+
+    return make
+
+
+@needs_maps
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of memory")
+class TestOfTheFilesDtype:
+    def test_no_weight_of_the_transformer_is_private(self, large):
+        made = make_plan(large(**BF16))
+        transformer = load.load_transformer(made)
+        weights = list(transformer.state_dict().values())
+        assert sum(float(weight.float().sum()) for weight in weights) == 0  # touches every page
+        assert are_mapped(weights, made.weights.path(Component.TRANSFORMER))
+        assert private_bytes(weights) == 0
+        assert (stage(made).weight_bytes, stage(made).mapped_bytes) == (0, sum(weight.nbytes for weight in weights))
+
+    def test_there_is_nothing_to_offload(self, large, monkeypatch, reporter):
+        small = Hardware(torch.device("cpu"), "a small machine", torch.bfloat16, 10_000, GIB)
+        monkeypatch.setattr(plan, "pick_hardware", lambda device, dtype: small)
+        made = make_plan(large(**BF16))
+        assert made.offload.mode is OffloadMode.MODEL
+        assert made.offload.resident_blocks is None
+        assert not made.offload.stream_text or made.fitting.streamable.text
+
+    @pytest.mark.parametrize("asked", [{"memory__offload": "blocks"}, {"memory__resident_blocks": "2"}], ids=str)
+    def test_asking_for_offloaded_blocks_has_no_effect(self, world, tmp_path, reporter, asked):
+        result = generate(released_settings(world, tmp_path, **BF16, **asked), reporter=reporter)
+        [(name, value)] = asked.items()
+        assert f"memory: {name.replace('__', '.')}={value} has no effect on a CPU" in "\n".join(reporter.notes)
+        assert "offload" not in result.timings_s
+
+    def test_the_result_is_that_of_copied_weights(self, world, tmp_path, monkeypatch):
+        settings = released_settings(world, tmp_path, **BF16, output__save_latents="true", output__format="png")
+        mapped = generate(settings.replace({"output.path": str(tmp_path / "mapped")}))
+        load_transformer = load.load_transformer
+
+        def copied(*args, **options):
+            transformer = load_transformer(*args, **options)
+            for weight in transformer.parameters():
+                weight.data = weight.data.clone()
+            assert private_bytes(transformer.parameters()) > 0
+            return transformer
+
+        monkeypatch.setattr(load, "load_transformer", copied)
+        other = generate(settings.replace({"output.path": str(tmp_path / "copied")}))
+        first, second = (sorted(result.videos[0].path.iterdir()) for result in (mapped, other))
+        assert len(first) == 9
+        assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+@needs_maps
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of memory")
+class TestOfAnotherDtype:
+    def test_blocks_stay_mapped_until_they_are_cast(self, large):
+        made = make_plan(large())
+        made = made.with_offload(
+            OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED)
+        )
+        transformer = load.load_transformer(made)
+        blocks = [block for stack in (transformer.double_blocks, transformer.single_blocks) for block in stack]
+        weights = [weight for block in blocks for weight in block.parameters()]
+        assert {weight.dtype for weight in weights} == {torch.bfloat16}
+        assert private_bytes(weights) == 0
+        in_blocks = sum(weight.nbytes for weight in weights)
+        with TensorBytes() as counter, load.streamed_blocks(made, transformer) as figures:
+            assert figures.host_bytes == 0
+            assert figures.device_bytes <= counter.live_bytes <= figures.device_bytes + 2 * 4096
+        outside = sum(weight.nbytes for weight in transformer.parameters()) - in_blocks
+        assert stage(made).weight_bytes == outside + figures.device_bytes
+        assert stage(made).mapped_bytes == in_blocks
+        whole = made.with_offload(OffloadPlan())
+        assert stage(whole).weight_bytes == outside + 2 * in_blocks
+        assert stage(whole).mapped_bytes == 0
+
+    def test_8_bits_are_made_block_by_block(self, large):
+        made = make_plan(large(memory__fp8_storage="true"))
+        with TensorBytes(device_type="cpu") as counter:
+            transformer = load.load_transformer(made)
+            held = counter.live_bytes
+        largest = max(sum(4 * weight.numel() for weight in block.parameters()) for block in transformer.double_blocks)
+        assert held == pytest.approx(stage(made).weight_bytes, rel=0.1)
+        assert counter.peak_bytes < held + 2 * largest
+
+
+@pytest.fixture(scope="module")
+def full_size(tmp_path_factory):
+    """The released weights' folder in full size, on no disk."""
+    folder = tmp_path_factory.mktemp("released")
+    settings = full_settings(folder)
+    save_sparse(
+        folder / "Open_Sora_v2.safetensors", transformer_on_meta(settings.model).state_dict(), dtype=torch.bfloat16
+    )
+    vae = video_autoencoder_on_meta(settings.vae)
+    save_sparse(folder / "hunyuan_vae.safetensors", vae.state_dict(), dtype=torch.bfloat16)
+    return folder
+
+
+def full_settings(folder, **changes):
+    overrides = {"prompt": "raining, sea", "runtime.weights": str(folder), "runtime.device": "cpu", **changes}
+    given = {key: Given(value, "the test") for key, value in overrides.items()}
+    return load_generate_settings(GenerateRequest(overrides=given), model=ModelName.OPEN_SORA_V2)
+
+
+class TestOfFullSize:
+    @pytest.mark.parametrize(
+        ("dtype", "offload", "private", "mapped"),
+        [
+            (torch.bfloat16, OffloadPlan(), (0, 0), 2 * PARAMETERS),
+            # 1.27 GiB a slot.
+            (torch.float32, OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=2), (2.5, 2.9), 2 * IN_BLOCKS),
+            (torch.float32, OffloadPlan(), (44.2, 44.4), 0),
+            (torch.bfloat16, OffloadPlan(fp8_storage=True), (11.0, 11.3), 2 * (PARAMETERS - IN_BLOCKS)),
+        ],
+        ids=["as in the file", "cast block by block", "cast", "in 8 bits"],
+    )
+    def test_what_is_private_and_what_is_mapped(self, full_size, dtype, offload, private, mapped):
+        made = settings_and_files(full_size, dtype)
+        own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=LoraRanks())
+        assert private[0] * GIB <= own <= private[1] * GIB
+        assert read == pytest.approx(mapped, rel=0.01)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", OffloadMode.NONE), ("float32", OffloadMode.BLOCKS)])
+    def test_on_a_cpu_of_24_gb(self, full_size, monkeypatch, dtype, mode):
+        free = PrivateMemory(free_bytes=22 * GIB, total_bytes=24 * 10**9)
+        monkeypatch.setattr("opensora_cli.engine.components.hardware.read_private_memory", lambda: free)
+        made = make_plan(full_settings(full_size, **{"runtime.dtype": dtype, "video.num_frames": "33"}))
+        assert made.fits
+        assert made.offload.mode is mode
+        assert stage(made).mapped_bytes > (2 * PARAMETERS - 1 if mode is OffloadMode.NONE else 0.5 * IN_BLOCKS)
+        assert made.offload.stream_text == (dtype == "float32")
+        room = 22 * GIB - stage(made).total_bytes
+        assert made.reread_bytes == max(0, stage(made).mapped_bytes - room) > 0
+        assert "GiB of the file are read again in each evaluation" in "\n".join(PlanDocument.of(made).lines())
+
+
+def settings_and_files(folder, dtype):
+    settings = full_settings(folder)
+    found = plan.find_weights(settings)
+    assert Component.TRANSFORMER in found.paths
+    files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype)
+    return mmdit_config(settings.model), files[Component.TRANSFORMER]
+
+
+class TestMemoryThatOthersTake:
+    def run(self, world, tmp_path, monkeypatch, reporter, *, until, left):
+        """Let the memory shrink to `left` bytes once so many looks have been taken."""
+        looks = []
+
+        def read():
+            looks.append(1)
+            return PrivateMemory(free_bytes=left if len(looks) > until else GIB, total_bytes=GIB)
+
+        monkeypatch.setattr(stages, "read_private_memory", read)
+        return generate(released_settings(world, tmp_path), reporter=reporter)
+
+    @pytest.mark.parametrize(("until", "name"), [(0, "text"), (1, "denoise"), (2, "decode")])
+    def test_the_stage_does_not_begin(self, world, tmp_path, monkeypatch, reporter, until, name):
+        message = rf"^the stage {name} needs .* of memory for itself, and by now 0\.98 KiB are free"
+        with pytest.raises(HardwareError, match=message) as caught:
+            self.run(world, tmp_path, monkeypatch, reporter, until=until, left=1000)
+        assert caught.value.exit_code == 4
+        assert name not in reporter.stages
+        kept = list(tmp_path.glob("**/*.safetensors"))
+        assert len(kept) == (name == "decode")
+        assert [line for line in reporter.warnings if "--from-latents" in line] == [
+            f"go on with: osora generate --from-latents {path}" for path in kept
+        ]
+
+    def test_what_still_fits_goes_on_with_less(self, world, tmp_path, monkeypatch, reporter):
+        made = make_plan(released_settings(world, tmp_path))
+        smaller = made.with_offload(replace(made.offload, chunk_frames=1, store_on_host=True))
+        left = (stage(made, "decode").total_bytes + stage(smaller, "decode").total_bytes) // 2
+        assert self.run(world, tmp_path, monkeypatch, reporter, until=2, left=left).videos
+        [warning] = [line for line in reporter.warnings if "the stage decode needs" in line]
+        assert "decoded frames at a time" in warning
