@@ -51,10 +51,13 @@ class ClipCache:
         self._clips: dict[str, dict[str, Path]] = {}
         self._files: dict[str, FileState] = {}
         for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.stat().st_mtime_ns):
-            for key, about in _metadata(path, _CLIPS).items():
-                # Caches of earlier versions have the names alone.
-                names, file = (about, None) if isinstance(about, list) else (about["names"], about["file"])
-                self._add(key, dict.fromkeys(names, path), None if file is None else tuple(file))
+            try:
+                for key, about in _metadata(path, _CLIPS).items():
+                    # Caches of earlier versions have the names alone.
+                    names, file = (about, None) if isinstance(about, list) else (about["names"], about["file"])
+                    self._add(key, dict.fromkeys(names, path), None if file is None else tuple(file))
+            except (TypeError, LookupError) as error:
+                raise _broken(path, f"its {_CLIPS} are no list of clips") from error
         self._open: dict[Path, Any] = {}
 
     def __len__(self) -> int:
@@ -203,9 +206,11 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 def _metadata(path: Path, key: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((_opened(path).metadata() or {})[key])
-    except (KeyError, ValueError) as error:
+        found: object = json.loads((_opened(path).metadata() or {})[key])
+    except (KeyError, ValueError, RecursionError) as error:
         raise _broken(path, f"it has no {key}") from error
+    if not isinstance(found, dict):
+        raise _broken(path, f"its {key} are no object")
     return found
 
 

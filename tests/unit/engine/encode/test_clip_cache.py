@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile_files import NO_OBJECTS
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.stream import HeldEntry
@@ -292,3 +293,23 @@ def test_killed_while_it_is_filled_it_has_whole_clips_and_goes_on(tmp_path):
 @pytest.mark.slow
 def test_killed_at_every_step(tmp_path):
     assert found_after_kills(tmp_path, 1) == {-1, 0, 2, 4}
+
+
+NO_CLIPS = [b'{"a": 3}', b'{"a": {}}', b'{"a": [[]]}', b'{"a": null}', b'{"a": {"names": 3, "file": null}}']
+
+
+@pytest.mark.parametrize("found", [*NO_OBJECTS, *NO_CLIPS])
+def test_a_list_of_clips_that_is_none_is_named_with_its_file(folder, found):
+    path = folder / "clips-0.safetensors"
+    write_safetensors(path, {"x": HeldEntry(torch.zeros(1))}, metadata={"osora.clips": found.decode()})
+    with pytest.raises(CheckpointError) as caught:
+        ClipCache(folder)
+    assert caught.value.message.startswith(f"{path} is broken: it")
+
+
+@pytest.mark.parametrize("found", NO_OBJECTS)
+def test_an_identity_that_is_none_is_named_with_its_file(folder, found):
+    path = folder / HEADER_FILE
+    write_safetensors(path, {"x": HeldEntry(torch.zeros(1))}, metadata={"osora.identity": found.decode()})
+    with pytest.raises(CheckpointError, match=r"cache\.safetensors is broken: it"):
+        is_cache_of(folder, IDENTITY)
