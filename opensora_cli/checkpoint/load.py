@@ -18,8 +18,9 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.stream import Entry, Extent
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.dtypes import ROTARY_METADATA
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.reading import is_lack_of_memory
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
@@ -339,6 +340,8 @@ def _map(path: Path) -> torch.UntypedStorage:
     try:
         storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
     except (OSError, RuntimeError) as error:
+        if is_lack_of_memory(error):
+            raise HardwareError(f"there is not enough memory to map {path}") from error
         raise CheckpointError(f"{path} cannot be mapped: {' '.join(str(error).split())}") from error
     assert isinstance(storage, torch.UntypedStorage)
     return storage

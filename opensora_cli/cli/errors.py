@@ -19,7 +19,7 @@ from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.ranks import RankContext, find_context
-from opensora_cli.core.reading import refused_by_system
+from opensora_cli.core.reading import is_lack_of_memory, refused_by_system
 from opensora_cli.core.signals import REPEAT_S, held_back, requests_as_interrupts
 
 INTERRUPTED = 130
@@ -261,8 +261,9 @@ def explain_failure(error: Exception) -> Failure | None:
             return Failure(tuple(explain(error)), RequestError.exit_code)
         case _UsageError():
             return Failure((_usage_line(error),), RequestError.exit_code, _usage_hint(error))
-        case MemoryError():
-            return Failure(("there is not enough memory",), HardwareError.exit_code)
+        case _ if is_lack_of_memory(error):
+            reason = plain(" ".join(str(error).split()))
+            return Failure((f"there is not enough memory: {reason}".removesuffix(": "),), HardwareError.exit_code)
         case OSError() if (refused := refused_by_system(error)) is not None:
             return Failure((refused.message,), refused.exit_code)
         case typer.Abort():

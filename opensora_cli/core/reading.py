@@ -26,6 +26,16 @@ _OF_SYSTEM = _OF_MACHINE | {
     if hasattr(errno, name)
 }
 
+_NO_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment", "can't start new thread")
+"""In the messages of torch, of the loader of shared libraries and of Python's threads."""
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return whether this process got no memory (as under `ulimit -v`), whatever kind of error that became."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError | ImportError) and any(each in str(error) for each in _NO_MEMORY)
+
 
 @contextmanager
 def reading(
@@ -40,7 +50,7 @@ def reading(
     """
     try:
         yield
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
         found = _explained(error, path, problem=problem, hint=hint)
         if found is None:
             raise
@@ -122,6 +132,8 @@ def _explained(
 ) -> OsoraError | None:
     """Return what an error of a `reading` block means; None where it is a bug."""
     name = shown_path(path)
+    if is_lack_of_memory(error):
+        return HardwareError(f"there is not enough memory to read {name}")
     match error:
         case OSError():
             name = _inside(error.filename, path)
@@ -138,8 +150,6 @@ def _explained(
             return problem(f"{name} does not exist: no file can have this name", hint=hint)
         case RecursionError():
             return problem(f"{name} is nested too deeply", hint=hint)
-        case MemoryError():
-            return HardwareError(f"there is not enough memory to read {name}")
         case _:
             return None
 

@@ -43,6 +43,7 @@ from opensora_cli.checkpoint.state_dicts import find_leaves, find_weights
 from opensora_cli.checkpoint.stream import MAX_DIMENSIONS, Entry, Extent, HeldEntry, StoredEntry, byte_pieces
 from opensora_cli.checkpoint.views import StridedEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.reading import is_lack_of_memory
 from opensora_cli.core.strict_json import as_unicode, parse_object, shown
 
 if TYPE_CHECKING:
@@ -211,6 +212,8 @@ def _read_records(window: "_Window", path: Path) -> tuple[tuple[zipfile.ZipInfo,
     except (CheckpointError, OSError):
         raise
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise
         # zipfile documents BadZipFile, but raises struct.error, ValueError and others as well.
         reason = shown(" ".join(str(error).split()))
         raise CheckpointError(f"{path} is truncated or no zip archive: {reason}", hint=FETCH_AGAIN) from error
@@ -261,6 +264,8 @@ def _load(file: "BinaryIO | _Window", path: Path, *, device: str | None) -> Any:
     except OSError:
         raise
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise
         raise broken_file(path, error) from error
 
 

@@ -26,8 +26,13 @@ def _system(number: int, name: str | None = None) -> OSError:
         (_system(errno.EACCES, "w.pt/model/shard"), CheckpointError, "w.pt/model/shard cannot be read: "),
         (_system(errno.EACCES, "/other"), CheckpointError, "w.pt cannot be read: Permission denied"),
         (_system(errno.EMFILE), HardwareError, "w.pt cannot be read: Too many open files"),
-        (_system(errno.ENOMEM), HardwareError, "w.pt cannot be read: Cannot allocate memory"),
+        (_system(errno.ENOMEM), HardwareError, "there is not enough memory to read w.pt"),
         (MemoryError(), HardwareError, "there is not enough memory to read w.pt"),
+        (
+            RuntimeError("mmap: Cannot allocate memory (12)"),
+            HardwareError,
+            "there is not enough memory",
+        ),
         (RecursionError("maximum recursion depth exceeded"), CheckpointError, "w.pt is nested too deeply"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), CheckpointError, "w.pt is not text in UTF-8"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), CheckpointError, "w.pt does not exist: no file can have"),
@@ -65,6 +70,22 @@ def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSEr
     assert len(failure.lines) == 1
     assert os.strerror(error.errno or 0) in failure.lines[0]
     assert error.filename is None or error.filename in failure.lines[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_a_process_that_gets_no_memory_ends_with_4(error: Exception) -> None:
+    failure = explain_failure(error)
+    assert failure is not None
+    assert (failure.exit_code, len(failure.lines)) == (4, 1)
+    assert failure.lines[0].startswith("there is not enough memory")
 
 
 @pytest.mark.parametrize(
