@@ -1,4 +1,4 @@
-"""`python -m hostile KIND NUMBER...`: repeat cases, and print all about them. Run it in `tests`."""
+"""`python -m hostile KIND NUMBER...`, in `tests`: repeat cases, and print all about them. Failures name both."""
 
 import shlex
 import sys
@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hostile.circumstances import circumstance
 from hostile.command_lines import command_line
 from hostile.damaged import damaged_file
+from hostile.hubs import hub_case
 from hostile.inputs import Inputs, make_inputs
 from hostile.sandbox import Sandbox
 from hostile.trial import Case, Trials
@@ -17,6 +19,8 @@ KINDS: Mapping[str, Callable[[int, Inputs], Case]] = {
     "command": command_line,
     "settings": yaml_text,
     "damaged": damaged_file,
+    "circumstance": circumstance,
+    "hub": hub_case,
 }
 
 

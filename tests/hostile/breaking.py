@@ -1,10 +1,18 @@
-"""What breaks in the process of a command, called before it begins: for disks that no test can fill."""
+"""What is otherwise in the process of a command, called before it begins."""
 
+import os
 import sys
 from collections.abc import Callable
 
+import pytest
+from fake_hub import FakeHub, connect
+
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.engine.ckpt import hub
 from opensora_cli.media import write
+
+HUB = "OSORA_HOSTILE_HUB"
+"""The variable with the address of the hub that `ask_hub` asks."""
 
 
 def refuse_media() -> None:
@@ -14,6 +22,14 @@ def refuse_media() -> None:
         raise OutputError("cannot write it: the disk is full")
 
     _replace_everywhere(write.write_media, refuse)
+
+
+def ask_hub() -> None:
+    """Ask another hub, without waiting before a retry."""
+    patch = pytest.MonkeyPatch()
+    connect(FakeHub(endpoint=os.environ.pop(HUB)), patch)
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    patch.setattr(hub, "RETRY_AFTER_S", 0.0)
 
 
 def _replace_everywhere(function: Callable[..., object], substitute: Callable[..., object]) -> None:

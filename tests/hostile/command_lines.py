@@ -80,7 +80,7 @@ def command_line(number: int, inputs: Inputs) -> Case:
         base = rng.choices(BASES, [1 / each.seconds for each in BASES])[0]
         argv = _changed(base.argv, rng)
     environment = {rng.choice(_VARIABLES): _clean(hostile_value(rng))} if rng.random() < 0.1 else {}
-    return _case(f"command line {number}", argv, base, inputs, environment)
+    return _case(f"command {number}", argv, base, inputs, environment)
 
 
 def _case(name: str, argv: Sequence[str], base: Base | None, inputs: Inputs, environment: dict[str, str]) -> Case:
@@ -98,6 +98,7 @@ def _case(name: str, argv: Sequence[str], base: Base | None, inputs: Inputs, env
         environment=environment,
         # What a changed line names as the place of its results is its own to replace.
         may_change=("work",) if "--overwrite" in argv else replaces,
+        may_keep=("home/",) if "--install-completion" in argv else (),
     )
 
 

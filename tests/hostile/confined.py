@@ -20,7 +20,7 @@ _SIGNALS, _SIGNALS_ABI = 2, 6
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/shm")
 
-_NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x20000, 0x1000, 0x4000, 0x40000, 2
+_REMOUNT, _NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x20, 0x20000, 0x1000, 0x4000, 0x40000, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,29 +35,44 @@ def die_with_parent() -> None:
     _libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
+def own_mounts() -> None:
+    """Let this process and its children mount what nobody else sees. Needs root; OSError if it cannot be done."""
+    _check(_libc.unshare(_NEW_MOUNTS))
+    _mount("none", "/", _RECURSIVE | _PRIVATE)
+
+
+def mount_disk(folder: str, size: int, *, again: bool) -> None:
+    """Mount an empty disk of so many bytes over a folder, or give the one that is there another size."""
+    _mount("tmpfs", folder, _REMOUNT if again else 0, kind="tmpfs", options=f"size={size},mode=755")
+
+
+def unmount(folder: str) -> None:
+    """Take a disk away, with all that is on it."""
+    _check(_libc.umount2(folder.encode(), _DETACH))
+
+
 def open_to_others(paths: Sequence[Path]) -> None:
     """Let users without rights reach `paths`, for this process and its children alone.
 
     Where a home that others may not enter holds one of them (a Python of root's own), an empty folder is mounted over
-    that home, with `paths` in it: what else is there is out of sight. Needs root. Raises OSError if it cannot be done.
+    that home, with `paths` in it: what else is there is out of sight. Needs `own_mounts`.
+    Raises OSError if it cannot be done.
     """
     closed = {path: home for path in paths if (home := _closed_above(path)) is not None}
     if not closed:
         return
-    _check(_libc.unshare(_NEW_MOUNTS))
-    _mount("none", "/", _RECURSIVE | _PRIVATE)
     kept = Path(tempfile.mkdtemp(dir="/tmp"))
     places = {path: kept / str(number) for number, path in enumerate(closed)}
-    _mount("tmpfs", str(kept), 0, kind="tmpfs")
+    _mount("tmpfs", str(kept), 0, kind="tmpfs", options="mode=755")
     for path, place in places.items():
         place.mkdir()
         _mount(str(path), str(place), _BIND | _RECURSIVE)
     for home in set(closed.values()):
-        _mount("tmpfs", str(home), 0, kind="tmpfs")
+        _mount("tmpfs", str(home), 0, kind="tmpfs", options="mode=755")
     for path, place in places.items():
         path.mkdir(parents=True)
         _mount(str(place), str(path), _BIND | _RECURSIVE)
-    _check(_libc.umount2(str(kept).encode(), _DETACH))
+    unmount(str(kept))
     kept.rmdir()
 
 
@@ -67,10 +82,9 @@ def _closed_above(path: Path) -> Path | None:
     return next((each for each in ways if not each.stat().st_mode & 0o001), None)
 
 
-def _mount(source: str, target: str, flags: int, *, kind: str = "none") -> None:
-    _check(
-        _libc.mount(source.encode(), target.encode(), kind.encode(), flags, b"mode=755" if kind == "tmpfs" else None)
-    )
+def _mount(source: str, target: str, flags: int, *, kind: str = "none", options: str = "") -> None:
+    words = (source, target, kind)
+    _check(_libc.mount(*map(os.fsencode, words), flags, options.encode() or None))
 
 
 def confine(folder: Path, *, uid: int | None, limits: Mapping[str, int]) -> None:
@@ -79,12 +93,14 @@ def confine(folder: Path, *, uid: int | None, limits: Mapping[str, int]) -> None
     Args:
         folder: with all that a command may write.
         uid: needs root.
-        limits: names such as `RLIMIT_FSIZE` to numbers.
+        limits: names such as `RLIMIT_FSIZE` to numbers; that of `RLIMIT_DATA` is beside what the process has already.
 
     Raises:
         OSError: there is a way to write elsewhere.
     """
     for name, limit in limits.items():
+        if name == "RLIMIT_DATA":
+            limit += _data_bytes()
         resource.setrlimit(getattr(resource, name), (limit, limit))
     if uid is not None:
         os.setgroups([])
@@ -95,6 +111,11 @@ def confine(folder: Path, *, uid: int | None, limits: Mapping[str, int]) -> None
     _close_other_folders(folder)
     if os.geteuid() == 0:
         raise PermissionError("the command would run as root")
+
+
+def _data_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
 
 
 def _close_other_folders(folder: Path) -> None:

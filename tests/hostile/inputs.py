@@ -177,6 +177,7 @@ def _add(
     """Run a command, and add what it makes to the inputs."""
     with sandbox.folder() as folder:
         inputs.put(Base("", argv, reads), folder)
+        sandbox.give_away(folder)
         outcome = sandbox.run(argv, folder, patch=patch, learn=True)
         assert outcome.code == code, f"osora {' '.join(argv)}: {outcome}\n{outcome.stderr}"
         for made in folder.work.iterdir():

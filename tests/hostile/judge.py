@@ -26,6 +26,7 @@ _NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored in|F
 _TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w{6,}$|^pwned$")
 _CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/")
 _LONGEST_LINE = 2000
+_SHOWN = 2000
 
 Tree = Mapping[str, str]
 """Relative paths to what is there: the hash of a file, the target of a link, or the kind of something else."""
@@ -55,13 +56,13 @@ def tree(folder: Folder) -> Tree:
 def faults_of_outcome(outcome: Outcome, *, codes: frozenset[int]) -> list[Fault]:
     """Return what is wrong with how a command ended and what it printed; `codes` are those that it may end with."""
     if outcome.hung:
-        return [Fault(HANGS, f"after {outcome.seconds:.0f} s\n{outcome.stderr[-4000:]}")]
+        return [Fault(HANGS, f"after {outcome.seconds:.0f} s\n{outcome.stderr[-2 * _SHOWN :]}")]
     found = []
     noise = _NOISE.search(outcome.stderr)
     if outcome.code is None or outcome.code not in DOCUMENTED or noise:
-        found.append(Fault(TRACEBACKS, f"{outcome}\n{outcome.stderr[-3000:]}"))
+        found.append(Fault(TRACEBACKS, f"{outcome}\n{outcome.stderr[-_SHOWN:]}"))
     elif outcome.code not in codes:
-        found.append(Fault(ALARMS, f"{outcome}\n{outcome.stderr[-2000:]}"))
+        found.append(Fault(ALARMS, f"{outcome}\n{outcome.stderr[-_SHOWN:]}"))
     elif outcome.code and (text := _unclear(outcome)):
         found.append(Fault(UNCLEAR, text))
     if outcome.left_processes:
@@ -69,7 +70,9 @@ def faults_of_outcome(outcome: Outcome, *, codes: frozenset[int]) -> list[Fault]
     return found
 
 
-def faults_of_files(before: Tree, after: Tree, root: Path, *, may_change: Sequence[str] = ()) -> list[Fault]:
+def faults_of_files(
+    before: Tree, after: Tree, root: Path, *, may_change: Sequence[str] = (), may_keep: Sequence[str] = ()
+) -> list[Fault]:
     """Return what is wrong with the files that a command leaves.
 
     Args:
@@ -77,13 +80,16 @@ def faults_of_files(before: Tree, after: Tree, root: Path, *, may_change: Sequen
         after: likewise when it had ended.
         root: of both.
         may_change: what the command was asked to replace, as paths or folders.
+        may_keep: what it keeps for the next run, as the beginning of paths.
     """
     found = []
     for path, content in before.items():
         if after.get(path) != content and not _is_in(path, may_change):
             found.append(Fault(LOST, f"{path} is {'changed' if path in after else 'gone'}"))
     for path in sorted(after.keys() - before.keys()):
-        is_elsewhere = path.startswith(("tmp/", "home/")) and not path.startswith(_CACHES)
+        if path.startswith((*_CACHES, *may_keep)):
+            continue
+        is_elsewhere = path.startswith(("tmp/", "home/"))
         if _TEMPORARY.search(Path(path).name) or is_elsewhere:
             found.append(Fault(LEFT, path))
     for path, content in after.items():
@@ -142,8 +148,7 @@ def _read_yaml(path: Path) -> None:
 
 def _read_csv(path: Path) -> None:
     with path.open(newline="") as file:
-        widths = {len(row) for row in csv.reader(file)}
-    assert len(widths) == 1, f"rows of {sorted(widths)} columns"
+        assert next(csv.reader(file)), "no columns"
 
 
 def _read_parquet(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,17 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from hostile.confined import NOBODY
 
 import opensora_cli
 
 _GIB = 2**30
+_ROOMY = 2**26
 _TESTS = Path(__file__).parent.parent
 _PACKAGE = Path(opensora_cli.__file__).parent.parent
 _KEPT = 200_000
 """Characters of what a command prints."""
+
+_SEEN_IN = re.compile(r"^/proc/\d+/root")
 
 LIMITS: Mapping[str, int] = {
     "RLIMIT_DATA": 3 * _GIB,
@@ -30,7 +34,7 @@ LIMITS: Mapping[str, int] = {
     "RLIMIT_CPU": 120,
     "RLIMIT_CORE": 0,
 }
-TIME_LIMIT_S = 90.0
+TIME_LIMIT_S = 60.0
 """After which a command counts as hung: each of them takes seconds on an idle machine."""
 
 
@@ -79,6 +83,11 @@ class Folder:
     def __post_init__(self) -> None:
         self.work, self.home, self.temporary = self.root / "work", self.root / "home", self.root / "tmp"
 
+    @property
+    def inside(self) -> "Folder":
+        """The same, under the name that it has for the command: of a disk of its own, nobody else sees that name."""
+        return Folder(Path(_SEEN_IN.sub("", str(self.root))))
+
 
 class Sandbox:
     """A warm process, and the folders of what runs in its forks. A context manager.
@@ -107,6 +116,7 @@ class Sandbox:
         )
         try:
             with self.folder() as folder:
+                self.give_away(folder)
                 first = self.run(["--version"], folder)
         except EOFError as error:
             raise NotPossibleError("the warm process ended") from error
@@ -142,16 +152,32 @@ class Sandbox:
         }
 
     @contextmanager
-    def folder(self) -> Iterator[Folder]:
-        """Make the empty folder of a case, and remove it afterwards."""
+    def folder(self, *, has_disk: bool = False) -> Iterator[Folder]:
+        """Make the empty folder of a case, and remove it afterwards; `has_disk` puts `work` on one (`resize_disk`).
+
+        Raises NotPossibleError for a disk where the tests do not run as root.
+        """
         self._number += 1
         folder = Folder(self._root / str(self._number))
         for each in (folder.root, folder.work, folder.home, folder.temporary):
             each.mkdir(mode=0o755)
         try:
-            yield folder
+            if has_disk:
+                if self.uid is None:
+                    raise NotPossibleError("root alone mounts disks")
+                self._ask({"do": "mount", "folder": str(folder.work), "bytes": _ROOMY, "again": False})
+                yield Folder(Path(f"/proc/{self._process.pid}/root{folder.root}"))
+                self._ask({"do": "unmount", "folder": str(folder.work)})
+            else:
+                yield folder
         finally:
             _remove(folder.root)
+
+    def resize_disk(self, folder: Folder, *, free: int) -> None:
+        """Leave so many bytes free on the disk of a folder."""
+        usage = shutil.disk_usage(folder.work)
+        request = {"folder": str(folder.inside.work), "bytes": usage.used + free, "again": True}
+        self._ask({"do": "mount", **request})
 
     def give_away(self, folder: Folder) -> None:
         """Let the user without rights own all that is in `folder`."""
@@ -173,6 +199,8 @@ class Sandbox:
         grace_s: float = 5.0,
         patch: str | None = None,
         learn: bool = False,
+        uid: int | None = None,
+        stdout: str = "",
     ) -> Outcome:
         """Run `osora *argv` in `folder`, and wait for its end.
 
@@ -186,22 +214,26 @@ class Sandbox:
             grace_s: in which the processes that it started are to end after it.
             patch: `module:function` to call before, in the process of the command.
             learn: have the warm process import what this command imports.
+            uid: in place of nobody's, where the tests run as root.
+            stdout: a device in place of a file, or `pipe` for one that nobody reads.
         """
-        self.give_away(folder)
         prints = {name: self._root / f"{name}.txt" for name in ("stdout", "stderr")}
+        prints["stdout"].write_text("")
         request = {
-            **{name: str(path) for name, path in prints.items()},
+            "do": "run",
+            "stdout": stdout or str(prints["stdout"]),
+            "stderr": str(prints["stderr"]),
             "argv": list(argv),
-            "folder": str(folder.root),
-            "cwd": str(folder.work),
-            "uid": self.uid,
-            "environment": {**self.environment(folder), **(environment or {})},
+            "folder": str(folder.inside.root),
+            "cwd": str(folder.inside.work),
+            "uid": self.uid if uid is None or self.uid is None else uid,
+            "environment": {**self.environment(folder.inside), **(environment or {})},
             "limits": {**LIMITS, **(limits or {})},
             "signals": [(each.at_s, each.number, each.to_all) for each in signals],
             "limit_s": limit_s,
             "grace_s": grace_s,
             "patch": patch,
-            "learn": str(folder.home / "modules.txt") if learn else None,
+            "learn": str(folder.inside.home / "modules.txt") if learn else None,
         }
         answer = self._ask(request)
         return Outcome(
@@ -209,7 +241,7 @@ class Sandbox:
             **{name: path.read_text(errors="backslashreplace")[:_KEPT] for name, path in prints.items()},
         )
 
-    def _ask(self, request: object) -> dict:
+    def _ask(self, request: object) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -31,11 +31,12 @@ def main() -> None:
     confined.adopt_orphans()
     confined.die_with_parent()
     if os.geteuid() == 0:
+        confined.own_mounts()
         confined.open_to_others([Path(each) for each in sys.argv[1:]])
     _import_everything()
     for line in sys.stdin:
         request = json.loads(line)
-        answers.write(json.dumps(_run(request)) + "\n")
+        answers.write(json.dumps(_KINDS[request["do"]](request)) + "\n")
         answers.flush()
 
 
@@ -55,6 +56,14 @@ def _import_also(names: list[str]) -> None:
                 importlib.import_module(name)
             except Exception:
                 continue
+
+
+def _mount(request: dict[str, Any]) -> None:
+    confined.mount_disk(request["folder"], request["bytes"], again=request["again"])
+
+
+def _unmount(request: dict[str, Any]) -> None:
+    confined.unmount(request["folder"])
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def _become(request: dict[str, Any]) -> None:
     try:
         os.setsid()
         for name, number in (("stdout", 1), ("stderr", 2)):
-            file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            file = _output(request[name])
             os.dup2(file, number)
             os.close(file)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -149,6 +158,15 @@ def _become(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
+def _output(path: str) -> int:
+    """Open what takes the output: a file, or with the name `pipe` a pipe that nobody reads."""
+    if path != "pipe":
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
 def _osora(argv: list[str], patch: str | None) -> int:
     import faulthandler
     import tempfile
@@ -158,6 +176,7 @@ def _osora(argv: list[str], patch: str | None) -> int:
     sys.stdin = os.fdopen(0)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="strict")
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     faulthandler.enable()
     tempfile.tempdir = None
     sys.argv = ["osora", *argv]
@@ -185,6 +204,8 @@ def _finish(code: int) -> int:
         return 1
     return code
 
+
+_KINDS = {"run": _run, "mount": _mount, "unmount": _unmount}
 
 if __name__ == "__main__":
     main()

@@ -151,10 +151,10 @@ def _spoilt(content: bytes, rng: random.Random) -> bytes:
     """Change bytes, wherever they are."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        place = rng.randrange(len(changed))
+        place = rng.randrange(len(changed) + 1)
         kind = rng.randrange(4)
         if kind == 0:
-            changed[place] = rng.randrange(256)
+            changed[place : place + 1] = bytes([rng.randrange(256)])
         elif kind == 1:
             changed[place : place + rng.randrange(1, 20)] = b""
         elif kind == 2:

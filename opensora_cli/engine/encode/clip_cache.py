@@ -22,6 +22,7 @@ from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.stream import Entry, HeldEntry
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.files import atomic_path
+from opensora_cli.core.reading import require_file
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.encoding import POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, CachedClip, EmptyPrompt
 
@@ -215,6 +216,7 @@ def _metadata(path: Path, key: str) -> dict[str, Any]:
 
 
 def _opened(path: Path) -> Any:
+    require_file(path, problem=CheckpointError)  # the library would wait for a pipe
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:

@@ -1,13 +1,14 @@
 """From what was typed to what the transformer reads: suffixes, warnings, embeddings."""
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
 
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
@@ -85,12 +86,32 @@ def warn_about_planned_prompts(plan: ExecutionPlan, reporter: Reporter) -> None:
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
-    """Return what a small model knows, kind to words, from `vocabulary.json` beside its weights; empty without one."""
+    """Return what a small model knows, kind to words, from `vocabulary.json` beside its weights; empty without one.
+
+    Raises CheckpointError if that is something else.
+    """
     path = folder / "vocabulary.json"
     if not path.is_file():
         return {}
-    vocabulary: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = read_json_object(path, problem=CheckpointError)
+    for kind, words in vocabulary.items():
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise CheckpointError(f"{path} is broken: {kind} must be a list of words")
     return vocabulary
+
+
+def _require_widths(plan: ExecutionPlan, embeds: PromptEmbeds) -> None:
+    """Raise CheckpointError if an encoder is of another width than the transformer reads."""
+    model = plan.settings.model
+    for component, key, needed, given in (
+        (Component.T5, "context_in_dim", model.context_in_dim, embeds.prompt_embeds_2LC.shape[-1]),
+        (Component.CLIP, "vec_in_dim", model.vec_in_dim, embeds.pooled_prompt_embeds_2V.shape[-1]),
+    ):
+        if needed != given:
+            folder = plan.weights.path(component)
+            raise CheckpointError(
+                f"{folder} encodes to {given} numbers, and the transformer reads model.{key}={needed}"
+            )
 
 
 def encode_text(plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGroup | None = None) -> PromptEmbeds:
@@ -110,6 +131,7 @@ def encode_text(plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGr
             vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
             warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
             embeds = encode_prompts(plan.settings, t5, clip)
+            _require_widths(plan, embeds)
     del t5, clip
     release_memory(plan.hardware.device)
     return embeds
