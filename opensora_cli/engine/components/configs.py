@@ -10,6 +10,7 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
+from opensora_cli.models.text.folder import BROKEN
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -82,6 +83,6 @@ def _count_text(component: Component, folder: Path | None) -> int:
             if component is Component.T5:
                 return _count(T5EncoderModel(T5Config.from_pretrained(str(folder), local_files_only=True)))
             return _count(CLIPTextModel(CLIPTextConfig.from_pretrained(str(folder), local_files_only=True)))
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except BROKEN as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder / 'config.json'} does not describe a text encoder: {reason}") from error

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 
 # What transformers raises for a broken file, depending on its format and on where it is broken.
-_BROKEN = (OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
+BROKEN = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, EOFError),
+    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+)
+"""What transformers raises where a configuration, a vocabulary or weights are broken."""
 
 
 @contextmanager
@@ -46,7 +51,7 @@ def load_config(config_class: Any, folder: Path) -> Any:
     with quiet():
         try:
             return config_class.from_pretrained(str(folder), local_files_only=True)
-        except _BROKEN as error:
+        except BROKEN as error:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: {_one_line(error)}") from error
 
 
@@ -61,7 +66,7 @@ def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_pr
             model, info = model_class.from_pretrained(
                 str(folder), local_files_only=True, output_loading_info=True, dtype=dtype
             )
-        except _BROKEN as error:
+        except BROKEN as error:
             raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(ignored_prefixes))

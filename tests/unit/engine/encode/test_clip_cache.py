@@ -290,7 +290,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(folder):
     (folder / HEADER_FILE).unlink()
     os.mkfifo(folder / HEADER_FILE)
     with pytest.raises(CheckpointError, match="is not a file: it is a pipe"):
-        ClipCache(folder)
+        is_cache_of(folder, IDENTITY)
 
 
 def test_killed_while_it_is_filled_it_has_whole_clips_and_goes_on(tmp_path):

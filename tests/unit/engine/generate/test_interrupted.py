@@ -428,7 +428,8 @@ class TestBrokenWeights:
         with pytest.raises(CheckpointError, match="missing"):
             generate(released_settings(world, tmp_path, model__depth="2"))
 
-    def test_broken_text_encoder(self, world, tmp_path, weights):
-        (weights / "google/t5-v1_1-xxl/config.json").write_text("{")
+    @pytest.mark.parametrize("content", ["{", '{"d_model": "wide"}', '{"d_model": -1}'])
+    def test_broken_text_encoder(self, world, tmp_path, weights, content):
+        (weights / "google/t5-v1_1-xxl/config.json").write_text(content)
         with pytest.raises(CheckpointError, match="does not describe a text encoder"):
             generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
