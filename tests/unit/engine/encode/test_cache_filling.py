@@ -11,8 +11,11 @@ import tiny_frozen
 import tiny_training
 import tiny_world
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from opensora_cli.checkpoint import stream
+from opensora_cli.core import files as core_files
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, RequestError
 from opensora_cli.engine.components.configs import mmdit_config
@@ -349,3 +352,61 @@ def test_a_text_encoder_of_another_width_is_refused(weights):
     settings = settings_of(weights, None, **{"model.context_in_dim": 24})
     with pytest.raises(RequestError, match=r"model\.context_in_dim=24 must be the width of T5: use 16"):
         build_mmdit_task(settings, MMDiT(mmdit_config(settings.model)), device=CPU)
+
+
+class Ended(BaseException):
+    """As a kill, it is caught by nobody."""
+
+
+def end_at(step, monkeypatch):
+    """Let the process end at so many steps from now: clips read, pieces and whole files written and renamed."""
+    left = [step]
+
+    def watched(function):
+        def stepping(*args, **options):
+            left[0] -= 1
+            if not left[0]:
+                raise Ended
+            return function(*args, **options)
+
+        return stepping
+
+    monkeypatch.setattr(cache_filling, "read_clip", watched(cache_filling.read_clip))
+    monkeypatch.setattr(stream, "write_all", watched(stream.write_all))
+    monkeypatch.setattr(core_files, "_flush_to_disk", watched(core_files._flush_to_disk))
+    monkeypatch.setattr(Path, "replace", watched(Path.replace))
+    # Nothing more is written by a process that was killed.
+    monkeypatch.setattr(core_files, "_remove", watched(core_files._remove))
+
+
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_ended_at_any_step_it_goes_on_to_the_same_bytes(weights, tmp_path, monkeypatch, stride):
+    """Of every clip and of the empty prompt; how clips are spread over files depends on where it ended."""
+    settings = settings_of(weights, tmp_path / "whole", **{"data.scenes.count": 3, "threads": 1})
+    cache_clips(settings)
+    whole = tensors_of(tmp_path / "whole")
+    ended, step = 0, 1
+    while True:
+        cache = tmp_path / f"ended{step}"
+        settings = settings_of(weights, cache, **{"data.scenes.count": 3, "threads": 1})
+        with monkeypatch.context() as patched:
+            end_at(step, patched)
+            try:
+                cache_clips(settings)
+            except Ended:
+                ended, step = ended + 1, step + stride
+            else:
+                break
+        cache_clips(settings)
+        assert tensors_of(cache) == whole
+    assert ended * stride >= 10
+
+
+def tensors_of(cache):
+    """Return the bytes of every tensor, by its name."""
+    found = {}
+    for path in cache.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            content = tensor.numpy().tobytes()
+            assert found.setdefault(name, content) == content
+    return found
