@@ -23,7 +23,11 @@ def main() -> int:
     try:
         if callable(before):
             signal.signal(signal.SIGINT, before)
-        return run()
+        code = run()
+        if callable(before):
+            # What Python does at its end would print tracebacks.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return code
     except KeyboardInterrupt:  # before a command has begun, or after it has ended
         return _leave()
 

@@ -218,7 +218,8 @@ class Sandbox:
             stdout: a device in place of a file, or `pipe` for one that nobody reads.
         """
         prints = {name: self._root / f"{name}.txt" for name in ("stdout", "stderr")}
-        prints["stdout"].write_text("")
+        for path in prints.values():  # a command may be killed before it begins
+            path.write_bytes(b"")
         request = {
             "do": "run",
             "stdout": stdout or str(prints["stdout"]),

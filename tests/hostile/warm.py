@@ -171,7 +171,7 @@ def _osora(argv: list[str], patch: str | None) -> int:
     import faulthandler
     import tempfile
 
-    from opensora_cli.cli.app import main as osora
+    from opensora_cli.__main__ import main as osora
 
     sys.stdin = os.fdopen(0)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="strict")
@@ -184,7 +184,7 @@ def _osora(argv: list[str], patch: str | None) -> int:
         module, _, function = patch.partition(":")
         getattr(importlib.import_module(module), function)()
     try:
-        return osora(argv)
+        return osora()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
 

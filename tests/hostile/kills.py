@@ -1,0 +1,226 @@
+"""Commands that are ended at some instant, and what the next run makes of it: the same as without."""
+
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hostile import judge
+from hostile.inputs import BASES, Base, Inputs
+from hostile.judge import Fault
+from hostile.sandbox import Folder, Outcome, Sandbox, Signal
+from safetensors.torch import load_file
+
+Commands = Sequence[tuple[str, ...]]
+
+OTHER_BYTES = judge.LOST
+_INTERRUPTED = 130
+_UNFINISHED = re.compile(r"\.osora-|\.saving-|\.part$|\.lock$")
+_GRACE_S = 60.0
+_AGE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that can be ended: what goes on after it, and which of its results are always the same bytes."""
+
+    base: Base
+    go_on: Callable[[Folder, Base], Commands]
+    results: Callable[[Path], Mapping[str, bytes]]
+    weight: float = 1.0
+
+
+def _again(folder: Folder, base: Base) -> Commands:
+    return [base.argv]
+
+
+def _overwrite(folder: Folder, base: Base) -> Commands:
+    return [(*base.argv, "--overwrite")]
+
+
+def _generate(folder: Folder, base: Base) -> Commands:
+    kept = sorted(folder.work.glob("*.latents.safetensors"))
+    return [*(("generate", "--from-latents", each.name) for each in kept), base.argv]
+
+
+def _generate_and_replace(folder: Folder, base: Base) -> Commands:
+    """Go on, and then start ranks in any case: these remove the logs of those that were killed."""
+    return [*_generate(folder, base), (*base.argv, "--overwrite")]
+
+
+def _one_collective(folder: Folder, base: Base) -> Commands:
+    return [(*base.argv, "--collective", "all_reduce")]
+
+
+def _train(folder: Folder, base: Base) -> Commands:
+    run = folder.work / "run"
+    if any(run.glob("*/running_states.json")):
+        return [(*base.argv, "--resume")]
+    return [(*base.argv, "--overwrite")] if run.exists() else [base.argv]
+
+
+def _files(pattern: str) -> Callable[[Path], Mapping[str, bytes]]:
+    """Return what reads all files of a pattern, in which the folder has no name."""
+    return lambda work: {
+        str(path.relative_to(work)): path.read_bytes().replace(os.fsencode(work), b"")
+        for path in sorted(work.glob(pattern))
+        if path.is_file()
+    }
+
+
+def _tensors(pattern: str) -> Callable[[Path], Mapping[str, bytes]]:
+    """Return what reads all tensors in files of a pattern, in an order of their own.
+
+    How they are spread over files may differ, and their names have digests of paths.
+    """
+    return lambda work: {
+        str(number): content
+        for number, content in enumerate(
+            sorted(
+                name.rpartition(".")[2].encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                for path in work.glob(pattern)
+                for name, tensor in load_file(path).items()
+            )
+        )
+    }
+
+
+def _named(name: str, *more: str) -> Base:
+    base = next(each for each in BASES if each.name == name)
+    return Base(base.name, (*base.argv, *more), base.reads, base.replaces, seconds=base.seconds)
+
+
+def _ranks(base: Base, *more: str) -> Base:
+    argv = (*base.argv, "--device", "cpu", "--gpus", "2", *more)
+    return Base(f"{base.name} on 2 ranks", argv, base.reads, base.replaces, seconds=20.0)
+
+
+_EVERY_STEP = ("--set", "checkpoints.every=1")
+_WEIGHTS = "run/**/*.safetensors"
+
+ENDED: tuple[Ended, ...] = (
+    Ended(_named("generate"), _generate, _files("out.mp4"), 2.0),
+    Ended(_named("generate gif"), _generate, _files("*.gif"), 2.0),
+    Ended(_named("generate picture"), _generate, _files("*.png")),
+    Ended(_named("train vae", *_EVERY_STEP), _train, _files(_WEIGHTS), 2.0),
+    Ended(_named("train mmdit", *_EVERY_STEP), _train, _files(_WEIGHTS), 2.0),
+    Ended(_named("train text", *_EVERY_STEP), _train, _files(_WEIGHTS)),
+    Ended(_named("cache"), _again, _tensors("cache/*.safetensors"), 3.0),
+    Ended(
+        Base("scan deep", ("data", "scan", "clips", "--out", "table.csv", "--deep"), ("clips",)),
+        _again,
+        _files("table.csv"),
+    ),
+    Ended(_named("scan again"), _again, _files("clips.csv"), 2.0),
+    Ended(_named("shard"), _overwrite, _files("clips*.csv")),
+    Ended(_named("preview"), _overwrite, _files("*.png")),
+    *(
+        Ended(_named(name), _overwrite, _files("out*/**/*") if " to " in name else _files("out.*"))
+        for name in (
+            "convert torch-shards",
+            "convert dcp",
+            "convert to safetensors-shards",
+            "convert to dcp",
+            "convert to colossalai",
+            "merge",
+        )
+    ),
+    Ended(_named("reconstruct"), _overwrite, _files("**/*_reconstructed.*[4g]"), 2.0),
+)
+"""Commands in one process."""
+
+ENDED_QUICKLY = tuple(
+    each for each in ENDED if each.base.name in ("train text", "cache", "scan again", "convert to dcp", "merge")
+)
+
+ENDED_RANKS: tuple[Ended, ...] = (
+    Ended(_ranks(_named("generate")), _generate_and_replace, _files("out.mp4")),
+    Ended(_ranks(_named("train vae"), *_EVERY_STEP), _train, _files(_WEIGHTS)),
+    Ended(
+        Base("bench-comm", ("bench-comm", "--device", "cpu", "--gpus", "2", "--max-bytes", "1KiB", "--iters", "2")),
+        _one_collective,
+        _files("*"),
+    ),
+)
+"""Commands in several."""
+
+
+@dataclass
+class Kills:
+    """Ends commands, at instants and by signals that a number chooses."""
+
+    sandbox: Sandbox
+    inputs: Inputs
+    _whole: dict[str, tuple[float, Mapping[str, bytes]]] = field(default_factory=dict)
+
+    def faults(self, number: int, choices: Sequence[Ended] = ENDED) -> tuple[str, list[Fault]]:
+        """Return what was ended how, and what is wrong with what it left, or with what the next run made of that."""
+        rng = random.Random(number)
+        ended = rng.choices(choices, [each.weight for each in choices])[0]
+        seconds, whole = self._uninterrupted(ended)
+        sent = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+        at_s = seconds * rng.random()
+        title = f"kill {number} ({ended.base.name}, {sent.name} after {at_s:.3f} of {seconds:.3f} s)"
+        with self.sandbox.folder() as folder:
+            self.inputs.put(ended.base, folder)
+            before = judge.tree(folder)
+            outcome = self._run(ended.base.argv, folder, Signal(at_s, sent))
+            is_done = ended.results(folder.work) == whole
+            found = _faults_of_end(outcome, sent, is_done=is_done)
+            after = judge.tree(folder)
+            kept = {path: content for path, content in after.items() if not _UNFINISHED.search(path)}
+            found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
+            found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/osora-"))]
+            _age(folder)
+            for argv in ended.go_on(folder, ended.base) if outcome.code != 0 else ():
+                resumed = self._run(argv, folder)
+                if resumed.code != 0:
+                    found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
+            found += _faults_of_next(judge.tree(folder), ended.results(folder.work), whole)
+        return title, found
+
+    def _uninterrupted(self, ended: Ended) -> tuple[float, Mapping[str, bytes]]:
+        """Return how long a command takes that nothing ends, and its results."""
+        if ended.base.name not in self._whole:
+            with self.sandbox.folder() as folder:
+                self.inputs.put(ended.base, folder)
+                outcome = self._run(ended.base.argv, folder)
+                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
+                self._whole[ended.base.name] = outcome.seconds, dict(ended.results(folder.work))
+        return self._whole[ended.base.name]
+
+    def _run(self, argv: Sequence[str], folder: Folder, *signals: Signal) -> Outcome:
+        self.sandbox.give_away(folder)
+        return self.sandbox.run(argv, folder, signals=signals, grace_s=_GRACE_S, limit_s=300.0)
+
+
+def _faults_of_end(outcome: Outcome, sent: signal.Signals, *, is_done: bool) -> list[Fault]:
+    """A killed process can say nothing; one that is asked to end says it once."""
+    if outcome.signal == sent and (sent == signal.SIGKILL or is_done or not outcome.stderr):
+        # Before osora has begun, and when it is done, a signal ends Python as usual.
+        return [Fault(judge.PROCESSES, "\n".join(outcome.left_processes))] if outcome.left_processes else []
+    return judge.faults_of_outcome(outcome, codes=frozenset({0, _INTERRUPTED}))
+
+
+def _age(folder: Folder) -> None:
+    """Let time pass for what is left under temporary names."""
+    for path in folder.root.rglob("*"):
+        if re.search(r"\.osora-.*\.tmp", str(path)):
+            status = path.lstat()
+            os.utime(path, (status.st_atime - _AGE_S, status.st_mtime - _AGE_S), follow_symlinks=False)
+
+
+def _faults_of_next(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
+    found = [Fault(judge.LEFT, path) for path in after if _UNFINISHED.search(path) or path.startswith("tmp/")]
+    for name in sorted(results.keys() | whole.keys()):
+        if name not in results:
+            found.append(Fault(judge.LOST, f"{name} is not there"))
+        elif name not in whole:
+            found.append(Fault(judge.LEFT, f"{name}, which an uninterrupted run does not make"))
+        elif results[name] != whole[name]:
+            found.append(Fault(OTHER_BYTES, f"{name} has other bytes than of an uninterrupted run"))
+    return found
