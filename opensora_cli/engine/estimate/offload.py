@@ -16,6 +16,9 @@ _FEW_TOKENS = 2048
 
 _CHUNK_FRAMES = 4
 
+_CAST_BLOCKS = 2
+"""One computes while the next is cast."""
+
 STREAMED_LAYERS = 2
 """Of T5, on the device at a time: one computes while the next one comes."""
 
@@ -108,6 +111,9 @@ class Streamable:
     """Of the transformer."""
     text: bool = True
     """T5's layers."""
+    from_page_cache: bool = False
+    """They come from a file that the page cache holds, in as much memory as resident blocks leave it: then only those
+    are resident that are needed for casting one while another computes."""
 
 
 _ALL = Streamable()
@@ -140,7 +146,7 @@ def choose_offload(
 
     # Where latents are only decoded, nothing is said of a transformer.
     if any(stage.name == DENOISE for stage in estimate(plan)):
-        plan = first_fitting(_denoise_plans(plan, memory, num_blocks if streamable.blocks else 0), DENOISE)
+        plan = first_fitting(_denoise_plans(plan, memory, num_blocks, streamable), DENOISE)
     plan = first_fitting((plan, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan), DECODE)
 
@@ -166,8 +172,11 @@ def stronger_offload(
             return None
 
 
-def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, num_blocks: int) -> Iterator[OffloadPlan]:
-    """Yield plans, of which each takes less than those before it; 0 blocks: none of them can be offloaded."""
+def _denoise_plans(
+    plan: OffloadPlan, memory: MemorySettings, num_blocks: int, streamable: Streamable
+) -> Iterator[OffloadPlan]:
+    """Yield plans, of which each takes less than those before it."""
+    num_blocks = num_blocks if streamable.blocks else 0
     choice = OffloadChoice.BLOCKS if memory.resident_blocks is not None else memory.offload
     whole = _WHOLE_MODELS[choice if num_blocks or choice is not OffloadChoice.BLOCKS else OffloadChoice.AUTO]
     yield from (replace(plan, mode=mode) for mode in whole)
@@ -177,7 +186,8 @@ def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, num_blocks: int) -
         yield replace(plan, mode=whole[-1], chunk_tokens=_FEW_TOKENS)
         return
     # Asked for by name, blocks are offloaded also where all would fit.
-    numbers = range(max(num_blocks - 1, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]
+    most = min(num_blocks - 1, _CAST_BLOCKS) if streamable.from_page_cache else num_blocks - 1
+    numbers = range(max(most, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]
     for resident in numbers:
         yield (last := replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident))
     yield replace(last, chunk_tokens=_FEW_TOKENS)

@@ -59,7 +59,8 @@ class Fitting:
             return Streamable()
         dtype = self.hardware.dtype
         blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not self.settings.memory.fp8_storage
-        return Streamable(blocks=blocks, text=can_be_cast_later(self.files[Component.T5], dtype, is_text=True))
+        text = can_be_cast_later(self.files[Component.T5], dtype, is_text=True)
+        return Streamable(blocks=blocks, text=text, from_page_cache=True)
 
     @property
     def ignored(self) -> str | None:

@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory, choose_offload, stronger_offload
+from opensora_cli.engine.estimate.offload import (
+    OffloadPlan,
+    StageMemory,
+    Streamable,
+    choose_offload,
+    stronger_offload,
+)
 from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -97,6 +103,26 @@ def test_numbers_by_name():
     assert plan == OffloadPlan(
         mode=OffloadMode.BLOCKS, resident_blocks=3, host_weights=HostWeights.MAPPED, fp8_storage=True
     )
+
+
+@pytest.mark.parametrize(("budget", "resident"), [(140, None), (120, 2), (40, 1)])
+def test_blocks_that_are_cast_leave_the_memory_to_the_page_cache(budget, resident):
+    cast = Streamable(from_page_cache=True)
+    plan = choose_offload(
+        MemorySettings(), estimate, budget=budget, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED, streamable=cast
+    )
+    assert plan.resident_blocks == resident
+
+
+def test_what_is_computed_with_where_it_is_mapped_is_not_offloaded():
+    mapped = Streamable(blocks=False, text=False)
+    plan = choose_offload(
+        MemorySettings(offload="blocks"), estimate, budget=25, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED,
+        streamable=mapped,
+    )  # fmt: skip
+    assert (plan.mode, plan.resident_blocks, plan.stream_text) == (OffloadMode.MODEL, None, False)
+    assert stronger_offload(plan, "text", num_blocks=BLOCKS, streamable=mapped) is None
+    assert stronger_offload(plan, "denoise", num_blocks=BLOCKS, streamable=mapped) is None
 
 
 def test_stronger_is_less_until_there_is_nothing_left():

@@ -179,15 +179,17 @@ class TestOfFullSize:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", OffloadMode.NONE), ("float32", OffloadMode.BLOCKS)])
-    def test_on_a_cpu_of_24_gb(self, full_size, monkeypatch, dtype, mode):
-        free = PrivateMemory(free_bytes=22 * GIB, total_bytes=24 * 10**9)
+    def test_on_a_cpu_with_16_gib_free(self, full_size, monkeypatch, dtype, mode):
+        free = PrivateMemory(free_bytes=16 * GIB, total_bytes=24 * 10**9)
         monkeypatch.setattr("opensora_cli.engine.components.hardware.read_private_memory", lambda: free)
         made = make_plan(full_settings(full_size, **{"runtime.dtype": dtype, "video.num_frames": "33"}))
         assert made.fits
         assert made.offload.mode is mode
+        # What more blocks would take is worth more as page cache.
+        assert made.offload.resident_blocks == (2 if mode is OffloadMode.BLOCKS else None)
         assert stage(made).mapped_bytes > (2 * PARAMETERS - 1 if mode is OffloadMode.NONE else 0.5 * IN_BLOCKS)
         assert made.offload.stream_text == (dtype == "float32")
-        room = 22 * GIB - stage(made).total_bytes
+        room = 16 * GIB - stage(made).total_bytes
         assert made.reread_bytes == max(0, stage(made).mapped_bytes - room) > 0
         assert "GiB of the file are read again in each evaluation" in "\n".join(PlanDocument.of(made).lines())
 
