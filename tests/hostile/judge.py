@@ -25,7 +25,8 @@ DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
 _NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored in|Fatal Python error|\.py:\d+: \w*Warning")
 _TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w{6,}$|^pwned$")
 _CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/")
-_LONGEST_LINE = 2000
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_LONGEST_LINE = 2100
 _SHOWN = 2000
 
 Tree = Mapping[str, str]
@@ -129,7 +130,7 @@ def _unclear(outcome: Outcome) -> str | None:
     if not lines:
         # Reports of what was checked are results, and on stdout.
         return None if outcome.stdout.strip() else f"{outcome} without an error: {outcome.stderr[-500:]!r}"
-    wrong = [line for line in lines if not line.strip() or len(line) > _LONGEST_LINE or not line.isprintable()]
+    wrong = [line for line in lines if not line.strip() or len(line) > _LONGEST_LINE or _CONTROLS.search(line)]
     return f"{len(wrong[0])} characters: {wrong[0][:500]!r}" if wrong else None
 
 

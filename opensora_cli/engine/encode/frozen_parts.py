@@ -7,7 +7,9 @@ import torch
 
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import BYTES, Reporter
+from opensora_cli.core.reading import require_file
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.encode.encoding import Encoders
 from opensora_cli.engine.encode.inputs import require_frozen_parts
@@ -77,6 +79,7 @@ def frozen_dtype(settings: MMDiTTrainSettings, device: torch.device) -> torch.dt
 
 
 def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
+    if not path.is_dir():
+        require_file(path, problem=CheckpointError)
         return [path]
     return sorted(file for file in path.iterdir() if file.is_file() and file.suffix in _FILES_OF_ENCODERS)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
 
-from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.encode.datasets import all_requests
+from opensora_cli.engine.encode.frozen_parts import _files_of
 from opensora_cli.engine.encode.loading import ReplacementWarnings, open_clips, read_clip
 from opensora_cli.settings.data import DataSettings
 
@@ -285,3 +286,10 @@ def test_parquet_without_pyarrow_names_what_to_install(tmp_path: Path, monkeypat
     with pytest.raises(HardwareError) as caught:
         take(settings(tmp_path / "table.parquet"), 1)
     assert caught.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"
+
+
+def test_a_pipe_in_place_of_an_autoencoder_is_refused(tmp_path):
+
+    os.mkfifo(tmp_path / "vae.safetensors")
+    with pytest.raises(CheckpointError, match="is not a file: it is a pipe"):
+        _files_of(tmp_path / "vae.safetensors")
