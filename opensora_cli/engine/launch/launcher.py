@@ -46,6 +46,8 @@ COMMAND = (sys.executable, "-m", "opensora_cli")
 _STORE_S = 300.0
 _LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
+_OF_LAUNCHER = ".launcher"
+"""In a folder of log files, what says whose it is: users' folders may have temporary files of their own in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +191,14 @@ def log_folder(name: str) -> Iterator[Path]:
     Those of launchers that were killed are removed. Raises OutputError if it cannot be made.
     """
     parent = Path(tempfile.gettempdir())
-    for killed in parent.glob("osora-*/.osora-*.tmp"):
+    for killed in parent.glob(f"osora-*/{_OF_LAUNCHER}/.osora-*.tmp"):
         if is_abandoned(killed):
-            shutil.rmtree(killed.parent, ignore_errors=True)
+            shutil.rmtree(killed.parent.parent, ignore_errors=True)
     folder = parent / f"osora-{name}-{secrets.token_hex(4)}"
-    running = folder / temporary_name()
+    running = folder / _OF_LAUNCHER
     try:
-        folder.mkdir()
-        running.touch()
+        running.mkdir(parents=True)
+        (running / temporary_name()).touch()
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {folder}: {error.strerror}") from error
     is_named = False
@@ -206,10 +208,7 @@ def log_folder(name: str) -> Iterator[Path]:
         is_named = str(folder) in f"{failure.message}{failure.hint}"
         raise
     finally:
-        if is_named:
-            running.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(running if is_named else folder, ignore_errors=True)
 
 
 class _Run:

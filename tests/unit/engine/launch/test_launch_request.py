@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.files import atomic_path
+from opensora_cli.core.left_overs import is_abandoned
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder
 from opensora_cli.settings.devices import ParallelSettings
@@ -81,11 +83,27 @@ class TestLogFolder:
         [killed] = tmp_path.iterdir()
         with log_folder("train"):
             assert killed.exists()  # it is young
-        for each in killed.iterdir():
+        for each in killed.rglob("*"):
             os.utime(each, (0, 0))
         with log_folder("train") as folder:
             assert list(tmp_path.iterdir()) == [folder]
         assert list(tmp_path.iterdir()) == []
+
+    def test_results_beside_the_temporary_file_of_a_killed_run_stay(self, tmp_path):
+        results = tmp_path / "osora-results"
+        results.mkdir()
+        (results / "video.mp4").write_bytes(b"video")
+        if not (child := os.fork()):
+            with atomic_path(results / "next.mp4") as temporary:
+                temporary.write_bytes(b"half")
+                os._exit(9)
+        os.waitpid(child, 0)
+        [left] = results.glob(".osora-*.tmp")
+        os.utime(left, (0, 0))
+        assert is_abandoned(left)
+        with log_folder("train"):
+            pass
+        assert (results / "video.mp4").read_bytes() == b"video"
 
     def test_one_that_a_message_names_stays(self, tmp_path):
         folders = []
