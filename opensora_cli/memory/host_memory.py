@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import IO, Any
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device
@@ -167,7 +167,8 @@ def _unnamed_file(nbytes: int) -> IO[bytes] | None:
     if sys.platform != "linux":
         return None
     makers: list[Callable[[], IO[bytes]]] = [tempfile.TemporaryFile]
-    if nbytes <= psutil.virtual_memory().available // 2:
+    # Where a control group has no room, the kernel ends a process that asks for it: no error tells of that.
+    if nbytes <= read_private_memory().free_bytes // 2:
         makers.insert(0, lambda: os.fdopen(os.memfd_create("osora"), "r+b"))
     for make in makers:
         with suppress(OSError), ExitStack() as opened:
