@@ -154,7 +154,7 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     files = _files(settings.files, unread)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     encoder = _Encoder(settings, autoencoder, hardware)
-    num_closed = len(failed)
+    closed = len(failed)
     with (
         threads_used(pick_threads(asked=settings.runtime.threads), reporter),
         reporter.stage("encode", total=len(files), unit="files") as progress,
@@ -170,13 +170,14 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
                 moments.merge(of_file)
                 frames += count
             progress.advance()
-    if len(files) - len(failed) == 1:
+    encoded = len(files) + closed - len(failed)
+    if encoded == 1:
         reporter.warn("the latents of one file tell little of others: take many clips of the data to scale by them")
     total = moments.over_channels().channels()
     return LatentStatistics(
         autoencoder=settings.vae.kind,
         weights=weights,
-        files=len(files) - len(failed) + num_closed,
+        files=encoded,
         frames=frames,
         values_per_channel=moments.count,
         channels=tuple(moments.channels()),
