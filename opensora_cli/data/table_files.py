@@ -6,7 +6,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,12 @@ from opensora_cli.core.reading import require_file
 CSV = ".csv"
 PARQUET = ".parquet"
 
-_OF_PYARROW = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError)
-"""What pyarrow's errors for broken files are (and OSError), and those of cells that Python has no value for."""
+_BROKEN: Mapping[str, tuple[type[Exception], ...]] = {
+    CSV: (OSError, ValueError, csv.Error),
+    PARQUET: (OSError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError),
+}
+"""What broken files of each kind raise: pyarrow has errors of all these kinds, and of cells without a value in Python.
+"""
 
 _LOOKED_AT = 4096
 """Bytes at the beginning of a table in which text of two bytes a character shows."""
@@ -178,7 +182,7 @@ def _reading(path: Path) -> Iterator[None]:
     require_file(path, hint="osora data scan FOLDER makes one")
     try:
         yield
-    except (csv.Error, OSError, *_OF_PYARROW) as error:
+    except _BROKEN[path.suffix.lower()] as error:
         if isinstance(error, OSError) and error.strerror:
             raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
         reason = (str(error).splitlines() or [type(error).__name__])[0]

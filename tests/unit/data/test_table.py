@@ -11,6 +11,7 @@ from hostile_files import parquet_cells, parquet_tables
 from tiny_clips import write_rows
 
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
+from opensora_cli.data import table_files
 from opensora_cli.data.table import COLUMNS, TextColumn, read_table
 from opensora_cli.data.table_files import read_columns, split_table, write_table
 
@@ -230,3 +231,11 @@ def test_a_large_table_is_kept_in_arrays(tmp_path: Path) -> None:
     data, ends = table.paths.arrays()
     assert isinstance(data, np.ndarray)
     assert len(data) == sum(len(f"clips/{i}.mp4") for i in range(5_000)) == ends[-1]
+
+
+def test_a_bug_of_ours_is_no_broken_csv_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.csv"
+    write_table(path, COLUMNS, ROWS)
+    monkeypatch.setattr(table_files, "_present", lambda *_: None)
+    with pytest.raises(TypeError, match="not iterable"):
+        read_columns(path, ["path"])
