@@ -30,7 +30,7 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
     """Yield a temporary name beside `path`; on leaving, what was written there becomes `path`.
 
     Missing parent folders are made. The temporary file is flushed to the disk before it is renamed, and removed when
-    the block fails or is interrupted, so `path` never holds half a result. The temporary name has no extension: a
+    the block fails or is interrupted, so `path` never holds half a result. The temporary name has another extension: a
     writer that guesses its format from the name needs the format as an argument. Without `replace`, a file that is
     there, or appears there meanwhile, is kept.
 

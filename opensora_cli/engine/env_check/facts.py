@@ -36,7 +36,6 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 _WEIGHT_BYTES = 2
-"""Control groups write "no limit" as a number that no machine has."""
 _HEAD_DIM = 128
 """Of the released model."""
 _CUDA_LIBRARIES = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so")
