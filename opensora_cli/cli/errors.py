@@ -87,17 +87,24 @@ def uninterrupted() -> Iterator[None]:
             yield
         except (ValueError, RuntimeError) as error:
             text = str(error)
-            named = [
-                f"{name}={os.environ[name]!r}"
-                for name in sorted(os.environ)
-                if name.startswith(_OF_LIBRARIES) and (name in text or repr(os.environ[name]) in text)
-            ]
+            named = {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(_OF_LIBRARIES) and (name in text or repr(value) in text)
+            }
             if not named:
                 raise
+            from opensora_cli.core.redaction import shown_value
+
+            shown = {name: shown_value(name, value) for name, value in named.items()}
+            for name, value in named.items():
+                if value and shown[name] != value:
+                    text = text.replace(value, shown[name])
             lines = [line.strip() for line in text.splitlines() if line.strip()]
+            variables = ", ".join(f"{name}={value!r}" for name, value in shown.items())
             raise RequestError(
-                f"a library cannot be loaded with {', '.join(named)}: {plain(lines[0])}",
-                hint=f"unset {' '.join(each.partition('=')[0] for each in named)}, or set what it takes",
+                f"a library cannot be loaded with {variables}: {plain(lines[0])}",
+                hint=f"unset {' '.join(named)}, or set what it takes",
             ) from error
 
 

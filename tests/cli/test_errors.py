@@ -364,6 +364,14 @@ def test_a_variable_that_a_library_refuses_while_it_is_imported_is_named(
         raise ValueError("a bug")
 
 
+def test_a_secret_that_a_library_refuses_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "my secret")
+    with pytest.raises(RequestError) as caught, errors.uninterrupted():
+        raise ValueError("illegal value of HF_TOKEN: 'my secret'")
+    hidden = "a library cannot be loaded with HF_TOKEN='<hidden>': illegal value of HF_TOKEN: '<hidden>'"
+    assert caught.value.message == hidden
+
+
 def test_torch_s_own_refusal_of_a_variable_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "opensora_cli", "ckpt", "inspect", __file__],
