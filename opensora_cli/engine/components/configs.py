@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.text.folder import BROKEN
+from opensora_cli.models.text.folder import blamed
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -78,11 +77,7 @@ def _count_text(component: Component, folder: Path | None) -> int:
         return _RELEASED_PARAMETERS[component]
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    try:
-        with torch.device("meta"):
-            if component is Component.T5:
-                return _count(T5EncoderModel(T5Config.from_pretrained(str(folder), local_files_only=True)))
-            return _count(CLIPTextModel(CLIPTextConfig.from_pretrained(str(folder), local_files_only=True)))
-    except BROKEN as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a text encoder: {reason}") from error
+    with blamed(f"{folder / 'config.json'} does not describe a text encoder"), torch.device("meta"):
+        if component is Component.T5:
+            return _count(T5EncoderModel(T5Config.from_pretrained(str(folder), local_files_only=True)))
+        return _count(CLIPTextModel(CLIPTextConfig.from_pretrained(str(folder), local_files_only=True)))

@@ -16,12 +16,13 @@ import opensora_cli
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.reading import is_lack_of_memory
 
 GIB = 2**30
 _TF32_FROM = (8, 0)
 
 # Of the CPU's allocator, of CUDA when it loads a kernel or locks memory, and of its libraries.
-_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+_NO_DEVICE_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class OutOfMemoryError(HardwareError):
@@ -196,7 +197,9 @@ def release_memory(device: torch.device) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception means that there was not enough memory, on any device."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
+    if isinstance(error, torch.OutOfMemoryError) or is_lack_of_memory(error):
+        return True
+    return any(text in str(error) for text in _NO_DEVICE_MEMORY)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from opensora_cli.checkpoint.save import LR_SCHEDULER_FILE, SAMPLER_FILE
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few
+from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.ema import module_state
 from opensora_cli.engine.train.moments import named_moments, restore_moments, update_counts
 from opensora_cli.engine.train.strategy.distribution import local
@@ -117,6 +118,8 @@ def restore(trainer: Trainer[Any], folder: Path) -> Mapping[str, Any]:
         trainer.skipped_in_a_row = int(running["skipped_in_a_row"])
         trainer.step = int(running["global_step"])
     except _BROKEN as error:
+        if is_out_of_memory(error):
+            raise
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{folder} cannot be resumed from: {first_line}", hint="start again with another --set output=FOLDER"

@@ -15,13 +15,27 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.reading import is_lack_of_memory
 
-# What transformers raises for a broken file, depending on its format and on where it is broken.
-BROKEN = (
+_BROKEN = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, EOFError),
     *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
 )
 """What transformers raises where a configuration, a vocabulary or weights are broken."""
+
+
+@contextmanager
+def blamed(problem: str, *, broken: tuple[type[Exception], ...] = _BROKEN) -> Iterator[None]:
+    """Turn what transformers raises in the block for broken files into a CheckpointError that begins with `problem`.
+    A lack of memory stays one.
+    """
+    try:
+        yield
+    except broken as error:
+        if is_lack_of_memory(error):
+            raise
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {text[:300]}") from error
 
 
 @contextmanager
@@ -48,11 +62,8 @@ def quiet() -> Iterator[None]:
 
 def load_config(config_class: Any, folder: Path) -> Any:
     """Return the configuration in `folder` as `config_class`. Raises CheckpointError where it is broken."""
-    with quiet():
-        try:
-            return config_class.from_pretrained(str(folder), local_files_only=True)
-        except BROKEN as error:
-            raise CheckpointError(f"{folder / 'config.json'} cannot be read: {_one_line(error)}") from error
+    with quiet(), blamed(f"{folder / 'config.json'} cannot be read"):
+        return config_class.from_pretrained(str(folder), local_files_only=True)
 
 
 def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_prefixes: tuple[str, ...]) -> Any:
@@ -61,13 +72,10 @@ def load_model(model_class: Any, folder: Path, *, dtype: torch.dtype, ignored_pr
     Weights of a safetensors file that have this dtype already stay a map of the file. Keys with `ignored_prefixes`
     belong to other parts of a larger model. A broken file, or weights that do not fit the model, are a CheckpointError.
     """
-    with quiet():
-        try:
-            model, info = model_class.from_pretrained(
-                str(folder), local_files_only=True, output_loading_info=True, dtype=dtype
-            )
-        except BROKEN as error:
-            raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
+    with quiet(), blamed(f"weights in {folder} cannot be loaded"):
+        model, info = model_class.from_pretrained(
+            str(folder), local_files_only=True, output_loading_info=True, dtype=dtype
+        )
     missing = sorted(info["missing_keys"])
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(ignored_prefixes))
     problems = [
@@ -91,11 +99,9 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
 
     if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
         _require_sentencepiece(folder / "spiece.model")
-    with quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # the tokenizers library raises bare Exception for a broken file
-            raise CheckpointError(f"vocabulary in {folder} cannot be loaded: {_one_line(error)}") from error
+    # The tokenizers library raises bare Exception for a broken file.
+    with quiet(), blamed(f"vocabulary in {folder} cannot be loaded", broken=(Exception,)):
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     # A tokenizer class can make a vocabulary of its special tokens alone; "▁" is sentencepiece's mark of a space.
     if not set(vocabulary) - set(tokenizer.all_special_tokens) - {"▁"}:
@@ -123,8 +129,3 @@ def _require_sentencepiece(vocabulary: Path) -> None:
         sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{vocabulary} is no sentencepiece vocabulary", hint="fetch it again") from error
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"

@@ -401,3 +401,21 @@ class TestManners:
     def test_importing_is_cheap(self):
         code = "import sys, opensora_cli.models.text.encoders; sys.exit('transformers' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte")])
+def test_a_lack_of_memory_is_blamed_on_no_file(monkeypatch, tmp_path, error):
+    def refuse(*args, **options):
+        raise error
+
+    monkeypatch.setattr(transformers.T5Config, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.T5EncoderModel, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    for load in (
+        lambda: folders.load_config(transformers.T5Config, tmp_path),
+        lambda: folders.load_model(transformers.T5EncoderModel, tmp_path, dtype=torch.float32, ignored_prefixes=()),
+        lambda: folders.load_tokenizer(tmp_path, vocab_size=1),
+    ):
+        with pytest.raises(type(error)) as caught:
+            load()
+        assert caught.value is error

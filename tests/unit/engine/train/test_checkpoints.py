@@ -253,6 +253,17 @@ class TestRestore:
         restore(fresh, saved(trainer, tmp_path))
         assert (fresh.step, fresh.skipped_in_a_row) == (3, 3)
 
+    def test_a_lack_of_memory_is_not_blamed_on_the_checkpoint(self, tmp_path, monkeypatch):
+        folder = saved(trained(), tmp_path)
+        fresh = trained(steps=0)
+
+        def refuse(*args, **options):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(torch, "load", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            restore(fresh, folder)
+
     def test_a_new_average_starts_as_a_copy_of_the_weights(self, tmp_path):
         trainer = trained(steps=2, ema_decay=None)
         fresh = trained(steps=0)
