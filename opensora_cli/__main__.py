@@ -33,8 +33,10 @@ def main() -> int:
 
 
 def _leave() -> int:
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
+    try:
+        os.write(2, b"error: interrupted\n")
+    finally:  # closed, or full: that changes no exit code
+        os._exit(130)
 
 
 if __name__ == "__main__":

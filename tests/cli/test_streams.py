@@ -77,3 +77,10 @@ def test_streams_that_the_shell_closed_take_nothing(tmp_path: Path) -> None:
     code, out, err = run(place, ">&-")
     assert (code, out, err.count("note")) == (0, "", 3)
     assert place.read_text() == "begun, done"
+
+
+@pytest.mark.parametrize("redirection", [pytest.param("2>/dev/full", marks=needs_full), "2>&-"])
+def test_an_interrupt_that_cannot_be_printed_keeps_its_exit_code(redirection: str) -> None:
+    program = "from opensora_cli.__main__ import _leave; _leave()"
+    command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, "-c", program]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 130
