@@ -28,13 +28,18 @@ _OF_SYSTEM = _OF_MACHINE | {
 
 _NO_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment", "can't start new thread")
 """In the messages of torch, of the loader of shared libraries and of Python's threads."""
+_NO_KERNEL = "could not create a primitive"
+"""What oneDNN says where it gets no memory for the code of a kernel; one that it lacks is a "primitive descriptor"."""
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Return whether this process got no memory (as under `ulimit -v`), whatever kind of error that became."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return isinstance(error, RuntimeError | ImportError) and any(each in str(error) for each in _NO_MEMORY)
+    text = str(error)
+    return isinstance(error, RuntimeError | ImportError) and (
+        text == _NO_KERNEL or any(each in text for each in _NO_MEMORY)
+    )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class _Circumstance:
     free_bytes: Callable[[random.Random], int | None] = lambda rng: None
     uid: int | None = None
     stdout: str = ""
+    may_crash: bool = False
     harms: bool = True
     """Whether the command may be refused for it."""
 
@@ -79,7 +80,9 @@ CIRCUMSTANCES: Mapping[str, _Circumstance] = {
     "files of others in a shared folder": _Circumstance(close=_of_others(0o1777)),
     "a full device for output": _Circumstance(stdout="/dev/full"),
     "few descriptors": _Circumstance(limits=_one_of("RLIMIT_NOFILE", (8, 16, 24, 40))),
-    "little memory": _Circumstance(limits=_one_of("RLIMIT_DATA", [each * _MIB for each in (16, 64, 128, 256)])),
+    "little memory": _Circumstance(
+        limits=_one_of("RLIMIT_DATA", [each * _MIB for each in (16, 64, 128, 256)]), may_crash=True
+    ),
     "no processes": _Circumstance(limits=_one_of("RLIMIT_NPROC", (1,))),
     "a pipe that nobody reads": _Circumstance(stdout="pipe", harms=False),
     "a closed home": _Circumstance(close=_closed("home", 0), harms=False),
@@ -113,4 +116,5 @@ def circumstance(number: int, inputs: Inputs) -> Case:
         uid=about.uid,
         stdout=about.stdout,
         free_bytes=about.free_bytes(rng),
+        may_crash=about.may_crash,
     )

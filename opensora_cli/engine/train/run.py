@@ -24,7 +24,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import tf32_products
+from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import (
@@ -98,7 +98,7 @@ def train(
         FileProblem: the data are.
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given, or another run
             uses it, or it cannot be written.
-        HardwareError: there is no such device, or no memory for offloaded activations.
+        HardwareError: there is no such device, or not enough memory.
         TrainingError: the loss was not finite several steps in a row, or weights are not.
         RankFailure: a rank failed.
         KeyboardInterrupt: its argument says how to resume.
@@ -146,12 +146,13 @@ class _Run:
     def run(self) -> TrainResult:
         """Do all of it."""
         try:
-            return self._run()
-        except TrainingError as error:
+            with out_of_memory_reported(hint="take smaller batches or sizes: --dry-run has what each rank needs"):
+                return self._run()
+        except (TrainingError, OutOfMemoryError) as error:
             # Only now is it known whether the last checkpoint was completed.
             has_checkpoint = self._output.is_dir() and bool(all_epoch_folders(self._output))
             way = "--resume from the last checkpoint" if has_checkpoint else "start again with --overwrite"
-            raise TrainingError(error.message, hint=f"{way}, and {error.hint}") from error
+            raise type(error)(error.message, hint=f"{way}, and {error.hint}") from error
 
     def _run(self) -> TrainResult:
         with ExitStack() as stack:

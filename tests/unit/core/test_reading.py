@@ -33,6 +33,7 @@ def _system(number: int, name: str | None = None) -> OSError:
             HardwareError,
             "there is not enough memory",
         ),
+        (RuntimeError("could not create a primitive"), HardwareError, "there is not enough memory"),
         (RecursionError("maximum recursion depth exceeded"), CheckpointError, "w.pt is nested too deeply"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), CheckpointError, "w.pt is not text in UTF-8"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), CheckpointError, "w.pt does not exist: no file can have"),

@@ -13,7 +13,14 @@ from toy_training import Listener
 from opensora_cli.checkpoint.contents import Selection
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, RequestError, TrainingError
+from opensora_cli.core.exceptions import (
+    CheckpointError,
+    FileProblem,
+    HardwareError,
+    OutputError,
+    RequestError,
+    TrainingError,
+)
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
@@ -256,6 +263,13 @@ class TestEnd:
             train(self.settings(tmp_path))
         assert caught.value.hint == f"{way}, and use a lower rate: --set optimizer.learning_rate=X"
         assert len(list(tmp_path.glob("epoch*"))) == len(finite) - 1
+
+    def test_a_device_without_memory_ends_the_run_with_a_hint(self, tmp_path, monkeypatch):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        monkeypatch.setattr(Trainer, "do_step", lambda self: (_ for _ in ()).throw(error))
+        with pytest.raises(HardwareError, match="CUDA out of memory") as caught:
+            train(self.settings(tmp_path))
+        assert caught.value.hint.startswith("start again with --overwrite, and take smaller batches")
 
     @pytest.mark.parametrize("during_validation", [False, True])
     def test_ctrl_c_skips_what_has_not_started(self, tmp_path, monkeypatch, during_validation):
