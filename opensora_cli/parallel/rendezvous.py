@@ -1,5 +1,6 @@
 """How ranks find each other, and exchange short notes through the store, without a collective."""
 
+import importlib
 import json
 import os
 import socket
@@ -137,6 +138,9 @@ def init_with_retry(
         with libraries_on_stderr():
             if report is not None:
                 _wait_for_all(store, rank, world_size, notices)
+            # Its functions have the default group of that moment as a default argument. Imported later, they would keep
+            # gloo's threads alive after the group was destroyed, and one that frees a tensor while Python ends aborts.
+            importlib.import_module("torch.distributed.nn.functional")
             dist.init_process_group(
                 backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
             )

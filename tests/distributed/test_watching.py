@@ -1,12 +1,15 @@
 """Watched collectives: what ranks report when one of them does something else, or nothing."""
 
+import importlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,3 +199,27 @@ def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
     pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
     dist.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists threads by name")
+def test_no_thread_of_a_group_outlives_it(processes: Any) -> None:
+    """One that frees a tensor while Python ends would abort the process."""
+    before, after = _said(processes, _leave)[0]
+    assert "pt_gloo_runloop" in before
+    assert "pt_gloo_runloop" not in after
+
+
+def _leave(pipe: Connection, port: int, rank: int) -> None:
+    # The process that this one was forked from may have it.
+    sys.modules.pop("torch.distributed.nn.functional", None)
+    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2)
+    # What torch itself imports when it first computes some functions, in the middle of a run.
+    importlib.import_module("torch.distributed.nn.functional")
+    all_reduce_sum(torch.ones(1), dist.group.WORLD)
+    pipe.send(_names_of_threads())
+    dist.destroy_process_group()
+    pipe.send(_names_of_threads())
+
+
+def _names_of_threads() -> set[str]:
+    return {name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")}
