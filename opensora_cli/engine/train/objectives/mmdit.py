@@ -1,8 +1,9 @@
 """Training the video transformer: flow matching in all condition modes, with dropout of captions."""
 
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -59,11 +60,13 @@ class MMDiTTask:
     """Mean squared error of the velocity (rectified flow), each clip in a condition mode of its own.
 
     What is sampled for a clip (mode, dropped captions, timestep, noise) depends on the micro-batch's random state and
-    on the clip's path: neither on its place in the batch, nor on the other clips, nor on the device.
+    on the clip's path, as seen from its table: neither on its place in the batch, nor on the other clips, nor on the
+    device.
 
     Args:
         empty_prompt: replaces dropped captions.
         encoders: loads the encoders; called for the first clip that comes as pixels.
+        folders: those of the tables that clips come from.
     """
 
     adversary = None
@@ -78,6 +81,7 @@ class MMDiTTask:
         encoders: Callable[[], Encoders],
         device: torch.device | str = "cpu",
         export: Export = export_transformer,
+        folders: Sequence[Path] = (),
     ) -> None:
         self.module = module
         self.forward: Callable[..., Any] = module
@@ -90,13 +94,14 @@ class MMDiTTask:
         self._export = export
         self._weights = settings.mode_weights.by_mode()
         self._lengths = settings.lengths
+        self._folders = [os.path.join(folder, "") for folder in folders]
 
     def begin_step(self, step: int, ema: Mapping[str, Tensor] | None) -> None:
         """Do nothing: there is one phase."""
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         """Return the mean loss over the clips of a micro-batch, which all have one size; there are no figures."""
-        states = _random_states(batch.paths, rng)
+        states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
         samples = [self._sample(clip, each) for clip, each in zip(self._encoded(batch), states, strict=True)]
         latents_BCTHW = torch.stack([sample.latents_CTHW for sample in samples])
         masks_B1THW = torch.stack([sample.mask_1THW for sample in samples])
@@ -200,6 +205,11 @@ class MMDiTTask:
         return torch.full((batch_size,), self._settings.embedded_guidance, device=self._device)
 
 
+def _inside(path: str, folders: Iterable[str]) -> str:
+    """Return the path from the first of `folders` that it is in, so that data that was moved trains the same model."""
+    return next((path.removeprefix(folder) for folder in folders if path.startswith(folder)), path)
+
+
 def _random_states(paths: Sequence[str], rng: SampleRng) -> list[SampleRng]:
     """Return a random state for each sample, from its path and its number of earlier occurrences in the micro-batch."""
     seed = int(rng.numpy.integers(2**63))
@@ -230,6 +240,7 @@ def build_mmdit_task(
     ):
         if needed != given:
             raise RequestError(f"model.{key}={needed} must be the width of {name}: use {given}")
+    tables = [table for table in (settings.data.table, settings.validation.table) if table is not None]
     return MMDiTTask(
         module,
         settings=settings.train_mmdit,
@@ -238,6 +249,8 @@ def build_mmdit_task(
         encoders=encoders,
         device=device,
         export=_export_of_adapter(settings, module) if settings.lora.is_on else export_transformer,
+        # As `read_table` makes the paths of clips absolute.
+        folders=[Path(table).absolute().parent for table in tables],
     )
 
 

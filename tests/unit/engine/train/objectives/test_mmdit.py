@@ -92,13 +92,14 @@ def settings(weights=None, **changes):
     return MMDiTTrainSettings(video_latent_frames=LENGTHS.video, easy_latent_frames=LENGTHS.easy, **changes)
 
 
-def task(frozen, *, module=None, grid=None, **changes):
+def task(frozen, *, module=None, grid=None, folders=(), **changes):
     return MMDiTTask(
         module or Spy(),
         settings=settings(**changes),
         grid=grid or frozen.grid,
         empty_prompt=frozen.empty_prompt(),
         encoders=lambda: frozen,
+        folders=folders,
     )
 
 
@@ -252,6 +253,15 @@ class TestStep:
         running = task(encoders(vae), module=spy, weights={"t2v": 1.0})
         running.loss(batch(clips, paths=("same", "same")), rng(0))
         assert spy.calls[0]["timesteps_B"][0] != spy.calls[0]["timesteps_B"][1]
+
+    def test_clips_that_were_moved_with_their_table_get_the_same(self, vae, tmp_path):
+        losses = []
+        for folder in (tmp_path / "here", tmp_path / "there" / "deep"):
+            running = task(encoders(vae), folders=(tmp_path / "other", folder))
+            losses.append(running.loss(batch(pixels(2), paths=(str(folder / "a.mp4"), str(folder / "b.mp4"))), rng(0)))
+        assert losses[0] == losses[1]
+        elsewhere = task(encoders(vae)).loss(batch(pixels(2), paths=("/c.mp4", "/d.mp4")), rng(0))
+        assert elsewhere != losses[0]
 
     def test_time_and_noise_are_those_of_the_formula(self, vae):
         """What the model is given is x_t of what the loss is measured against."""
