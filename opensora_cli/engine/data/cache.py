@@ -6,11 +6,11 @@ from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.threads import pick_threads, threads_used
+from opensora_cli.core.threads import ThreadChoice, pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.data.early import refuse_early
 from opensora_cli.engine.encode.cache_filling import FailedClip, begin_cache, cache_requests, fill_cache, lazy_encoders
-from opensora_cli.engine.encode.clip_cache import ClipCache
+from opensora_cli.engine.encode.clip_cache import ClipCache, threads_of
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -66,7 +66,16 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
     requests = cache_requests(settings)
     assert settings.train_mmdit.cache is not None
     folder, encoders = Path(settings.train_mmdit.cache), lazy_encoders(settings, device)
-    with threads_used(pick_threads(asked=settings.threads), reporter):
+    with threads_used(_threads(settings, folder), reporter):
         begin_cache(settings, folder, encoders, device=device, reporter=reporter)
         encoded, failed = fill_cache(settings, folder, requests, encoders, reporter=reporter)
     return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
+
+
+def _threads(settings: TrainSettings, folder: Path) -> ThreadChoice:
+    """Return as many threads as the cache was begun with, since sums depend on it, unless a user named a number."""
+    threads = pick_threads(asked=settings.threads)
+    begun_with = threads_of(folder) if threads.is_free else None
+    if begun_with is None or begun_with == threads.count:
+        return threads
+    return ThreadChoice(count=begun_with, reason="as the cache was begun, for the same sums")

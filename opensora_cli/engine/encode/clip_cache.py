@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,9 +36,11 @@ FileState = tuple[int, int]
 HEADER_FILE = "cache.safetensors"
 _SHARD_PATTERN = "clips-*.safetensors"
 _SHARD_BYTES = 256 * 2**20
-# Keys in the metadata of the two kinds of files.
+# Keys in the metadata of the files.
 _IDENTITY = "osora.identity"
 _CLIPS = "osora.clips"
+_THREADS = "osora.threads"
+_MOST_THREADS = 1024  # as settings allow
 
 
 class ClipCache:
@@ -163,8 +166,23 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
         POOLED_PROMPT_EMBEDS: empty_prompt.pooled_prompt_embeds_V,
     }
     with atomic_path(folder / HEADER_FILE) as temporary:
-        metadata = {_IDENTITY: json.dumps(dict(identity), sort_keys=True)}
+        metadata = {
+            _IDENTITY: json.dumps(dict(identity), sort_keys=True),
+            _THREADS: json.dumps({"count": torch.get_num_threads()}),
+        }
         write_safetensors(temporary, _entries(tensors), metadata=metadata)
+
+
+def threads_of(folder: Path) -> int | None:
+    """Return how many threads a cache was begun with, on which the rounding of sums depends; None: not known.
+
+    A CheckpointError if its first file is broken.
+    """
+    path = folder / HEADER_FILE
+    if not path.exists() or _THREADS not in (_opened(path).metadata() or {}):
+        return None
+    count = _metadata(path, _THREADS).get("count")
+    return count if isinstance(count, int) and 0 < count <= _MOST_THREADS else None
 
 
 def is_cache_of(folder: Path, identity: Identity) -> bool:

@@ -18,7 +18,9 @@ from opensora_cli.checkpoint import stream
 from opensora_cli.core import files as core_files
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, RequestError
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.data import cache as cache_module
 from opensora_cli.engine.data.cache import cache_clips
 from opensora_cli.engine.encode import cache_filling, frozen_parts
 from opensora_cli.engine.encode.cache_filling import prepare_cache
@@ -207,6 +209,20 @@ def test_interrupted_it_keeps_what_is_finished(weights, tmp_path, monkeypatch):
     left[0] = 100
     report = cache_clips(settings)
     assert (report.clips, report.encoded) == (6, 2)
+
+
+def test_it_goes_on_with_the_threads_of_its_beginning_unless_a_number_is_named(filled, monkeypatch):
+    """Sums are rounded by how many threads share them."""
+    begun_with = torch.get_num_threads()
+    more = ThreadChoice(count=begun_with + 1, reason="of an idle machine", is_free=True)
+    monkeypatch.setattr(cache_module, "pick_threads", lambda *, asked: more)
+    listener = tiny_world.RecordingReporter()
+    cache_clips(filled, reporter=listener)
+    assert f"threads: {begun_with} (as the cache was begun, for the same sums)" in listener.notes
+    named = more.model_copy(update={"is_free": False})
+    monkeypatch.setattr(cache_module, "pick_threads", lambda *, asked: named)
+    cache_clips(filled, reporter=listener)
+    assert f"threads: {begun_with + 1} (of an idle machine)" in listener.notes
 
 
 def test_what_cannot_be_read_is_reported_and_retried(weights, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from opensora_cli.engine.encode.clip_cache import (
     is_cache_of,
     key_of,
     require_same_settings,
+    threads_of,
     write_header,
 )
 from opensora_cli.engine.encode.encoding import EmptyPrompt
@@ -207,6 +208,11 @@ def test_a_cache_of_another_autoencoder_is_refused(folder):
 def test_a_cache_of_the_same_things_is_that(folder, tmp_path):
     assert is_cache_of(folder, dict(reversed(IDENTITY.items())))
     assert not is_cache_of(tmp_path / "none", IDENTITY)
+
+
+def test_the_threads_of_its_beginning_are_recorded(folder, tmp_path):
+    assert threads_of(folder) == torch.get_num_threads()
+    assert threads_of(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
