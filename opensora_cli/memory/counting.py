@@ -89,6 +89,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._entered: list[ExitStack] = []
         self._counts_fake = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would first import it, for a second
+
     def __enter__(self) -> Self:
         """Count from now on."""
         stack = ExitStack()

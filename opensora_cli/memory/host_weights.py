@@ -43,7 +43,7 @@ class BlockWeights:
         self.casts = dtype is not None
         self._dtypes = [dtype if dtype and weight.is_floating_point() else weight.dtype for weight in self._users]
         self._sizes = [weight.numel() * kept.itemsize for weight, kept in zip(self._users, self._dtypes, strict=True)]
-        *self._offsets, self.nbytes = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes), initial=0)
+        *self._offsets, self.nbytes = accumulate(map(aligned, self._sizes), initial=0)
 
     @property
     def host(self) -> list[nn.Parameter]:
@@ -85,6 +85,11 @@ class BlockWeights:
             users[new] = own
             _give(new, own)
         self._users = users
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that a weight takes in such a run."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_bytes(block: nn.Module) -> int:

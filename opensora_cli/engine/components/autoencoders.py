@@ -13,6 +13,7 @@ import torch
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.models.vae.autoencoder import Autoencoder, VideoAutoencoder
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
@@ -62,7 +63,7 @@ def new_autoencoder(settings: VAESettings) -> Autoencoder:
 
 def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
     """Return the chosen autoencoder without weights; RequestError where its sizes contradict each other."""
-    with torch.device("meta"):
+    with on_meta():
         return new_autoencoder(settings)
 
 
@@ -76,7 +77,7 @@ def new_video_autoencoder(settings: VAESettings) -> VideoAutoencoder:
 
 def video_autoencoder_on_meta(settings: VAESettings) -> VideoAutoencoder:
     """Return the autoencoder that videos are generated with, without weights; errors as of `new_video_autoencoder`."""
-    with torch.device("meta"):
+    with on_meta():
         return new_video_autoencoder(settings)
 
 

@@ -1,20 +1,18 @@
 """From settings to the transformer's configuration, and the parameters of every component."""
 
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
-import torch
 from torch import nn
 
 from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
-from opensora_cli.models.text.folder import blamed
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.components import ModelSettings, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
-
-# The released text encoders, for plans that are made before they are downloaded.
-_RELEASED_PARAMETERS = {Component.T5: 4_762_310_656, Component.CLIP: 123_060_480}
 
 
 def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
@@ -39,8 +37,20 @@ def mmdit_config(settings: ModelSettings) -> MMDiTConfig:
 
 def transformer_on_meta(settings: ModelSettings) -> MMDiT:
     """Return the transformer without weights; RequestError where its sizes contradict each other."""
-    with torch.device("meta"):
+    with on_meta():
         return MMDiT(mmdit_config(settings))
+
+
+def with_depth(config: MMDiTConfig, most: int) -> MMDiTConfig:
+    """Return the sizes of a transformer with at most so many blocks in each stack."""
+    return replace(config, depth=min(config.depth, most), depth_single_blocks=min(config.depth_single_blocks, most))
+
+
+@lru_cache(maxsize=16)
+def one_block_of_each(config: MMDiTConfig) -> MMDiT:
+    """Return the transformer without weights, and with at most one block in each stack."""
+    with on_meta():
+        return MMDiT(with_depth(config, 1))
 
 
 def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[Component, int]:
@@ -52,15 +62,20 @@ def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[C
     return {
         Component.TRANSFORMER: _count_transformer(settings.model),
         Component.VAE: _count_vae(settings.vae),
-        Component.T5: _count_text(Component.T5, weights.paths.get(Component.T5)),
-        Component.CLIP: _count_text(Component.CLIP, weights.paths.get(Component.CLIP)),
+        Component.T5: T5Sizes.of(weights.paths.get(Component.T5)).parameters,
+        Component.CLIP: ClipSizes.of(weights.paths.get(Component.CLIP)).parameters,
     }
 
 
 # Plans are made several times for one run.
 @lru_cache(maxsize=16)
 def _count_transformer(settings: ModelSettings) -> int:
-    return _count(transformer_on_meta(settings))
+    config = mmdit_config(settings)
+    model = one_block_of_each(config)
+    blocks = [
+        (stack.count, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
+    ]
+    return _count(model) + sum((count - 1) * _count(block) for count, block in blocks)
 
 
 @lru_cache(maxsize=16)
@@ -70,14 +85,3 @@ def _count_vae(settings: VAESettings) -> int:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _count_text(component: Component, folder: Path | None) -> int:
-    if folder is None:
-        return _RELEASED_PARAMETERS[component]
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
-
-    with blamed(f"{folder / 'config.json'} does not describe a text encoder"), torch.device("meta"):
-        if component is Component.T5:
-            return _count(T5EncoderModel(T5Config.from_pretrained(str(folder), local_files_only=True)))
-        return _count(CLIPTextModel(CLIPTextConfig.from_pretrained(str(folder), local_files_only=True)))

@@ -1,4 +1,4 @@
-"""Running models on fake tensors: they have sizes, and no memory.
+"""Running models on tensors that have sizes and no memory: outlines, or torch's fake tensors where gradients are.
 
 Every operation of the real modules then costs microseconds and allocates nothing, and `TensorBytes` counts what it
 would have allocated.
@@ -7,6 +7,7 @@ would have allocated.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.estimate.outlines import OutlineMode, clip_layout, convolution_layout
 from opensora_cli.memory.counting import TensorBytes
 
 HOST = torch.device("cpu")
@@ -41,15 +44,24 @@ class Need:
 
 
 @contextmanager
-def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
-    """Inside the block, tensors are fake, and operations make what they make on a device of that type.
+def fake_device(device_type: str) -> Iterator[torch.device]:
+    """Inside the block, tensors are outlines, and operations make what they make on a device of that type.
 
-    Yields the device that stands for it, which need not be there: the host itself, or another one beside it. The first
-    time takes a second, for what torch imports then. `gradients` lets autograd record what is done.
+    Yields the device that stands for it, which need not be there: the host itself, or another one beside it. Autograd
+    records nothing.
     """
     is_cpu = device_type == "cpu"
-    kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
+    kernels = _HostKernels() if is_cpu else _CudaKernels()
+    with torch.inference_mode(False), torch.no_grad(), OutlineMode(), kernels:  # type: ignore[no-untyped-call]
+        yield HOST if is_cpu else torch.device("meta")
+
+
+@contextmanager
+def fake_tensors(device_type: str, *, gradients: bool = False) -> Iterator[torch.device]:
+    """Do the same with torch's fake tensors, many times slower; `gradients` lets autograd record what is done."""
+    is_cpu = device_type == "cpu"
     # A tensor that `torch.tensor` makes on the meta device is not fake, and let in.
+    kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
     with (
         torch.inference_mode(False),  # in which torch would let no fake tensor in
         torch.set_grad_enabled(gradients),
@@ -61,7 +73,7 @@ def fake_device(device_type: str, *, gradients: bool = False) -> Iterator[torch.
 
 def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
     """Return what `make` builds, in evaluation mode, with fake weights; to be called inside `fake_device`."""
-    with unset_fake_temporarily(), torch.device("meta"):  # where fresh weights cost least
+    with on_meta():
         module = make()
     give_fake_weights(module, device=device, dtype=dtype)
     return module.requires_grad_(False).eval()
@@ -128,27 +140,37 @@ class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return _ONE.get(args[0].dtype, 1.0)
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution.default:
-            return torch.empty_like(result, memory_format=_layout_of_convolution(*args))
+            with unset_fake_temporarily():
+                layout = convolution_layout(*args)
+            return torch.empty_like(result, memory_format=layout)
         if func is torch.ops.aten.replication_pad3d.default:
-            return torch.empty_like(result, memory_format=_layout_of(args[0]))
+            return torch.empty_like(result, memory_format=clip_layout(args[0]))
         if func is torch.ops.aten.native_group_norm.default:
-            return (torch.empty_like(result[0], memory_format=_layout_of(args[0])), *result[1:])
+            return (torch.empty_like(result[0], memory_format=clip_layout(args[0])), *result[1:])
         return result
 
 
-def _layout_of(clip: Tensor) -> torch.memory_format:
-    is_channels_last = clip.ndim == 5 and clip.is_contiguous(memory_format=torch.channels_last_3d)
-    return torch.channels_last_3d if is_channels_last else torch.contiguous_format
+class _HostKernels(TorchFunctionMode):
+    """Does what torch does on a CPU above its operations, where it sees that none of the tensors is on one."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or one that makes the same tensors."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _fused_attention(*args[:3])
+        if func is functional.group_norm:
+            return _group_norm(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-def _layout_of_convolution(clip: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> torch.memory_format:
-    with unset_fake_temporarily():
-        # Tensors of one element stand for the real ones: torch chooses by shape and dtype.
-        shapes = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (clip, weight)]
-        shapes_of_bias = None if bias is None else torch.empty((), dtype=bias.dtype).expand(bias.shape)
-        backend = torch._C._select_conv_backend(*shapes, shapes_of_bias, *options, None)
-    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(clip, weight, backend)
-    return layout
+def _group_norm(
+    clip: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    clip = clip.contiguous(memory_format=clip_layout(clip))
+    batch, channels, *size = clip.shape
+    return torch.native_group_norm(clip, weight, bias, batch, channels, prod(size), num_groups, eps)[0]
 
 
 class _CudaKernels(TorchFunctionMode):

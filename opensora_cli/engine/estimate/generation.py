@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import new_video_autoencoder, vae_tiling
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
@@ -36,7 +36,6 @@ from opensora_cli.engine.estimate.transformer import (
     fake_attention,
     transformer_bytes,
     transformer_on_cpu,
-    with_depth,
 )
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
@@ -109,7 +108,7 @@ def estimate_generation(
     lengths = settings.text.t5_max_length, settings.text.clip_max_length
     folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
     text = text_memory(
-        weights, lengths, folders, dtype, device_type, streamed=offload.stream_text, ranks=sizes.mesh.size, files=files
+        weights, lengths, folders, dtype, streamed=offload.stream_text, ranks=sizes.mesh.size, files=files
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid

@@ -1,23 +1,27 @@
-"""How much memory the text encoders take."""
+"""How much memory the text encoders take.
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+They are transformers' modules, which take a second to import: so this is arithmetic, which tests compare with them.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from opensora_cli.engine.components.parallelize import largest_share
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
+from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS, TEXT, StageMemory
-from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.host_weights import slot_bytes
+from opensora_cli.memory.host_weights import aligned
 from opensora_cli.memory.streaming import streaming_bytes
 from opensora_cli.models.text.folder import load_config
 from opensora_cli.models.text.t5 import t5_linears
+
+_ACTIVATION_TENSORS = {"gelu_new": 4, "quick_gelu": 3}
+"""Tensors as large as its input that an activation function has at a time, the input included; others have two."""
 
 
 def text_memory(
@@ -25,7 +29,6 @@ def text_memory(
     lengths: tuple[int, int],
     folders: tuple[Path | None, ...],
     dtype: torch.dtype,
-    device_type: str,
     *,
     streamed: bool,
     ranks: int,
@@ -37,15 +40,18 @@ def text_memory(
     T5's layers come to the device one by one if `streamed`; otherwise `ranks` share them, if there are enough heads.
     `files`: on a CPU, what is mapped.
     """
-    t5, t5_blocks, saved, largest_share = _t5(lengths[0], folders[0], dtype, device_type, ranks)
-    clip = _clip(lengths[1], folders[1], dtype, device_type)
+    t5_sizes, clip_sizes = T5Sizes.of(folders[0]), ClipSizes.of(folders[1])
+    t5_blocks, saved, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
+    t5 = _t5_need(t5_sizes, lengths[0], dtype.itemsize)
+    # A longer one is refused when the encoder is loaded.
+    clip = _clip_need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype.itemsize)
     weight_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP], 0
     if files is not None:
-        weight_bytes, mapped_bytes = _on_cpu(files, t5_blocks, largest_share, streamed=streamed, ranks=ranks)
+        weight_bytes, mapped_bytes = _on_cpu(files, t5_blocks, share, streamed=streamed, ranks=ranks)
     elif streamed:
         weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
     else:  # each rank has its share of the layers
-        weight_bytes -= saved - largest_share
+        weight_bytes -= saved - share
     # One after the other; what the first gives is there while the second computes.
     activations = max(t5.activations, clip.activations + clip.data)
     return StageMemory(TEXT, weight_bytes, t5.data + clip.data, activations, mapped_bytes)
@@ -66,34 +72,53 @@ def _on_cpu(
     return private + layers.private, mapped + layers.mapped
 
 
-@lru_cache(maxsize=16)
-def _t5(
-    length: int, folder: Path | None, dtype: torch.dtype, device_type: str, ranks: int
-) -> tuple[Need, tuple[int, ...], int, int]:
-    """Return what T5 needs, and of its layers the bytes of each in a slot, of all elsewhere, and of a rank's share."""
-    with fake_device(device_type) as device:
-        model = fake_module(lambda: t5_model(folder), device=device, dtype=dtype)
-        need = _encoder_need(lambda ids: model(input_ids=ids).last_hidden_state, length, device)
-        layers: Sequence[nn.Module] = list(model.encoder.block)
-        slots = tuple(slot_bytes(layer) for layer in layers)
-        whole = sum(weight.nbytes for layer in layers for weight in layer.parameters())
-        if ranks > model.config.num_heads:
-            return need, slots, whole, whole
-        elsewhere = 0.0
-        for layer in layers:
-            for linear in t5_linears(model.config):
-                weight = layer.get_submodule(linear.path).get_parameter("weight")
-                elsewhere += weight.nbytes * (1 - largest_share(linear, ranks))
-        return need, slots, whole, whole - int(elsewhere)
+def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], int, int]:
+    """Return the bytes of each of T5's layers in a slot, of all elsewhere, and of a rank's share of all."""
+    weights = sizes.layer_weights
+    slots = [sum(aligned(count * itemsize) for count in weights.values())] * sizes.num_layers
+    slots[0] += aligned(sizes.position_biases * itemsize)
+    whole = (sizes.num_layers * sum(weights.values()) + sizes.position_biases) * itemsize
+    if ranks > sizes.num_heads:
+        return slots, whole, whole
+    elsewhere = sum(weights[linear.path] * (1 - largest_share(linear, ranks)) for linear in t5_linears(sizes))
+    return slots, whole, whole - int(sizes.num_layers * elsewhere * itemsize)
 
 
-@lru_cache(maxsize=16)
-def _clip(length: int, folder: Path | None, dtype: torch.dtype, device_type: str) -> Need:
-    with fake_device(device_type) as device:
-        model = fake_module(lambda: clip_model(folder), device=device, dtype=dtype)
-        # A longer one is refused when the encoder is loaded.
-        length = min(length, model.config.max_position_embeddings)
-        return _encoder_need(lambda ids: model(input_ids=ids).pooler_output, length, device)
+def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
+    """Return what T5 needs for the prompt and the negative prompt.
+
+    At its peak, a layer attends, each head with its biases twice (as they are kept for all layers, and laid out for the
+    kernel), or computes its activation function. Besides, the embeddings and what the layer was given are alive.
+    """
+    rows = 2 * length
+    ids, hidden = rows * 8, rows * sizes.d_model * itemsize
+    heads, inner = rows * sizes.num_heads * sizes.d_kv * itemsize, rows * sizes.d_ff * itemsize
+    biases, sums = sizes.num_heads * length**2 * itemsize, rows * sizes.num_heads * 4
+    # Of each pair of tokens six integers of 64 bits and a flag, and two of each token, when the first layer finds its
+    # buckets.
+    buckets = 49 * length**2 + 16 * length
+    attention = hidden + 4 * heads + biases + max(biases + sums, hidden)
+    activation = _ACTIVATION_TENSORS.get(sizes.activation, 2) * inner
+    after = (3 if sizes.is_gated_act else 1) * inner + hidden
+    mlp = 2 * hidden + biases + max(activation, after)
+    # The first layer was given the embeddings themselves.
+    given = hidden if sizes.num_layers > 1 else 0
+    first = hidden + 3 * heads + buckets
+    peak = ids + hidden + max(given + max(attention, mlp), first)
+    return Need(hidden, peak - hidden)
+
+
+def _clip_need(sizes: ClipSizes, length: int, itemsize: int) -> Need:
+    """Return what CLIP needs likewise; it has a causal mask, which the kernels know themselves."""
+    rows = 2 * length
+    ids, hidden, inner = (
+        rows * width for width in (8, sizes.hidden_size * itemsize, sizes.intermediate_size * itemsize)
+    )
+    attention = 4 * hidden + max(hidden, rows * sizes.num_heads * 4)
+    mlp = hidden + max(_ACTIVATION_TENSORS.get(sizes.activation, 2) * inner, inner + hidden)
+    given = 2 * hidden if sizes.num_layers > 1 else hidden
+    pooled = 2 * sizes.hidden_size * itemsize
+    return Need(pooled, ids + given + hidden + max(attention, mlp) - pooled)
 
 
 def t5_model(folder: Path | None) -> Any:
@@ -118,14 +143,3 @@ def clip_model(folder: Path | None) -> Any:
         return CLIPTextModel(load_config(CLIPTextConfig, folder))
     sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
     return CLIPTextModel(CLIPTextConfig(**sizes))
-
-
-def _encoder_need(encode: Callable[[Tensor], Tensor], length: int, device: torch.device) -> Need:
-    """Count the encoding of the prompt and the negative prompt."""
-    with TensorBytes(device_type=device.type) as counter:
-        ids_2L = torch.empty((2, length), dtype=torch.int64, device=device)
-        embeds = encode(ids_2L)
-        del ids_2L
-        need = Need.of(counter)
-        del embeds
-        return need

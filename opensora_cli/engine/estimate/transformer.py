@@ -1,7 +1,6 @@
 """What the transformer takes of a device's memory: its weights, and its share of the tokens on one of several ranks."""
 
 from copy import deepcopy
-from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 
@@ -9,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
+from opensora_cli.engine.components.configs import one_block_of_each
 from opensora_cli.engine.components.loras import LoraRanks, factor_sizes
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.memory.host_weights import ALIGNMENT, slot_bytes
+from opensora_cli.memory.host_weights import aligned, slot_bytes
 from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
@@ -89,13 +89,13 @@ def _factor_bytes(
     config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int
 ) -> tuple[int, tuple[int, ...]]:
     """Return what adapters take outside the blocks, where each rank has them as a whole, and in each block."""
-    outside = sum(factor_sizes(loras.outside_blocks(), _model(config))) * dtype.itemsize
+    outside = sum(factor_sizes(loras.outside_blocks(), one_block_of_each(config))) * dtype.itemsize
     sizes = [
         factor_sizes(loras.in_block(stack.module_path, index), block, stack.linears, tensor=tensor)
         for stack, block in _stacks(config, dtype)
         for index in range(stack.count)
     ]
-    return outside, tuple(sum(_aligned(size * dtype.itemsize) for size in each) for each in sizes)
+    return outside, tuple(sum(aligned(size * dtype.itemsize) for size in each) for each in sizes)
 
 
 def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
@@ -106,22 +106,10 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
     )
 
 
-def with_depth(config: MMDiTConfig, most: int) -> MMDiTConfig:
-    """Return the sizes of a transformer with at most so many blocks in each stack."""
-    return replace(config, depth=min(config.depth, most), depth_single_blocks=min(config.depth_single_blocks, most))
-
-
-@lru_cache(maxsize=16)
-def _model(config: MMDiTConfig) -> MMDiT:
-    """Return the transformer without weights, and with at most one block in each stack."""
-    with torch.device("meta"):
-        return MMDiT(with_depth(config, 1))
-
-
 @lru_cache(maxsize=16)
 def _stacks(config: MMDiTConfig, dtype: torch.dtype) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
     """Return every stack, and one of its blocks without weights."""
-    model = deepcopy(_model(config)).to(dtype)
+    model = deepcopy(one_block_of_each(config)).to(dtype)
     return tuple(
         (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
     )
@@ -147,11 +135,7 @@ def _slot_bytes(block: nn.Module, *, fp8: bool) -> int:
     in_8_bits = {id(linear.weight) for linear in linears}
     sizes = [weight.numel() if id(weight) in in_8_bits else weight.nbytes for weight in block.parameters()]
     sizes += [4 * linear.out_features for linear in linears]
-    return sum(map(_aligned, sizes))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return sum(map(aligned, sizes))
 
 
 class FakeSequenceParallel:

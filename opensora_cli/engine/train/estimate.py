@@ -15,7 +15,7 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
 from opensora_cli.engine.encode.frozen_parts import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
-from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_device, give_fake_weights
+from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_tensors, give_fake_weights
 from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import (
     ActivationPlan,
@@ -87,7 +87,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
         task, frozen = _task(settings)
     with (
         fake_rank(settings, rank) as distribution,
-        fake_device("cpu", gradients=True) as device,
+        fake_tensors("cpu", gradients=True) as device,
         warnings.catch_warnings(),
     ):
         # Copying the module for the average accesses its data pointers.

@@ -1,0 +1,369 @@
+"""Outlines: tensors that have a shape, a layout, a dtype and a device, and neither memory nor gradients.
+
+Torch's own fake tensors know every operation, and take a second to load and a third of a millisecond for each one.
+These know those that models spend their time in, of which only the sizes of the results are worked out.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, reduce
+from itertools import zip_longest
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_HOST = torch.device("cpu")
+_ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
+
+_KEEP_DTYPE = frozenset(
+    {
+        _aten.add.Tensor,
+        _aten.sub.Tensor,
+        _aten.rsub.Scalar,
+        _aten.mul.Tensor,
+        _aten.mul.Scalar,
+        _aten.neg.default,
+        _aten.abs.default,
+    }
+    | {_aten.clamp.default, _aten.round.default, _aten.minimum.default, _aten.relu.default, _aten.lerp.Scalar}
+    | {_aten.pow.Tensor_Scalar, _aten.lerp.Tensor}
+)
+"""Elementwise operations whose result has the dtype to which their operands are promoted."""
+_GIVE_FLOATS = frozenset(
+    {_aten.div.Tensor, _aten.cos.default, _aten.sin.default, _aten.exp.default, _aten.log.default, _aten.tanh.default}
+    | {_aten.rsqrt.default, _aten.sqrt.default, _aten.sigmoid.default, _aten.silu.default, _aten.gelu.default}
+    | {_aten.reciprocal.default, _aten.pow.Scalar}
+)
+"""Those that make floating point numbers of integers."""
+
+
+class HostOutline(Tensor):
+    """An outline in the memory of the host; one on a GPU is a plain meta tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The host."""
+        return _HOST
+
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        """Return a copy as `Tensor.to` does, or the tensor itself where it is as asked for."""
+        copy = options.pop("copy", False)
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **options)
+        dtype = dtype or self.dtype
+        if device is None or device.type == "cpu":
+            return super().to(dtype=dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
+        result: Tensor = _aten._to_copy.default(self, dtype=dtype, device=_META, memory_format=memory_format)
+        return result
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        """Return the tensor itself."""
+        return self
+
+
+class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Makes outlines, on the device that is asked for: the host, or a GPU, for which the meta device stands.
+
+    A number read from a tensor is 1. Operations without a rule here are torch's own on the meta device.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would first import it, for a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make the outlines of an operation's results."""
+        if _is_in_place(func):
+            return args[0]
+        if func is _aten._local_scalar_dense.default:
+            return _ONE.get(args[0].dtype, 1.0)
+        options = kwargs or {}
+        on_host = _is_on_host(args, options)
+        if "device" in options:
+            options = {**options, "device": _META}
+            options.pop("pin_memory", None)
+        if func in _KEEP_DTYPE:
+            result: Any = _elementwise(args)
+        elif func in _GIVE_FLOATS:
+            result = _elementwise(args, floats=True)
+        elif (rule := _RULES.get(func)) is not None:
+            result = rule(on_host, *args, **options)
+        else:
+            result = func(*map(_on_meta, args), **options)
+        return _placed(result, on_host)
+
+
+def _is_on_host(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    device = options.get("device")
+    if device is not None:
+        return bool(device.type == "cpu")
+    for arg in args:
+        for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
+            # Beside a GPU's tensor, one on the host is a number.
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                return False
+    return True
+
+
+@cache
+def _is_in_place(func: Any) -> bool:
+    schema = func._schema  # of `__lshift__`, too
+    return schema.is_mutable and schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
+
+
+def _on_meta(arg: Any) -> Any:
+    """Return the meta tensors that stand for tensors, also for what `torch.tensor` has made."""
+    if isinstance(arg, (list, tuple)):
+        return [_on_meta(part) for part in arg]
+    if isinstance(arg, HostOutline):
+        return arg.as_subclass(Tensor)
+    if isinstance(arg, Tensor) and not arg.is_meta:
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META)
+    return arg
+
+
+def _placed(result: Any, on_host: bool) -> Any:
+    if not on_host:
+        return result
+    if isinstance(result, Tensor):
+        return result if isinstance(result, HostOutline) else result.as_subclass(HostOutline)
+    if isinstance(result, (list, tuple)):
+        return type(result)(_placed(part, on_host) for part in result)
+    return result
+
+
+def _elementwise(args: tuple[Any, ...], *, floats: bool = False) -> Tensor:
+    """Return what TensorIterator allocates: the common shape, and the layout of what has it."""
+    first, *others = [arg for arg in args if isinstance(arg, Tensor)]
+    # Numbers, and tensors without axes, count less than tensors with axes.
+    main = max((first, *others), key=Tensor.dim)
+    operands = (arg for arg in args if isinstance(arg, (Tensor, int, float)))
+    dtype = reduce(torch.promote_types, (torch.result_type(main, operand) for operand in operands))
+    if floats and not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    if not others:
+        return _like(first, dtype=dtype)
+    shape = torch.Size(map(max, zip_longest(*(tensor.shape[::-1] for tensor in (first, *others)), fillvalue=1)))[::-1]
+    layouts = tuple(tensor.expand(shape).stride() for tensor in (first, *others))
+    return torch.empty_strided(shape, _dense_strides(shape, layouts), dtype=dtype, device=_META)
+
+
+def _like(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = torch.preserve_format,
+    **_: object,
+) -> Tensor:
+    """Return what `torch.empty_like` does; other options have no effect."""
+    dtype = dtype or tensor.dtype
+    if memory_format not in (None, torch.preserve_format):
+        return torch.empty(tensor.shape, dtype=dtype, device=_META, memory_format=memory_format)
+    strides = _dense_strides(tensor.shape, (tensor.stride(),))
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=_META)
+
+
+@lru_cache(maxsize=4096)
+def _dense_strides(shape: torch.Size, layouts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Return the strides of a result whose operands, as large as it is, have those in `layouts`.
+
+    The axes are ordered as the first operand orders them, and by the next one where it repeats its values
+    (`reorder_dimensions` of ATen's TensorIterator).
+    """
+    inner_first = list(reversed(range(len(shape))))
+    for index in range(1, len(shape)):
+        place = index
+        for other in reversed(range(index)):
+            order = _order(shape, layouts, inner_first[other], inner_first[place])
+            if order > 0:
+                inner_first[other], inner_first[place] = inner_first[place], inner_first[other]
+                place = other
+            elif order < 0:
+                break
+    strides, step = [0] * len(shape), 1
+    for axis in inner_first:
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(strides)
+
+
+def _order(shape: torch.Size, layouts: tuple[tuple[int, ...], ...], inner: int, outer: int) -> int:
+    """Return 1 if two axes should change places, -1 if they should not, and 0 where that is not known."""
+    for strides in layouts:
+        if not strides[inner] or not strides[outer]:
+            continue
+        if strides[inner] != strides[outer]:
+            return 1 if strides[inner] > strides[outer] else -1
+        if shape[inner] > shape[outer]:
+            return 1
+    return 0
+
+
+def _copied(on_host: bool, tensor: Tensor, *_: object, **options: Any) -> Tensor:
+    return _like(tensor, **options)
+
+
+def _joined(on_host: bool, tensors: list[Tensor], dim: int = 0) -> Tensor:
+    # What has no elements may have another shape.
+    parts = [part for part in tensors if part.ndim > 1 or part.numel()] or tensors
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    dtype = reduce(torch.promote_types, (part.dtype for part in tensors))
+    layout = next(iter(layouts)) if len(layouts := set(map(clip_layout, parts))) == 1 else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=_META, memory_format=layout)
+
+
+def _stacked(on_host: bool, tensors: list[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape.insert(dim % (len(shape) + 1), len(tensors))
+    return torch.empty(shape, dtype=tensors[0].dtype, device=_META)
+
+
+def _repeated(on_host: bool, tensor: Tensor, times: list[int]) -> Tensor:
+    sizes = zip_longest(tensor.shape[::-1], times[::-1], fillvalue=1)
+    return torch.empty([size * count for size, count in sizes][::-1], dtype=tensor.dtype, device=_META)
+
+
+def _product(on_host: bool, *operands: Tensor, **_: object) -> Tensor:
+    """Return the product of the last two operands: before them may stand what is added."""
+    left, right = operands[-2:]
+    return torch.empty((*left.shape[:-1], right.shape[-1]), dtype=left.dtype, device=_META)
+
+
+def _mean(
+    on_host: bool, values: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    return torch.empty(_reduced(values, dims, keepdim), dtype=dtype or values.dtype, device=_META)
+
+
+def _var_mean(
+    on_host: bool, values: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    shape = _reduced(values, dims, keepdim)
+    return torch.empty(shape, dtype=values.dtype, device=_META), torch.empty(shape, dtype=values.dtype, device=_META)
+
+
+def _reduced(values: Tensor, dims: list[int] | None, keepdim: bool) -> list[int]:
+    axes = range(values.ndim) if not dims else [dim % values.ndim for dim in dims]
+    sizes = [1 if axis in axes else size for axis, size in enumerate(values.shape)]
+    return sizes if keepdim else [size for axis, size in enumerate(sizes) if axis not in axes]
+
+
+def _layer_norm(on_host: bool, rows: Tensor, shape: list[int], *weights: Any) -> tuple[Tensor, Tensor, Tensor]:
+    reduced = [*rows.shape[: rows.ndim - len(shape)], *[1] * len(shape)]
+    dtype = rows.dtype if on_host else _accumulated(rows.dtype)
+    mean, rstd = (torch.empty(reduced, dtype=dtype, device=_META) for _ in range(2))
+    return _like(rows), mean, rstd
+
+
+def _group_norm(
+    on_host: bool, clip: Tensor, weight: Any, bias: Any, batch: int, channels: int, size: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = clip.dtype if on_host else _accumulated(clip.dtype)
+    mean, rstd = (torch.empty(batch, groups, dtype=dtype, device=_META) for _ in range(2))
+    layout = clip_layout(clip) if on_host else torch.contiguous_format
+    return _like(clip, memory_format=layout), mean, rstd
+
+
+def _batch_norm(on_host: bool, clip: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # With given mean and variance, which a CPU does not return.
+    size, dtype = (0, clip.dtype) if on_host else (clip.shape[1], _accumulated(clip.dtype))
+    mean, rstd = (torch.empty(size, dtype=dtype, device=_META) for _ in range(2))
+    return _like(clip), mean, rstd
+
+
+def _attention(on_host: bool, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = query.shape
+    sums = torch.empty((batch, tokens, heads), dtype=torch.float32, device=_META)
+    return _like(query), sums.transpose(1, 2)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _convolution(
+    on_host: bool,
+    clip: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    *options: Any,
+) -> Tensor:
+    given = clip, weight, bias, stride, padding, dilation, transposed, *options
+    layout = convolution_layout(*given) if on_host else clip_layout(clip)
+    if transposed:
+        return _like(_aten.convolution.default(*map(_on_meta, given)), memory_format=layout)
+    steps = zip(clip.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    sizes = ((size + 2 * side - gap * (taps - 1) - 1) // step + 1 for size, taps, step, side, gap in steps)
+    shape = clip.shape[0], weight.shape[0], *sizes
+    return torch.empty(shape, dtype=clip.dtype, device=_META, memory_format=layout)
+
+
+def _arange(
+    on_host: bool, *numbers: float, dtype: torch.dtype | None = None, device: torch.device, **_: object
+) -> Tensor:
+    start, end, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
+    default = torch.int64 if all(isinstance(number, int) for number in numbers) else torch.get_default_dtype()
+    return torch.empty(ceil((end - start) / step), dtype=dtype or default, device=device)
+
+
+def _padding(on_host: bool, clip: Tensor, sides: list[int]) -> Tensor:
+    # The sides are in pairs, those of the last axis first.
+    added = map(sum, zip(sides[::-2], sides[-2::-2], strict=True))
+    shape = *clip.shape[:-3], *map(sum, zip(clip.shape[-3:], added, strict=True))
+    layout = clip_layout(clip) if on_host else torch.contiguous_format
+    return torch.empty(shape, dtype=clip.dtype, device=_META, memory_format=layout)
+
+
+def clip_layout(clip: Tensor) -> torch.memory_format:
+    """Return the layout of a clip, which a CPU's kernels that change its values alone keep."""
+    is_channels_last = clip.ndim == 5 and clip.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.channels_last_3d if is_channels_last else torch.contiguous_format
+
+
+def convolution_layout(clip: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> torch.memory_format:
+    """Return the layout of what a CPU's convolution makes; to be called outside of modes."""
+    # Tensors of one element stand for the real ones: torch chooses by shape and dtype.
+    shapes = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (clip, weight)]
+    shapes_of_bias = None if bias is None else torch.empty((), dtype=bias.dtype).expand(bias.shape)
+    backend = torch._C._select_conv_backend(*shapes, shapes_of_bias, *options, None)
+    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(clip, weight, backend)
+    return layout
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _aten.empty_like.default: _copied,
+    _aten.zeros_like.default: _copied,
+    _aten.ones_like.default: _copied,
+    _aten.full_like.default: _copied,
+    _aten.clone.default: _copied,
+    _aten._to_copy.default: _copied,
+    _aten.cat.default: _joined,
+    _aten.stack.default: _stacked,
+    _aten.repeat.default: _repeated,
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _product,
+    _aten.mean.dim: _mean,
+    _aten.var_mean.correction: _var_mean,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten.convolution.default: _convolution,
+    _aten.replication_pad3d.default: _padding,
+    _aten.arange.default: _arange,
+    _aten.arange.start: _arange,
+    _aten.arange.start_step: _arange,
+}

@@ -1,0 +1,265 @@
+"""Outlines against torch's fake tensors, and what a plan costs, in operations."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
+from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
+from opensora_cli.engine.estimate import generation, text
+from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module, fake_tensors
+from opensora_cli.engine.estimate.outlines import OutlineMode
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.text.t5 import fuse_t5_norms
+from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.settings.load import load_preset
+
+SLOW = pytest.mark.slow
+SMALL = {
+    "video.num_frames": 9,
+    "video.height": 48,
+    "video.width": 32,
+    "vae.block_out_channels": (8, 16, 32),
+    "vae.layers_per_block": 1,
+    "vae.norm_num_groups": 4,
+}
+REFERENCES = {"condition.mode": "i2v_loop", "condition.references": ("any.png",)}
+TILES = {"vae.spatial_tiling": True, "vae.temporal_tiling": True, "vae.sample_size": 32, "vae.sample_tsize": 16}
+
+
+def needs_of(preset, changes, monkeypatch, *, device_type, mesh=None, chunk_frames=None):
+    """Return what the stages of a plan need, by outlines and by fake tensors."""
+    calls = {}
+    for name in ("_denoising", "_decoding", "_encoding"):
+        function = getattr(generation, name)
+
+        def called(*args, function=function, name=name):
+            calls.setdefault(name, (function.__wrapped__, list(args)))
+            return function(*args)
+
+        monkeypatch.setattr(generation, name, called)
+    plan = make_plan(load_preset(preset, prompt="any").replace({"runtime.device": "cpu", **changes}))
+    found = {}
+    for name, (function, args) in calls.items():
+        args[args.index("cpu")] = device_type
+        if name == "_denoising" and mesh is not None:
+            args[1] = replace(args[1], mesh=mesh)
+        if name == "_decoding":
+            args[-1] = (chunk_frames, chunk_frames is not None and device_type != "cpu")
+        needs = []
+        for make in (fake_device, fake_tensors):
+            monkeypatch.setattr(generation, "fake_device", make)
+            needs.append(function(*args))
+        found[name] = needs
+    assert plan.peak_bytes > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "device_type", "mesh", "chunk_frames"),
+    [
+        ("demo", {**SMALL, **REFERENCES}, "cpu", None, 4),
+        ("demo", {**SMALL, **REFERENCES, "runtime.dtype": "bfloat16"}, "cuda", MeshShape(ulysses=2, ring=2), None),
+        *(
+            pytest.param(preset, {**changes, "runtime.dtype": dtype}, device_type, mesh, chunk, marks=SLOW)
+            for preset, changes in (
+                ("demo", {}),
+                ("demo", {**SMALL, **TILES, "video.num_frames": 21, "video.max_frames": 21}),
+                ("256px", {**REFERENCES, "video.num_frames": 77, "video.aspect_ratio": "4:3"}),
+                ("768px", {}),
+            )
+            for dtype, device_type, mesh, chunk in (
+                ("float32", "cpu", None, None),
+                ("bfloat16", "cpu", MeshShape(ulysses=4), 4),
+                ("bfloat16", "cuda", MeshShape(ulysses=8), None),
+                ("bfloat16", "cuda", MeshShape(ring=4), 4),
+                ("float32", "cuda", None, 1),
+            )
+        ),
+    ],
+)
+def test_outlines_need_what_fake_tensors_do(preset, changes, device_type, mesh, chunk_frames, monkeypatch):
+    found = needs_of(preset, changes, monkeypatch, device_type=device_type, mesh=mesh, chunk_frames=chunk_frames)
+    assert found.keys() >= {"_denoising", "_decoding"}
+    for name, (by_outlines, by_fake_tensors) in found.items():
+        assert by_outlines == by_fake_tensors, name
+
+
+def operands():
+    """Return rows, the same transposed, a number, one of another kind, and indices."""
+    rows = torch.empty((2, 3, 4), dtype=torch.bfloat16)
+    number, count = torch.empty((), dtype=torch.float32), torch.empty((), dtype=torch.int64)
+    return rows, torch.empty((4, 3, 2)).permute(2, 1, 0), number, count, torch.empty((3, 1), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda rows, turned, number, count, ids: number * rows,
+        lambda rows, turned, number, count, ids: rows * number,
+        lambda rows, turned, number, count, ids: turned + rows,
+        lambda rows, turned, number, count, ids: rows - ids,
+        lambda rows, turned, number, count, ids: 1.5 * ids,
+        lambda rows, turned, number, count, ids: ids / 2,
+        lambda rows, turned, number, count, ids: count * number,
+        lambda rows, turned, number, count, ids: count * rows,
+        lambda rows, turned, number, count, ids: ids << 1,
+        lambda rows, turned, number, count, ids: ids.clamp(min=0),
+        lambda rows, turned, number, count, ids: turned.exp(),
+        lambda rows, turned, number, count, ids: torch.lerp(turned, turned, number),
+        lambda rows, turned, number, count, ids: torch.cat((rows, turned), dim=1),
+        lambda rows, turned, number, count, ids: torch.stack((rows, rows), dim=-1),
+        lambda rows, turned, number, count, ids: rows.repeat(2, 1, 1, 3),
+        lambda rows, turned, number, count, ids: rows @ rows.mT,
+        lambda rows, turned, number, count, ids: turned.mean(dim=(0, -1), keepdim=True),
+        lambda rows, turned, number, count, ids: turned.var(dim=1),
+        lambda rows, turned, number, count, ids: turned.to(torch.float16),
+        lambda rows, turned, number, count, ids: torch.arange(1, 10, 2),
+        lambda rows, turned, number, count, ids: torch.arange(2.5),
+        # Without a rule: torch's own on the meta device.
+        lambda rows, turned, number, count, ids: turned.cumsum(dim=1),
+        lambda rows, turned, number, count, ids: torch.where(rows > 0, rows, number),
+    ],
+)
+def test_an_outline_is_that_of_what_the_operation_gives(operation):
+    given = operation(*operands())
+    with fake_device("cpu"):
+        outline = operation(*operands())
+    facts = [(each.shape, each.stride(), each.dtype, each.device) for each in (given, outline)]
+    assert facts[0] == facts[1]
+    assert outline.is_meta
+
+
+def encoder_need(model, length, dtype, device_type):
+    with fake_tensors(device_type) as device:
+        model = fake_module(model, device=device, dtype=dtype)
+        fuse_t5_norms(model)
+        model.requires_grad_(False)
+        with TensorBytes(device_type=device.type) as counter:
+            ids = torch.empty((2, length), dtype=torch.int64, device=device)
+            out = model(input_ids=ids)
+            embeds = out.last_hidden_state if isinstance(model, T5EncoderModel) else out.pooler_output
+            del ids, out
+            need = Need.of(counter)
+            del embeds
+            return need
+
+
+T5S = [
+    {"d_model": 64, "d_ff": 32, "num_heads": 2, "num_layers": 2, "feed_forward_proj": "gated-gelu"},
+    {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "num_layers": 1, "feed_forward_proj": "gated-gelu"},
+    {"d_model": 64, "d_ff": 640, "num_layers": 2, "feed_forward_proj": "gated-silu"},
+    {"d_model": 32, "num_layers": 3},
+]
+CLIPS = [
+    {"num_hidden_layers": 2},
+    {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1},
+    {"hidden_size": 64, "num_hidden_layers": 2, "hidden_act": "gelu"},
+]
+SIZES = [*product((torch.float32, torch.bfloat16), (16, 77), ("cpu", "cuda"))]
+
+
+@pytest.mark.parametrize("changes", [T5S[0], *(pytest.param(each, marks=SLOW) for each in T5S[1:])])
+def test_the_arithmetic_of_t5_is_that_of_its_layers(changes, tmp_path):
+    config = T5Config(**changes)
+    config.save_pretrained(tmp_path)
+    sizes = T5Sizes.of(tmp_path)
+    with torch.device("meta"):
+        model = T5EncoderModel(config)
+    layers = list(model.encoder.block)
+    assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
+    assert sum(sizes.layer_weights.values()) == sum(
+        weight.numel() for weight in layers[-1].parameters()
+    ) - sizes.position_biases * (len(layers) == 1)
+    for dtype, length, device_type in SIZES[::3]:
+        expected = encoder_need(lambda: T5EncoderModel(config), length, dtype, device_type)
+        assert text._t5_need(sizes, length, dtype.itemsize) == expected
+
+
+@pytest.mark.parametrize("changes", [CLIPS[0], *(pytest.param(each, marks=SLOW) for each in CLIPS[1:])])
+def test_the_arithmetic_of_clip_is_that_of_its_layers(changes, tmp_path):
+    config = CLIPTextConfig(**changes)
+    config.save_pretrained(tmp_path)
+    sizes = ClipSizes.of(tmp_path)
+    with torch.device("meta"):
+        model = CLIPTextModel(config)
+    assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
+    for dtype, length, device_type in SIZES[::3]:
+        expected = encoder_need(lambda: CLIPTextModel(config), length, dtype, device_type)
+        assert text._clip_need(sizes, length, dtype.itemsize) == expected
+
+
+def operations(changes, monkeypatch):
+    """Return how many operations a plan of the demo runs on outlines, none of them remembered."""
+    for name in ("_denoising", "_decoding", "_encoding"):
+        getattr(generation, name).cache_clear()
+    count = 0
+    dispatch = OutlineMode.__torch_dispatch__
+
+    def counted(*args, **options):
+        nonlocal count
+        count += 1
+        return dispatch(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutlineMode, "__torch_dispatch__", counted)
+        make_plan(load_preset("demo", prompt="any").replace({"runtime.device": "cpu", **SMALL, **changes}))
+    return count
+
+
+def test_a_plan_costs_no_more_for_more_blocks_steps_and_ranks(monkeypatch):
+    few = operations({}, monkeypatch)
+    assert 0 < few < 2500
+    more = {"model.depth": 19, "model.depth_single_blocks": 38, "sampling.num_inference_steps": 100}
+    assert operations(more, monkeypatch) == few
+    assert operations({"parallel.gpus": 2}, monkeypatch) < 1.3 * few
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_drawn_for_weights_that_are_not_there():
+    with Recording() as drawn, torch.device("meta"):
+        nn.Linear(3, 4)
+    assert "aten::uniform_" in drawn.names
+    # Sizes that no other test has planned.
+    settings = load_preset("256px", prompt="any").replace({"model.mlp_ratio": 3.5, "vae.sample_size": 320})
+    with Recording() as recording:
+        make_plan(settings.replace({"runtime.device": "cpu"}))
+    assert recording.names
+    assert not recording.names & {"aten::uniform_", "aten::normal_", "aten::random_"}
+
+
+def test_all_parameters_are_counted_from_one_block_of_each_kind():
+    settings = load_preset("demo", prompt="any").replace({"model.depth": 3, "model.depth_single_blocks": 2})
+    whole = sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
+    plan = make_plan(settings.replace({"runtime.device": "cpu"}))
+    assert count_parameters(settings, plan.weights)["transformer"] == whole
+
+
+def test_a_plan_imports_neither_the_compiler_of_torch_nor_transformers():
+    program = (
+        "import sys\n"
+        "from opensora_cli.engine.generate.plan import make_plan\n"
+        "from opensora_cli.settings.load import load_preset\n"
+        "for name in ('demo', '256px'):\n"
+        "    make_plan(load_preset(name, prompt='any').replace({'runtime.device': 'cpu'}))\n"
+        "print(*({'torch._dynamo', 'sympy', 'transformers'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
