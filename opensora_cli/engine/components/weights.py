@@ -109,6 +109,11 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
     return _located(files, folders, model=ModelName.DEMO, looked_in=" and ".join(map(str, folders)))
 
 
+def needed_components(settings: GenerateSettings) -> tuple[Component, ...]:
+    """Return the parts whose weights a generation reads: saved latents are only decoded."""
+    return ALL_COMPONENTS if settings.from_latents is None else (Component.VAE,)
+
+
 def find_released(files: FileSettings, named: str | None) -> WeightFiles:
     """Return where the released model's weights are; see `find_weights`. A folder `named` is the only one searched."""
     model = ModelName.OPEN_SORA_V2
@@ -134,6 +139,11 @@ def warn_of_missing(check: Callable[[], object], reporter: Reporter) -> None:
         check()
     except FileProblem as error:
         reporter.warn("; ".join(filter(None, (f"a run would be refused: {error.message}", error.hint))))
+
+
+def warn_of_missing_weights(settings: GenerateSettings, reporter: Reporter) -> None:
+    """Warn likewise of weights that `settings` need."""
+    warn_of_missing(lambda: find_weights(settings).require(needed_components(settings)), reporter)
 
 
 def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, choose_model_early, find_weights
+from opensora_cli.engine.components.weights import choose_model_early, find_weights, needed_components
 from opensora_cli.engine.generate.targets import num_samples, read_made, refuse_existing, sample_files
 from opensora_cli.media.files import readable_file
 from opensora_cli.settings.explain import Given
@@ -43,8 +43,7 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
             if ":" not in lora.path and not Path(lora.path).exists():
                 raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
         if not dry_run:
-            components = ALL_COMPONENTS if settings.from_latents is None else (Component.VAE,)
-            find_weights(settings).require(components)
+            find_weights(settings).require(needed_components(settings))
             _refuse_named(settings, remake=request.profiled_runs > 0)
     except (OsoraError, ValueError):
         for line in notes:

@@ -16,7 +16,7 @@ from opensora_cli.engine.components.exchanges import AttentionSizes, PlannedExch
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
 from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
-from opensora_cli.engine.components.weights import ALL_COMPONENTS, Component, WeightFiles, find_weights
+from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights, needed_components
 from opensora_cli.engine.estimate.generation import GenerationSizes
 from opensora_cli.engine.estimate.offload import DENOISE, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
@@ -69,7 +69,7 @@ class ExecutionPlan:
     @property
     def components(self) -> tuple[Component, ...]:
         """The parts whose weights are read."""
-        return (Component.VAE,) if self.decodes_only else ALL_COMPONENTS
+        return needed_components(self.settings)
 
     @property
     def num_samples(self) -> int:

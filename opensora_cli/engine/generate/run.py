@@ -23,7 +23,7 @@ from opensora_cli.engine.components.hardware import (
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.weights import Component, choose_model, warn_of_missing
+from opensora_cli.engine.components.weights import Component, choose_model, warn_of_missing_weights
 from opensora_cli.engine.estimate.offload import ENCODE, ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
@@ -113,9 +113,9 @@ def plan_from_request(
     if context is not None:
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
+    warn_of_missing_weights(settings, reporter)
     hardware = planned_hardware(settings, reporter) if context is None else None
     plan = plan_generation(settings, reporter=reporter, hardware=hardware)
-    warn_of_missing(lambda: plan.weights.require(plan.components), reporter)
     _Origins(choice).note(reporter)
     return PlanDocument.of(plan)
 

@@ -9,7 +9,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.weights import warn_of_missing
+from opensora_cli.engine.components.weights import warn_of_missing_weights
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import resolve_generate_settings
@@ -79,8 +79,8 @@ def mem_profile(
 
 
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
+    warn_of_missing_weights(what, reporter)
     plan = make_plan(with_mode(what, reporter))
-    warn_of_missing(lambda: plan.weights.require(plan.components), reporter)
     hardware = plan.hardware
     with ExitStack() as stack:
         if settings.snapshot is not None:

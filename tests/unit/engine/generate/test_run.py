@@ -672,6 +672,21 @@ class TestRequests:
             generate_from_request(request(**{"output.path": str(tmp_path / "sea.mp4")}), reporter=reporter)
         assert reporter.notes == []
 
+    def test_missing_weights_are_reported_before_anything_is_planned(self, tmp_path, reporter, monkeypatch):
+        warned = []
+
+        def planned(*args, **options):
+            warned.append(list(reporter.warnings))
+            return make_plan(*args, **options)
+
+        monkeypatch.setattr("opensora_cli.engine.generate.run.make_plan", planned)
+        given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
+        given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
+        request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
+        plan_from_request(request, reporter=reporter)
+        assert warned == [reporter.warnings]
+        assert "a run would be refused: weights of the open-sora-v2 model are missing" in warned[0][0]
+
     def test_weights_from_the_environment(self, world, tmp_path, reporter):
         request = GenerateRequest(
             overrides={
