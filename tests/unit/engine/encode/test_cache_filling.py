@@ -136,12 +136,15 @@ def test_training_on_the_cache_is_training_on_the_clips_bit_for_bit(filled):
     assert len(set(cached)) == 4
 
 
-def test_on_a_table_of_pictures_and_videos_it_is_the_same_too(weights, tmp_path):
-    table = tiny_clips.clip_table(tmp_path, clips=4, pictures=3, num_frames=13)
+def test_on_a_table_of_pictures_and_videos_it_is_the_same_too_and_where_its_folder_was_moved(weights, tmp_path):
+    (tmp_path / "data").mkdir()
+    table = tiny_clips.clip_table(tmp_path / "data", clips=4, pictures=3, num_frames=13)
     changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}}}
     kinds = [settings_of(weights, cache, **changes) for cache in (None, tmp_path / "cache")]
     fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)
     assert fresh == cached
+    moved = Path(shutil.copytree(tmp_path / "data", tmp_path / "moved")) / table.name
+    assert losses(kinds[0].replace({"data.table": str(moved)}), micro_batches=4) == fresh
     assert len(set(cached)) == 4
     requests = cache_filling.cache_requests(kinds[1])
     cache = prepared(kinds[1])
