@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.fp8 import dequantise
+from opensora_cli.checkpoint.mapped import MappedTensors, MetaTensors
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.stream import Entry, Extent
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.core.dtypes import ROTARY_METADATA
-from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.core.reading import is_lack_of_memory
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Turns a file's tensors into a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
@@ -29,61 +28,6 @@ Shape = tuple[int, ...]
 _NUMBER = re.compile(r"\d+")
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _SUBFOLDERS = ["*/*"]
-
-
-class _MappedTensors(Mapping[str, Tensor]):
-    """The tensors of an open checkpoint; each is mapped or read on access, and none is kept."""
-
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
-        self._maps: dict[Path, torch.UntypedStorage] = {}
-
-    def __getitem__(self, key: str) -> Tensor:
-        entry = self._entries[key]
-        extent = _mappable(entry)
-        if extent is None:
-            return entry.read()
-        if extent.path not in self._maps:
-            self._maps[extent.path] = _map(extent.path)
-        whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
-        return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
-
-    def has_mapped(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a part of a file that is mapped here."""
-        start = tensor.untyped_storage().data_ptr()
-        return any(start == storage.data_ptr() for storage in self._maps.values())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-class _MetaTensors(Mapping[str, Tensor]):
-    """The same tensors on the meta device: a conversion runs over them without reading a weight."""
-
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
-        self._last: Tensor | None = None
-
-    def __getitem__(self, key: str) -> Tensor:
-        entry = self._entries[key]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        self._last = None if _mappable(entry) is None else tensor
-        return tensor
-
-    def is_view(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, made of the one that was accessed last, is a contiguous part of a mapped file."""
-        if self._last is None or not tensor.is_contiguous():
-            return False
-        return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +49,7 @@ def plan_tensors(
 
     `dtype` and `convert` are as there. Raises CheckpointError for a file that is missing or broken.
     """
-    tensors = _MetaTensors(dequantise(open_checkpoint(Path(path)).entries, dtype))
+    tensors = MetaTensors(dequantise(open_checkpoint(Path(path)).entries, dtype))
     return tuple(
         PlannedTensor(key, tensor.numel(), tensor.dtype, tensors.is_view(tensor))
         for key, tensor in (convert or _as_is)(tensors)
@@ -275,7 +219,7 @@ def fill_module(
         raise CheckpointError(message)
     if problems:
         warnings.warn(message, stacklevel=3)
-    tensors = _MappedTensors(entries)
+    tensors = MappedTensors(entries)
     for key in expected.keys() & entries.keys():
         if expected[key].is_meta:
             _assign(module, key, tensors[key].to(device))
@@ -291,7 +235,7 @@ def _read(
     convert: ConvertFn | None,
     allowed_missing: Sequence[str],
     in_order: bool = False,
-) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], _MappedTensors]:
+) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], MappedTensors]:
     """Return a file's tensors by the module's keys, to be read one by one, the module's own for the keys that the file
     lacks, and the maps of the file; CheckpointError if it does not fit.
 
@@ -303,7 +247,7 @@ def _read(
     if in_order:
         entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
     read = convert or _as_is
-    found = {key: tuple(tensor.shape) for key, tensor in read(_MetaTensors(entries))}
+    found = {key: tuple(tensor.shape) for key, tensor in read(MetaTensors(entries))}
     required = {
         key: tuple(tensor.shape)
         for key, tensor in expected.items()
@@ -312,7 +256,7 @@ def _read(
     problems = differences(found, required)
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
-    mapped = _MappedTensors(entries)
+    mapped = MappedTensors(entries)
     return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
 
 
@@ -323,28 +267,6 @@ def _padded(number: re.Match[str]) -> str:
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for key in tensors:
         yield key, tensors[key]
-
-
-def _mappable(entry: Entry) -> Extent | None:
-    """Return where the bytes of a tensor are that can be used in a mapped file; None: it has to be read."""
-    extents = entry.extents()
-    if extents is None or len(extents) != 1:
-        return None
-    (extent,) = extents
-    # The formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
-    return None if extent.offset % entry.dtype.itemsize or not extent.length else extent
-
-
-def _map(path: Path) -> torch.UntypedStorage:
-    """Map a file privately: its pages are shared with other maps of it, until they are written to."""
-    try:
-        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
-    except (OSError, RuntimeError) as error:
-        if is_lack_of_memory(error):
-            raise HardwareError(f"there is not enough memory to map {path}") from error
-        raise CheckpointError(f"{path} cannot be mapped: {' '.join(str(error).split())}") from error
-    assert isinstance(storage, torch.UntypedStorage)
-    return storage
 
 
 def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:

@@ -258,12 +258,13 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
         refuse_early(request, dry_run=dry_run, reporter=reporter)
     output.note_start(reporter)
     with errors.uninterrupted():
+        from opensora_cli.engine.generate import dry_run as planning
         from opensora_cli.engine.generate import run as engine
 
     if dry_run:
         if request.profiled_runs:
             reporter.note(f"profile: everything is to be run {request.profiled_runs} times, and once before to warm up")
-        plan = engine.plan_from_request(request, reporter=reporter, context=context)
+        plan = planning.plan_from_request(request, reporter=reporter, context=context)
         if is_main:
             output.print_result(plan, as_json=as_json)
         plan.require_fit()

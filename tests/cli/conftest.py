@@ -13,11 +13,11 @@ from opensora_cli.engine.generate import early
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    module = ModuleType("opensora_cli.engine.generate.run")
-    module.generate_from_request = fake.generate_from_request  # type: ignore[attr-defined]
-    module.plan_from_request = fake.plan_from_request  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "opensora_cli.engine.generate.run", module)
-    monkeypatch.setattr(opensora_cli.engine.generate, "run", module, raising=False)
+    for name, call in (("run", "generate_from_request"), ("dry_run", "plan_from_request")):
+        module = ModuleType(f"opensora_cli.engine.generate.{name}")
+        setattr(module, call, getattr(fake, call))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(opensora_cli.engine.generate, name, module, raising=False)
     # What is refused before an engine is imported is not the subject where there is none.
     monkeypatch.setattr(early, "refuse_early", lambda request, **_: None)
     return fake

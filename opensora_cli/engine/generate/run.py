@@ -14,7 +14,6 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import (
-    Hardware,
     limited_memory,
     peak_memory_gib,
     release_memory,
@@ -23,19 +22,18 @@ from opensora_cli.engine.components.hardware import (
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.weights import Component, choose_model, warn_of_missing_weights
+from opensora_cli.engine.components.weights import Component, choose_model
 from opensora_cli.engine.estimate.offload import ENCODE, ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
-from opensora_cli.engine.generate.documents import GenerateResult, PlanDocument, reread_line
+from opensora_cli.engine.generate.documents import GenerateResult, reread_line
 from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.load import KeptVAE
-from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents, planned_outputs
+from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
-    planned_hardware,
     planned_on_ranks,
     request_of_rank,
     require_devices,
@@ -49,7 +47,7 @@ from opensora_cli.engine.generate.references import (
 )
 from opensora_cli.engine.generate.stages import RunRecord, retried, with_room
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
-from opensora_cli.engine.generate.text import encode_text, warn_about_planned_prompts
+from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import ModelChoice
@@ -88,7 +86,7 @@ def generate_from_request(
 
     `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here. None where
     ranks were started, of which the first has printed the result; a RankFailure where one failed. Other errors as in
-    `generate` and the next two.
+    `generate` and `resolve_generate_settings`.
     """
     if context is not None:
         request = request_of_rank(request, context)
@@ -104,20 +102,6 @@ def generate_from_request(
         return made
     runs = request.profiled_runs
     return _generate(settings, reporter=reporter, context=context, origins=origins, profiled_runs=runs)
-
-
-def plan_from_request(
-    request: GenerateRequest, *, reporter: Reporter, context: RankContext | None = None
-) -> PlanDocument:
-    """Choose the model, complete the settings, and return the plan; errors are those of the next two."""
-    if context is not None:
-        request = request_of_rank(request, context)
-    settings, choice = resolve_generate_settings(request, reporter=reporter)
-    warn_of_missing_weights(settings, reporter)
-    hardware = planned_hardware(settings, reporter) if context is None else None
-    plan = plan_generation(settings, reporter=reporter, hardware=hardware)
-    _Origins(choice).note(reporter)
-    return PlanDocument.of(plan)
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
@@ -140,40 +124,6 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     settings = load_generate_settings(request, model=decision.name, report=reporter.note)
     return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
-
-
-def plan_generation(
-    settings: GenerateSettings, *, reporter: Reporter, hardware: Hardware | None = None
-) -> ExecutionPlan:
-    """Return what `generate` would do, after the checks that need neither weights nor enough memory.
-
-    `hardware`: a device that is not here; None: as `make_plan`. Errors as `generate`, but for those of missing weights
-    and of too little memory.
-    """
-    plan = make_plan(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
-    _note_names(plan, reporter)
-    references_of(plan, reporter)
-    warn_about_planned_prompts(plan, reporter)
-    if plan.fitting.ignored is not None:
-        reporter.note(plan.fitting.ignored)
-    return plan
-
-
-def _note_names(plan: ExecutionPlan, reporter: Reporter) -> None:
-    """Report which results are there already, and what a run would do; errors are those that no other name avoids."""
-    first = [sample_files(plan.settings, index) for index in range(plan.num_samples)]
-    check_outputs(first, plan, create=False)
-    if plan.settings.output.overwrite or all(sample.is_free for sample in first):
-        return
-    files, refused = planned_outputs(plan)
-    if refused is not None:
-        reporter.note(f"{refused.message}; {refused.hint}")
-        return
-    for sample, named in zip(files, first, strict=True):
-        if sample.made_before:
-            reporter.note(f"made before by the same request: {sample.media}")
-        elif sample.media != named.media:
-            reporter.note(f"{named.media} exists already: the result would be {sample.media.name}")
 
 
 def generate(

@@ -18,8 +18,9 @@ from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, fitting, load, outputs, references, text
+from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.outputs import open_latents
-from opensora_cli.engine.generate.run import generate, generate_from_request, plan_from_request, plan_generation
+from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
 

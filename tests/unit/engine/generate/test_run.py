@@ -16,14 +16,13 @@ from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, Re
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, load, references
+from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
 from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
-    plan_from_request,
-    plan_generation,
     resolve_generate_settings,
 )
 from opensora_cli.engine.generate.targets import Claims
@@ -679,7 +678,7 @@ class TestRequests:
             warned.append(list(reporter.warnings))
             return make_plan(*args, **options)
 
-        monkeypatch.setattr("opensora_cli.engine.generate.run.make_plan", planned)
+        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_plan", planned)
         given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
         given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
         request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})

@@ -1,0 +1,88 @@
+"""The tensors of an open checkpoint by their names: parts of mapped files, or on the meta device."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opensora_cli.checkpoint.stream import Entry, Extent
+from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.reading import is_lack_of_memory
+
+
+class MappedTensors(Mapping[str, Tensor]):
+    """The tensors of an open checkpoint; each is mapped or read on access, and none is kept."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._maps: dict[Path, torch.UntypedStorage] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        extent = _mappable(entry)
+        if extent is None:
+            return entry.read()
+        if extent.path not in self._maps:
+            self._maps[extent.path] = _map(extent.path)
+        whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
+        return whole[extent.offset : extent.offset + extent.length].view(entry.dtype).view(entry.shape)
+
+    def has_mapped(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a part of a file that is mapped here."""
+        start = tensor.untyped_storage().data_ptr()
+        return any(start == storage.data_ptr() for storage in self._maps.values())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class MetaTensors(Mapping[str, Tensor]):
+    """The same tensors on the meta device: a conversion runs over them without reading a weight."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._last: Tensor | None = None
+
+    def __getitem__(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        self._last = None if _mappable(entry) is None else tensor
+        return tensor
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, made of the one that was accessed last, is a contiguous part of a mapped file."""
+        if self._last is None or not tensor.is_contiguous():
+            return False
+        return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _mappable(entry: Entry) -> Extent | None:
+    """Return where the bytes of a tensor are that can be used in a mapped file; None: it has to be read."""
+    extents = entry.extents()
+    if extents is None or len(extents) != 1:
+        return None
+    (extent,) = extents
+    # The formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+    return None if extent.offset % entry.dtype.itemsize or not extent.length else extent
+
+
+def _map(path: Path) -> torch.UntypedStorage:
+    """Map a file privately: its pages are shared with other maps of it, until they are written to."""
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
+    except (OSError, RuntimeError) as error:
+        if is_lack_of_memory(error):
+            raise HardwareError(f"there is not enough memory to map {path}") from error
+        raise CheckpointError(f"{path} cannot be mapped: {' '.join(str(error).split())}") from error
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage
