@@ -131,6 +131,7 @@ def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, capsys: pyt
     assert "vae.safetensors" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_no_estimates")
 def test_variables_of_generate_do_no_harm(
     recipe: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +204,7 @@ def test_bad_requests(
     assert captured.out == ""
 
 
+@pytest.mark.usefixtures("_no_estimates")
 def test_interrupt_resume_and_overwrite(
     recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
