@@ -148,7 +148,8 @@ def _read_yaml(path: Path) -> None:
 
 
 def _read_csv(path: Path) -> None:
-    with path.open(newline="") as file:
+    # As osora writes them, since file names may be no Unicode.
+    with path.open(newline="", errors="surrogateescape") as file:
         assert next(csv.reader(file)), "no columns"
 
 
