@@ -34,6 +34,8 @@ def main() -> None:
         confined.own_mounts()
         confined.open_to_others([Path(each) for each in sys.argv[1:]])
     _import_everything()
+    # Until a command begins in it, a forked process ends by SIGINT without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(_KINDS[request["do"]](request)) + "\n")
@@ -184,6 +186,7 @@ def _osora(argv: list[str], patch: str | None) -> int:
         module, _, function = patch.partition(":")
         getattr(importlib.import_module(module), function)()
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return osora()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1

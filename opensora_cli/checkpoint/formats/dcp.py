@@ -87,6 +87,8 @@ class _Unpickler(pickle.Unpickler):
             return lambda sizes: tuple(sizes)
         if imported == "collections.OrderedDict":
             return lambda: {}
+        if imported == "builtins.getattr":  # Python before 3.11.4 pickles members of an enumeration by it
+            return lambda *_: _Record()
         if imported in _UNUSED:
             return lambda *_: None
         raise _ImportRefusedError(imported)

@@ -1,8 +1,10 @@
 """Folders of torch.distributed.checkpoint: theirs are read, ours are theirs, and neither is trusted."""
 
+import io
 import pickle
 import shutil
 import tempfile
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,19 @@ class TestReading:
         assert (found.format, found.selections) == (Format.DCP, ())
         assert set(found.files) == {tmp_path / METADATA_FILE, tmp_path / DATA}
         assert bit_equal(read(found.entries), tensors())
+
+    def test_enumerations_as_python_before_3_11_4_pickles_them(self, tmp_path):
+        class Older(pickle.Pickler):
+            def reducer_override(self, value):
+                return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+        dcp.save(tensors(), checkpoint_id=tmp_path)
+        metadata = tmp_path / METADATA_FILE
+        described_anew = io.BytesIO()
+        Older(described_anew).dump(pickle.loads(metadata.read_bytes()))
+        assert b"getattr" in described_anew.getvalue()
+        metadata.write_bytes(described_anew.getvalue())
+        assert bit_equal(opened(tmp_path), tensors())
 
     def test_a_training(self, tmp_path):
         ema = {name: tensor.to(torch.float32) * 2 for name, tensor in tensors().items()}
