@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch import nn
 
-from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB, release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -212,7 +212,7 @@ def _covered(start: float, end: float, spans: list[tuple[float, float]]) -> floa
 
 def measure_decode(plan: ExecutionPlan, *, name: str) -> dict[str, Any]:
     """Return the report of decoding one sample."""
-    vae = video_autoencoder_on_meta(plan.settings.vae)
+    vae = autoencoder_on_meta(plan.settings.vae)
     device = plan.hardware.device
     fill(vae, device=device, place=torch.device("cpu"), dtype=plan.hardware.dtype)
     with measured(device, vae) as peak:

@@ -54,13 +54,13 @@ SIZES = {
     "model.depth_single_blocks": "1",
     "model.context_in_dim": "16",
     "model.vec_in_dim": "16",
-    "vae.norm_num_groups": "2",
-    "vae.layers_per_block": "1",
     "text.t5_max_length": str(MAX_LENGTH),
     "text.clip_max_length": str(MAX_LENGTH),
 }
+HUNYUAN_SIZES = {"vae.norm_num_groups": "2", "vae.layers_per_block": "1"}
 RELEASED_SIZES = {
     **SIZES,
+    **HUNYUAN_SIZES,
     "model.in_channels": "16",
     "vae.latent_channels": "4",
     "vae.block_out_channels": "4,4,8,8",
@@ -68,7 +68,20 @@ RELEASED_SIZES = {
     "vae.sample_size": "32",
     "vae.sample_tsize": "32",
 }
-DEMO_SIZES = {**SIZES, "vae.block_out_channels": "4,4,8", "vae.sample_tsize": "16"}
+DC_AE_SIZES = {
+    **SIZES,
+    "model.in_channels": "8",
+    "vae.dc_ae.latent_channels": "8",
+    "vae.dc_ae.block_types": "res,res,efficientvit",
+    "vae.dc_ae.width_list": "8,8,32",
+    "vae.dc_ae.encoder_depth_list": "1,1,1",
+    "vae.dc_ae.decoder_depth_list": "1,1,1",
+    "vae.dc_ae.temporal": "true,true,false",
+    # Tiles of 4 latents a side and 4 latent frames.
+    "vae.dc_ae.spatial_tile_size": "16",
+    "vae.dc_ae.temporal_tile_size": "16",
+}
+DEMO_SIZES = {**SIZES, **HUNYUAN_SIZES, "vae.block_out_channels": "4,4,8", "vae.sample_tsize": "16"}
 
 
 class RecordingReporter(SilentReporter):
@@ -102,6 +115,7 @@ class World:
     """Folders of weights, and reference files."""
 
     released: Path
+    dc_ae: Path
     demo: Path
     picture: Path
     other_picture: Path
@@ -115,6 +129,21 @@ def released_settings(
     """Return a shrunken preset of the released model; keys of `changes` have `__` for the dot."""
     overrides = {**released_overrides(world, output), "prompt": prompt}
     return _settings(ModelName.OPEN_SORA_V2, overrides, changes)
+
+
+def dc_ae_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
+    """Return a shrunken preset of the model over the video DC-AE: 6 latent frames of 4 x 8, in tiles."""
+    overrides = {
+        **DC_AE_SIZES,
+        "video.height": "16",
+        "video.width": "32",
+        "video.num_frames": "24",
+        "sampling.num_inference_steps": "2",
+        "runtime.weights": str(world.dc_ae),
+        "output.path": str(output),
+        "prompt": prompt,
+    }
+    return _settings(ModelName.OPEN_SORA_V2_DC_AE, overrides, changes)
 
 
 def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
@@ -153,12 +182,14 @@ def make_world(folder: Path) -> World:
     """Write everything below `folder`."""
     world = World(
         released=folder / "released",
+        dc_ae=folder / "dc_ae",
         demo=folder / "demo",
         picture=folder / "picture.png",
         other_picture=folder / "other.png",
         video=folder / "video.mp4",
     )
-    for root, make in ((world.released, released_settings), (world.demo, demo_settings)):
+    models = (world.released, released_settings), (world.dc_ae, dc_ae_settings), (world.demo, demo_settings)
+    for root, make in models:
         settings = make(world, folder)
         files = settings.files
         root.mkdir()

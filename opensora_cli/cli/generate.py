@@ -289,9 +289,10 @@ def _print_presets(*, as_json: bool) -> None:
         ]
         output.print_json({"schema": PRESETS_SCHEMA, "presets": documents})
         return
+    width = max(map(len, presets))
     output.print_lines(
         [
-            f"{name:8} {preset.model.name} at {preset.video.resolution} {preset.video.aspect_ratio}, "
+            f"{name:{width}} {preset.model.name} at {preset.video.resolution} {preset.video.aspect_ratio}, "
             f"{preset.video.num_frames} frames at {preset.video.fps} fps, "
             f"{preset.sampling.num_inference_steps} steps"
             for name, preset in presets.items()

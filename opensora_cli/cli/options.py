@@ -91,7 +91,10 @@ Height = Annotated[
 NumFrames = Annotated[
     int | None,
     typer.Option(
-        "--num-frames", metavar="N", help="Frames: a multiple of 4, plus 1. 1 makes a picture.", rich_help_panel=_VIDEO
+        "--num-frames",
+        metavar="N",
+        help="Frames: a multiple of 4, plus 1; with open-sora-v2-dc-ae a multiple of 4. 1 makes a picture.",
+        rich_help_panel=_VIDEO,
     ),
 ]
 Fps = Annotated[int | None, typer.Option("--fps", metavar="N", help="Frames per second.", rich_help_panel=_VIDEO)]

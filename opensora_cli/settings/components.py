@@ -199,6 +199,13 @@ class VAESettings(Section):
             is_causal=True,
         )
 
+    @property
+    def pixel_width(self) -> int:
+        """Channels of the layers that work on whole pixels."""
+        if self.kind is VAEKind.DC_AE:
+            return self.dc_ae.width_list[0]
+        return self.flux_ae.ch * self.flux_ae.ch_mult[0] if self.kind is VAEKind.FLUX_AE else self.block_out_channels[0]
+
     @model_validator(mode="after")
     def _groups_divide_widths(self) -> Self:
         for width in self.block_out_channels:
@@ -209,12 +216,18 @@ class VAESettings(Section):
                 )
         return self
 
+    @staticmethod
+    def owner(name: str) -> VAEKind | None:
+        """Return the kind that a key is of; None: it is of all."""
+        if name in _KEYS_OF_ALL_KINDS:
+            return None
+        return VAEKind(name) if name in list(VAEKind) else VAEKind.HUNYUAN
+
     @model_validator(mode="after")
     def _everything_has_an_effect(self) -> Self:
         for name, details in type(self).model_fields.items():
-            value = getattr(self, name)
-            owner = VAEKind(name) if name in list(VAEKind) else VAEKind.HUNYUAN
-            if name not in _KEYS_OF_ALL_KINDS and owner is not self.kind and value != details.default:
+            value, owner = getattr(self, name), self.owner(name)
+            if owner not in (None, self.kind) and value != details.default:
                 setting = f"vae.{name}" if isinstance(value, Section) else f"vae.{name}={value}"
                 raise ValueError(f"{setting} has no effect with vae.kind={self.kind}: drop it, or use vae.kind={owner}")
         return self

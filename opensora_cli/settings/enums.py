@@ -8,6 +8,8 @@ class ModelName(StrEnum):
 
     DEMO = "demo"
     OPEN_SORA_V2 = "open-sora-v2"
+    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
+    """Over the latents of the video DC-AE."""
 
 
 class ModelChoice(StrEnum):
@@ -16,6 +18,7 @@ class ModelChoice(StrEnum):
     AUTO = "auto"
     DEMO = "demo"
     OPEN_SORA_V2 = "open-sora-v2"
+    OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
 
 
 class VAEKind(StrEnum):
@@ -31,7 +34,7 @@ class VAEKind(StrEnum):
     @property
     def generates(self) -> bool:
         """Whether the video models generate with it."""
-        return self is VAEKind.HUNYUAN
+        return self is not VAEKind.FLUX_AE
 
 
 class AspectRatio(StrEnum):

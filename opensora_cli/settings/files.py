@@ -18,6 +18,12 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import nearest
 
 EXTENDS = "extends"
+_PRESETS = {
+    ModelName.DEMO: ("demo",),
+    ModelName.OPEN_SORA_V2: ("256px", "768px"),
+    ModelName.OPEN_SORA_V2_DC_AE: ("high_compression",),
+}
+"""The presets that each model's settings start from: one of each resolution, or one for all."""
 MAX_SETTINGS_BYTES = 500_000
 """Of a file of settings: those written by hand have a few kB, and some 500 kB are read in a second."""
 _MOST_VALUES = 100_000
@@ -66,13 +72,10 @@ def preset_path(name: str, *kinds: str) -> Path:
 def generate_preset(model: ModelName, *, resolution: str | None) -> str:
     """Return the name of the preset to start from.
 
-    The demo's preset has its name; the released model has one for each of its resolutions, of that name. An unknown
-    resolution gets the first of these, whose settings then list the known ones in their error.
+    An unknown resolution gets the model's first preset, whose settings then list the known ones in their error.
     """
-    if model is ModelName.DEMO:
-        return model.value
-    released = [name for name in list_presets("generate") if name not in list(ModelName)]
-    return resolution if resolution in released else released[0]
+    presets = _PRESETS[model]
+    return resolution if resolution in presets else presets[0]
 
 
 class _TextLoader(yaml.BaseLoader):

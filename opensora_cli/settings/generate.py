@@ -61,6 +61,11 @@ class VideoSettings(Section):
         default=tuple(AspectRatio), min_length=1, description="aspect ratios the model has"
     )
     max_frames: int = Field(default=129, ge=1, description="most frames the model has")
+    causal_lengths: bool = Field(
+        default=False,
+        description="count latent frames as if the autoencoder were causal, (num_frames - 1) // 4 + 1, as the "
+        "reference's published preset of high compression does: a video may then have any length, to which it is cut",
+    )
 
     @field_validator("resolution")
     @classmethod
@@ -295,15 +300,24 @@ def _size_problems(settings: GenerateSettings) -> list[str]:
 
 
 def _length_problems(settings: GenerateSettings) -> list[str]:
-    frames, most = settings.video.num_frames, settings.video.max_frames
-    ratio = settings.vae.grid.time_compression_ratio
-    if frames <= most and (frames - 1) % ratio == 0:
+    video, grid = settings.video, settings.vae.grid
+    ratio, end = grid.time_compression_ratio, video.max_frames + 1
+    if grid.is_causal and video.causal_lengths:
+        return [f"video.causal_lengths=true has no effect with vae.kind={settings.vae.kind}, which is causal: drop it"]
+    if grid.is_causal:
+        lengths, rule = range(1, end, ratio), f"a multiple of {ratio}, plus 1,"
+    elif video.causal_lengths:
+        lengths, rule = range(ratio + 1, end), f"1, or at least {ratio + 1}"
+    else:
+        # A single latent frame is decoded to a picture.
+        lengths, rule = range(2 * ratio, end, ratio), f"1, or a multiple of {ratio} from {2 * ratio} on,"
+    if video.num_frames == 1 or video.num_frames in lengths:
         return []
-    longest = (most - 1) // ratio * ratio + 1
-    nearest = min(round((frames - 1) / ratio) * ratio + 1, longest)
+    longest = lengths[-1] if lengths else 1
+    nearest = lengths.start + round((video.num_frames - lengths.start) / lengths.step) * lengths.step
     return [
-        f"video.num_frames={frames} must be a multiple of {ratio}, plus 1, and at most {longest} "
-        f"with the {settings.model.name} model: use {nearest}"
+        f"video.num_frames={video.num_frames} must be {rule} and at most {longest} with the {settings.model.name} "
+        f"model: use {min(max(nearest, lengths.start), longest)}"
     ]
 
 
@@ -337,9 +351,15 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
         problems.append(
             f"condition.mode={mode.name} needs a model that takes references (model.cond_embed=true): use t2v"
         )
-    given = condition.lengths.given_latent_frames(mode, causal=settings.vae.grid.is_causal)
+    grid = settings.vae.grid
+    if mode.source is Source.VIDEO and settings.video.causal_lengths and not grid.is_causal:
+        problems.append(
+            f"condition.mode={mode.name} would give frames that vae.kind={settings.vae.kind} cannot encode, 1 more "
+            f"than a multiple of {grid.time_compression_ratio}: use video.causal_lengths=false"
+        )
+    given = condition.lengths.given_latent_frames(mode, causal=grid.is_causal)
     if given >= settings.num_latent_frames:
-        shortest = given * settings.vae.grid.time_compression_ratio + 1
+        shortest = grid.num_frames(given + 1)
         problems.append(
             f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode.name} "
             f"gives {given} latent frames: use at least {shortest}"

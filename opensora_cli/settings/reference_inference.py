@@ -115,7 +115,7 @@ def read_reference_generation(path: Path, *, num_devices: int) -> ReferenceConfi
         raise FileProblem(f"{path} is not for sampling", hint=f"use osora train or osora vae with --config {path}")
     found: dict[str, object] = {}
     if values.has("model"):
-        found["model.name"] = ModelName.OPEN_SORA_V2.value
+        found["model.name"] = (ModelName.OPEN_SORA_V2_DC_AE if _has_dc_ae(values) else ModelName.OPEN_SORA_V2).value
         # False where it is not written.
         found["model.cond_embed"] = False
         found.update(_files(values))
@@ -201,11 +201,16 @@ def _sampling(values: ReferenceValues) -> Iterator[tuple[str, object]]:
     if score is None or str(score).isdigit():
         values.take("motion_score")
         yield "prompt_suffix.motion_score", score
-    is_causal = values.peek("ae.type") != "dc_ae"
-    if values.peek(f"{option}.is_causal_vae") is is_causal:
+    if _has_dc_ae(values) and values.has(f"{option}.is_causal_vae"):
+        yield "video.causal_lengths", values.take(f"{option}.is_causal_vae")
+    elif values.peek(f"{option}.is_causal_vae") is True:
         values.take(f"{option}.is_causal_vae")
     if values.peek(f"{option}.temporal_reduction") == 4:
         values.take(f"{option}.temporal_reduction")
+
+
+def _has_dc_ae(values: ReferenceValues) -> bool:
+    return bool(values.peek("ae.type") == "dc_ae")
 
 
 def _dtype(values: ReferenceValues) -> Iterator[tuple[str, object]]:

@@ -52,13 +52,15 @@ def _unset(section: Section) -> list[str]:
 
 def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
     vae = settings.vae
-    yield from (f"vae.{kind}" for kind in VAEKind if kind is not vae.kind and kind in type(vae).model_fields)
-    if not vae.spatial_tiling:
-        yield "vae.sample_size"
-    if not vae.temporal_tiling:
-        yield "vae.sample_tsize"
-    if not (vae.spatial_tiling or vae.temporal_tiling):
-        yield "vae.tile_overlap_factor"
+    yield from (f"vae.{name}" for name in type(vae).model_fields if vae.owner(name) not in (None, vae.kind))
+    if vae.kind is VAEKind.DC_AE:
+        sizes = "vae.dc_ae.spatial_tile_size", "vae.dc_ae.temporal_tile_size", "vae.dc_ae.tile_overlap_factor"
+    else:
+        sizes = "vae.sample_size", "vae.sample_tsize", "vae.tile_overlap_factor"
+    tiled = vae.spatial_tiling, vae.temporal_tiling
+    yield from (size for size, has_effect in zip(sizes, (*tiled, any(tiled)), strict=True) if not has_effect)
+    if vae.grid.is_causal:
+        yield "video.causal_lengths"
 
 
 def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:

@@ -91,10 +91,13 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine, capsys: pytest.CaptureFi
     expected = load_preset("768px", prompt="sea")
     assert settings_of(engine, "sea", "--config", "768px") == expected
     assert settings_of(engine, "sea", "--preset", "768px", "--res", "256px") == load_preset("256px", prompt="sea")
-    assert settings_of(engine, "sea", "--preset", "demo") == load_preset("demo", prompt="sea")
+    for name in ("demo", "high_compression"):
+        assert settings_of(engine, "sea", "--preset", name) == load_preset(name, prompt="sea")
     capsys.readouterr()
     assert main(["generate", "sea", "--preset", "786px"]) == 2
-    assert capsys.readouterr().err.startswith("error: preset '786px' is not one of 256px, 768px, demo\n")
+    assert capsys.readouterr().err.startswith(
+        "error: preset '786px' is not one of 256px, 768px, demo, high_compression\n"
+    )
     assert main(["generate", "sea", "--preset", "gone.yaml"]) == 3
 
 

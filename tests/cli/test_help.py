@@ -164,10 +164,13 @@ def test_list_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         assert Path(recipe["file"]).stem == recipe["name"]
 
 
+PRESETS = ["256px", "768px", "demo", "high_compression"]
+
+
 def test_list_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--list-presets"]) == 0
     captured = capsys.readouterr()
-    assert [line.split()[0] for line in captured.out.splitlines()] == ["256px", "768px", "demo"]
+    assert [line.split()[0] for line in captured.out.splitlines()] == PRESETS
     assert captured.err == ""
 
 
@@ -175,7 +178,7 @@ def test_list_presets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--list-presets", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "osora.presets/1"
-    assert [preset["name"] for preset in document["presets"]] == ["256px", "768px", "demo"]
+    assert [preset["name"] for preset in document["presets"]] == PRESETS
     for preset in document["presets"]:
         assert GenerateSettings(prompt="x", **preset["settings"]).video.resolution in ("64px", "256px", "768px")
 

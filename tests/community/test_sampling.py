@@ -30,7 +30,7 @@ from opensora_cli.community.sampling import (
     save_sample,
 )
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.components.autoencoders import new_video_autoencoder
+from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.media.read import probe
 
 
@@ -54,7 +54,7 @@ def test_conditions_have_one_channel_of_mask():
 
 def test_references_are_encoded_for_each_sample(tmp_path: Path):
     torch.manual_seed(0)
-    model_ae = new_video_autoencoder(VAES["hunyuan"]).eval()
+    model_ae = new_autoencoder(VAES["hunyuan"]).eval()
     for name in "ab":
         save_sample(torch.rand(3, 1, 32, 48) * 2 - 1, save_path=tmp_path / name)
     one, both = f"{tmp_path}/a.png", f"{tmp_path}/a.png;{tmp_path}/b.png"

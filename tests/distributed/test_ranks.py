@@ -1,10 +1,12 @@
 """Work that the ranks of a generation share, beside the transformer's: branches of guidance, and tiles."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from opensora_cli.engine.generate.ranks import Ranks, SharedBranches, SharedDecoder, agreed_tensors, least
 from opensora_cli.engine.launch.rank import agreed
+from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
 from opensora_cli.models.vae.tiling import Tiling
 from opensora_cli.parallel.mesh import MeshShape
@@ -70,8 +72,16 @@ def tiny_vae():
     return HunyuanVAE(config).requires_grad_(False).eval()
 
 
-def _decoded(shared, temporal):
-    vae, latents = tiny_vae(), torch.randn(1, 4, 6, 5, 6, generator=torch.Generator().manual_seed(2))
+def tiny_dc_ae():
+    sizes = {"latent_channels": 4, "block_types": ("res", "res", "res"), "width_list": (8, 8, 8)}
+    depths = {"encoder_depth_list": (1, 1, 1), "decoder_depth_list": (1, 1, 1), "temporal": (True, True, False)}
+    torch.manual_seed(1)
+    vae = DCAE(DCAEConfig(**sizes, **depths, spatial_tile_size=16, temporal_tile_size=16))
+    return vae.requires_grad_(False).eval()
+
+
+def _decoded(make, shared, temporal):
+    vae, latents = make(), torch.randn(1, 4, 6, 5, 6, generator=torch.Generator().manual_seed(2))
     runs = 0
 
     def count(*_):
@@ -88,10 +98,11 @@ def _decoded(shared, temporal):
     return runs, None if pixels.is_meta else pixels
 
 
-def test_tiles_are_shared(pool):
+@pytest.mark.parametrize("make", [tiny_vae, tiny_dc_ae])
+def test_tiles_are_shared(pool, make):
     for temporal in (False, True):
-        ((alone, expected),) = pool(1).run(_decoded, False, temporal)
-        (first, pixels), (second, outline) = pool(2).run(_decoded, True, temporal)
+        ((alone, expected),) = pool(1).run(_decoded, make, False, temporal)
+        (first, pixels), (second, outline) = pool(2).run(_decoded, make, True, temporal)
         assert torch.equal(pixels, expected)
         assert outline is None
         assert first + second == alone >= 4

@@ -1,20 +1,18 @@
 """Autoencoders: the one place that names them, from settings and a file of weights.
 
-Generation and its estimate know only `VideoAutoencoder`, the interface: another one is a line in `AUTOENCODERS`.
+Generation and its estimate know only `Autoencoder`, the interface: another one is a line in `AUTOENCODERS`.
 """
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.models.vae.autoencoder import Autoencoder, VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAE, FluxAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE, HunyuanVAEConfig
@@ -67,20 +65,6 @@ def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
         return new_autoencoder(settings)
 
 
-def new_video_autoencoder(settings: VAESettings) -> VideoAutoencoder:
-    """Return `new_autoencoder`'s result for generating videos; a RequestError if it is not made for that."""
-    autoencoder = new_autoencoder(settings)
-    if not isinstance(autoencoder, VideoAutoencoder):
-        raise RequestError(f"vae.kind={settings.kind} is not made for generating: use {VAEKind.HUNYUAN}")
-    return autoencoder
-
-
-def video_autoencoder_on_meta(settings: VAESettings) -> VideoAutoencoder:
-    """Return the autoencoder that videos are generated with, without weights; errors as of `new_video_autoencoder`."""
-    with on_meta():
-        return new_video_autoencoder(settings)
-
-
 def vae_tiling(settings: VAESettings) -> Tiling:
     """Return which axes the autoencoder cuts into tiles."""
     return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
@@ -89,15 +73,8 @@ def vae_tiling(settings: VAESettings) -> Tiling:
 @lru_cache(maxsize=16)
 def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESettings) -> int:
     """Return how often the decoder runs for latents of this (C, T, H, W)."""
-    (_, grid), tiling = video_autoencoder_on_meta(settings).config.tile_grids(), vae_tiling(settings)
-    _, frames, rows, columns = latent_shape
-    tiles = 1
-    if tiling.spatial and max(rows, columns) > grid.space.size:
-        tiles *= ceil(rows / grid.space.stride) * ceil(columns / grid.space.stride)
-    if tiling.temporal and frames > grid.time.size:
-        # The one frame that a tile has more is not a tile of its own.
-        tiles *= ceil((frames - 1) / grid.time.stride)
-    return tiles
+    _, grid = autoencoder_on_meta(settings).config.tile_grids()
+    return grid.count(latent_shape[1:], vae_tiling(settings))
 
 
 def load_autoencoder(

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.components.weights import Component, WeightFiles
@@ -80,7 +80,7 @@ def _count_transformer(settings: ModelSettings) -> int:
 
 @lru_cache(maxsize=16)
 def _count_vae(settings: VAESettings) -> int:
-    return _count(video_autoencoder_on_meta(settings))
+    return _count(autoencoder_on_meta(settings))
 
 
 def _count(module: nn.Module) -> int:

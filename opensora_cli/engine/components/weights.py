@@ -89,7 +89,7 @@ class WeightFiles:
     def _how_to_get(self) -> str:
         if self.model is ModelName.DEMO:
             return "the demo comes with osora: install it again; a file elsewhere is named by its absolute path"
-        return download_command(VAEKind.HUNYUAN, to=self.download_folder)
+        return _download_line(self.model.value, to=self.download_folder)
 
 
 def find_weights(settings: GenerateSettings) -> WeightFiles:
@@ -100,8 +100,8 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
     a named folder wins where it holds a transformer of the demo's file name, and what it lacks is the demo's.
     """
     files, named = settings.files, settings.runtime.weights
-    if settings.model.name is ModelName.OPEN_SORA_V2:
-        return find_released(files, named)
+    if settings.model.name is not ModelName.DEMO:
+        return find_released(files, named, model=settings.model.name)
     # OSORA_WEIGHTS is usually set for the released model: a folder without a demo in it must not hide the packaged one.
     folders = [packaged_demo()]
     if named is not None and (Path(named) / files.transformer).exists():
@@ -114,23 +114,25 @@ def needed_components(settings: GenerateSettings) -> tuple[Component, ...]:
     return ALL_COMPONENTS if settings.from_latents is None else (Component.VAE,)
 
 
-def find_released(files: FileSettings, named: str | None) -> WeightFiles:
-    """Return where the released model's weights are; see `find_weights`. A folder `named` is the only one searched."""
-    model = ModelName.OPEN_SORA_V2
+def find_released(files: FileSettings, named: str | None, *, model: ModelName = ModelName.OPEN_SORA_V2) -> WeightFiles:
+    """Return where a released model's weights are; see `find_weights`. A folder `named` is the only one searched."""
     if named is not None:
         return _located(files, [Path(named)], model=model, looked_in=named, download_folder=named)
-    folders = [Path(DEFAULT_FOLDER)]
-    snapshot = hub_snapshot(files.hub_repo)
-    if snapshot is not None:
-        folders.append(snapshot)
+    # The text encoders of all released models are the first one's.
+    snapshots = map(hub_snapshot, dict.fromkeys((files.hub_repo, FileSettings().hub_repo)))
+    folders = [Path(DEFAULT_FOLDER), *(folder for folder in snapshots if folder is not None)]
     looked_in = f"{Path(DEFAULT_FOLDER).absolute()} and the Hugging Face cache"
     return _located(files, folders, model=model, looked_in=looked_in, use_hub=True)
 
 
 def download_command(kind: VAEKind, *, to: str) -> str:
     """Return the line that fetches the released model with this autoencoder; what is there already is not fetched."""
+    return _download_line(_DOWNLOADS[kind], to=to)
+
+
+def _download_line(name: str, *, to: str) -> str:
     place = "" if to == DEFAULT_FOLDER else f" --to {shlex.quote(to)}"
-    return f"osora ckpt download {_DOWNLOADS[kind]}{place}"
+    return f"osora ckpt download {name}{place}"
 
 
 def warn_of_missing(check: Callable[[], object], reporter: Reporter) -> None:

@@ -4,16 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.engine.estimate.fake_tensors import Repeated
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.chunked import StoredClip, convolve, last_stage, run_stage, stages_of
-from opensora_cli.models.vae.hunyuan import Decoder, HunyuanVAE
+from opensora_cli.models.vae.hunyuan import Decoder
 
 
 class _Chunk(NamedTuple):
@@ -61,12 +60,12 @@ class FakeDecoder(nn.Module):
 
     In chunks, a clip passes from stage to stage: each is run by itself, on two short clips, and what a longer one needs
     follows from them. `counter` looks for the peak while tiles are decoded: stages that cannot change it are left out.
-    The other arguments are those of `HunyuanVAE.decode`.
+    The other arguments are those of `Autoencoder.decode`.
     """
 
     def __init__(
         self,
-        vae: HunyuanVAE,
+        vae: Autoencoder,
         counter: TensorBytes,
         *,
         chunk_frames: int | None,
@@ -74,14 +73,20 @@ class FakeDecoder(nn.Module):
         canvas: torch.device,
     ) -> None:
         super().__init__()
-        self._config, self._counter = vae.config, counter
+        self._grid, self._channels, self._counter = vae.grid, vae.last_layer.out_channels, counter
         self._chunk_frames, self._canvas = chunk_frames, canvas
-        self._stages = list(_stages(vae.decoder, counter, chunk_frames, store, canvas))
+        # In chunks only this one decodes.
+        self._stages = list(_stages(cast(Decoder, vae.decoder), counter, chunk_frames, store, canvas))
         self._known: dict[tuple[object, _Clip], tuple[int, _Clip]] = {}
         self._seen: dict[int, list[_Seen]] = {}
 
     def forward(
-        self, latents_BCTHW: Tensor, *, chunk_frames: int | None, store: torch.device, canvas: torch.device
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
+        canvas: torch.device | None = None,
     ) -> Tensor:
         """Return the pixels of a tile; in height and width none is larger than the first. Options are those it has."""
         batch, _, frames, height, width = latents_BCTHW.shape
@@ -94,8 +99,8 @@ class FakeDecoder(nn.Module):
                 rows, columns = clip.height // first.height * height, clip.width // first.width * width
                 peak_bytes, _ = self._run(latents_BCTHW, stage, replace(clip, height=rows, width=columns))
                 torch.empty(peak_bytes, dtype=torch.uint8, device=latents_BCTHW.device)
-        time, space = self._config.grid.time_compression_ratio, self._config.grid.spatial_compression_ratio
-        pixels = batch, self._config.out_channels, (frames - 1) * time + 1, height * space, width * space
+        space = self._grid.spatial_compression_ratio
+        pixels = batch, self._channels, self._grid.num_frames(frames), height * space, width * space
         return torch.empty(pixels, dtype=latents_BCTHW.dtype, device=self._canvas)
 
     def _run_all(self, latents_BCTHW: Tensor) -> Iterator[_Seen]:
@@ -110,15 +115,6 @@ class FakeDecoder(nn.Module):
         if key not in self._known:
             self._known[key] = _run_shortened(partial(stage.run, latents_BCTHW), clip)
         return self._known[key]
-
-
-def fake_decoder(
-    vae: VideoAutoencoder, counter: TensorBytes, *, chunk_frames: int | None, store: torch.device, canvas: torch.device
-) -> nn.Module:
-    """Return what allocates what the decoder of `vae` does: stage by stage where it is known, else tile by tile."""
-    if isinstance(vae, HunyuanVAE):
-        return FakeDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=canvas)
-    return Repeated(vae.decoder)
 
 
 def _stages(

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.autoencoders import new_video_autoencoder, vae_tiling
+from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.decoder import fake_decoder
+from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
@@ -115,7 +115,10 @@ def estimate_generation(
     denoising = _denoising(config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal)
     workspace = dequantized_bytes(config, dtype) if offload.fp8_storage else 0
     parts = reference_parts(
-        sizes.mode, lengths=sizes.lengths, temporal_compression=settings.vae.grid.time_compression_ratio
+        sizes.mode,
+        causal=grid.is_causal,
+        temporal_compression=grid.time_compression_ratio,
+        lengths=sizes.lengths,
     )
     kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
     tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
@@ -208,10 +211,10 @@ def _decoding(
     (height, width), (chunk_frames, store_on_host) = shown, chunks
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: new_video_autoencoder(settings), device=device, dtype=dtype)
+        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = TensorBytes(device_type=device.type)
         store = HOST if store_on_host else device
-        decoder = fake_decoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
+        decoder = FakeDecoder(vae, counter, chunk_frames=chunk_frames, store=store, canvas=HOST)
         vae.decoder = cast(Any, decoder)
         with counter:
             latents_1CTHW = empty(1, *latent_shape)
@@ -236,7 +239,7 @@ def _encoding(
 ) -> Need:
     with fake_device(device_type) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: new_video_autoencoder(settings), device=device, dtype=dtype)
+        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         vae.encoder = cast(Any, Repeated(vae.encoder))
         with TensorBytes(device_type=device.type) as counter:
             latents: list[Tensor] = []

@@ -102,15 +102,17 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Streamable:
-    """Which weights take less of the device if they come to it piece by piece.
+    """What takes less of the device if it comes to it piece by piece.
 
-    On a CPU these are the ones that their file has in another dtype: cast as they are needed, and not all at once.
+    On a CPU these are the weights that their file has in another dtype: cast as they are needed, and not all at once.
     """
 
     blocks: bool = True
     """Of the transformer."""
     text: bool = True
     """T5's layers."""
+    frames: bool = True
+    """Of a clip that is decoded, as far as the autoencoder `decodes_in_chunks`."""
     from_page_cache: bool = False
     """They come from a file that the page cache holds, in as much memory as resident blocks leave it: then only those
     are resident that are needed for casting one while another computes."""
@@ -148,7 +150,7 @@ def choose_offload(
     if any(stage.name == DENOISE for stage in estimate(plan)):
         plan = first_fitting(_denoise_plans(plan, memory, num_blocks, streamable), DENOISE)
     plan = first_fitting((plan, replace(plan, stream_text=streamable.text)), TEXT)
-    return first_fitting(_decode_plans(plan), DECODE)
+    return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
 
 
 def stronger_offload(
@@ -165,7 +167,7 @@ def stronger_offload(
             fewer = max((plan.resident_blocks or num_blocks) // 2, 1)
             stronger = replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=fewer, chunk_tokens=_FEW_TOKENS)
             return stronger if stronger != plan else None
-        case "decode" if plan.chunk_frames != 1 or not plan.store_on_host:
+        case "decode" if streamable.frames and (plan.chunk_frames != 1 or not plan.store_on_host):
             fewer = 1 if plan.store_on_host else _CHUNK_FRAMES
             return replace(plan, chunk_frames=fewer, store_on_host=True)
         case _:

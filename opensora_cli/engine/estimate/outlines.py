@@ -30,7 +30,7 @@ _KEEP_DTYPE = frozenset(
         _aten.abs.default,
     }
     | {_aten.clamp.default, _aten.round.default, _aten.minimum.default, _aten.relu.default, _aten.lerp.Scalar}
-    | {_aten.pow.Tensor_Scalar, _aten.lerp.Tensor}
+    | {_aten.pow.Tensor_Scalar, _aten.lerp.Tensor, _aten.addcmul.default}
 )
 """Elementwise operations whose result has the dtype to which their operands are promoted."""
 _GIVE_FLOATS = frozenset(
@@ -243,6 +243,25 @@ def _mean(
     return torch.empty(_reduced(values, dims, keepdim), dtype=dtype or values.dtype, device=_META)
 
 
+def _sum(
+    on_host: bool, values: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dtype = dtype or (values.dtype if values.dtype.is_floating_point else torch.int64)
+    return torch.empty(_reduced(values, dims, keepdim), dtype=dtype, device=_META)
+
+
+def _vector_norm(
+    on_host: bool,
+    values: Tensor,
+    order: float = 2,
+    dims: list[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return torch.empty(_reduced(values, dims, keepdim), dtype=dtype or values.dtype, device=_META)
+
+
 def _var_mean(
     on_host: bool, values: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -326,6 +345,10 @@ def _padding(on_host: bool, clip: Tensor, sides: list[int]) -> Tensor:
     return torch.empty(shape, dtype=clip.dtype, device=_META, memory_format=layout)
 
 
+def _upsampled(on_host: bool, clip: Tensor, size: list[int], *scales: float | None) -> Tensor:
+    return torch.empty((*clip.shape[:2], *size), dtype=clip.dtype, device=_META, memory_format=clip_layout(clip))
+
+
 def clip_layout(clip: Tensor) -> torch.memory_format:
     """Return the layout of a clip, which a CPU's kernels that change its values alone keep."""
     is_channels_last = clip.ndim == 5 and clip.is_contiguous(memory_format=torch.channels_last_3d)
@@ -356,6 +379,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.bmm.default: _product,
     _aten.addmm.default: _product,
     _aten.mean.dim: _mean,
+    _aten.sum.dim_IntList: _sum,
+    _aten.linalg_vector_norm.default: _vector_norm,
     _aten.var_mean.correction: _var_mean,
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_group_norm.default: _group_norm,
@@ -363,6 +388,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten.convolution.default: _convolution,
     _aten.replication_pad3d.default: _padding,
+    _aten.upsample_nearest3d.default: _upsampled,
     _aten.arange.default: _arange,
     _aten.arange.start: _arange,
     _aten.arange.start_step: _arange,

@@ -26,7 +26,7 @@ from opensora_cli.engine.generate.stages import RunRecord, retried
 from opensora_cli.engine.generate.targets import SampleFiles, read_made, refuse_existing
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
-from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 
 _SAVE = "save"
 _HOST = torch.device("cpu")
@@ -106,7 +106,7 @@ def _report_given_frames(psnr_db: float, seed: int, reporter: Reporter) -> None:
 
 
 def _decode_for_rank_0(
-    plan: ExecutionPlan, denoised: Sequence[DenoisedSample], vae: VideoAutoencoder, record: RunRecord
+    plan: ExecutionPlan, denoised: Sequence[DenoisedSample], vae: Autoencoder, record: RunRecord
 ) -> None:
     """Decode this rank's tiles of every sample, of which rank 0 makes the videos."""
     with record.stage(DECODE, total=len(denoised), unit="samples") as progress:
@@ -170,7 +170,7 @@ def _decode_and_save(
 
 def decode_latents(
     plan: ExecutionPlan,
-    vae: VideoAutoencoder,
+    vae: Autoencoder,
     latents_CTHW: torch.Tensor,
     *,
     on_tile: Callable[[], None] = lambda: None,
@@ -192,7 +192,7 @@ def decode_latents(
             del frames_THWC
 
 
-def _pieces(plan: ExecutionPlan, vae: VideoAutoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(plan: ExecutionPlan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
     return vae.decode_pieces(
         latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
         tiling=vae_tiling(plan.settings.vae),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component, WeightFiles
@@ -54,13 +55,14 @@ class Fitting:
 
     @property
     def streamable(self) -> Streamable:
-        """What may be brought to the device piece by piece."""
+        """What may come to the device piece by piece."""
+        frames = autoencoder_on_meta(self.settings.vae).decodes_in_chunks
         if self.files is None:
-            return Streamable()
+            return Streamable(frames=frames)
         dtype = self.hardware.dtype
         blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype) and not self.settings.memory.fp8_storage
         text = can_be_cast_later(self.files[Component.T5], dtype, is_text=True)
-        return Streamable(blocks=blocks, text=text, from_page_cache=True)
+        return Streamable(blocks=blocks, text=text, frames=frames, from_page_cache=True)
 
     @property
     def ignored(self) -> str | None:

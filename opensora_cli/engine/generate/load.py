@@ -34,7 +34,7 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
-from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 Advance = Callable[[int], None]
@@ -197,17 +197,15 @@ def _stacks(transformer: MMDiT) -> list[nn.ModuleList]:
     return [cast(nn.ModuleList, transformer.get_submodule(path)) for path in paths]
 
 
-def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> VideoAutoencoder:
+def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> Autoencoder:
     """Return the autoencoder; a CheckpointError for a file that is missing, broken, or does not fit the settings."""
-    vae = load_autoencoder(
+    return load_autoencoder(
         plan.settings.vae,
         plan.weights.path(Component.VAE),
         device=plan.hardware.device,
         dtype=plan.hardware.dtype,
         advance=advance,
     )
-    assert isinstance(vae, VideoAutoencoder)  # as the plan was made for it
-    return vae
 
 
 @contextmanager
@@ -250,14 +248,14 @@ class KeptVAE:
     def __init__(self, plan: ExecutionPlan, record: RunRecord) -> None:
         self._plan = plan
         self._record = record
-        self._vae: VideoAutoencoder | None = None
+        self._vae: Autoencoder | None = None
 
     @property
     def is_loaded(self) -> bool:
         """Whether it is there, on the device or beside it."""
         return self._vae is not None
 
-    def on_device(self) -> VideoAutoencoder:
+    def on_device(self) -> Autoencoder:
         """Return it, on the device, where it stays until it is offloaded; an OutOfMemoryError if there is no room.
 
         A CheckpointError if its weights are missing or broken, or do not fit the settings.

@@ -91,7 +91,7 @@ class ExecutionPlan:
         """Values in a layer of what takes longest: of the transformer, for one evaluation, or of the autoencoder."""
         settings = self.settings
         if self.decodes_only:
-            return settings.video.num_frames * self.height * self.width * settings.vae.block_out_channels[0]
+            return settings.video.num_frames * self.height * self.width * settings.vae.pixel_width
         tokens = self.video_tokens + settings.text.t5_max_length
         return tokens * settings.model.hidden_size * max(1, self.evaluations_per_sample // (len(self.timesteps) - 1))
 
@@ -217,11 +217,13 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
         yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
     if not settings.memory.fp8_storage and not plan.decodes_only:
         yield "--set memory.fp8_storage=true", {"memory.fp8_storage": True}
+    tiled: dict[str, object] = {f"vae.{axis}_tiling": True for axis in ("spatial", "temporal")}
+    if not (settings.vae.spatial_tiling and settings.vae.temporal_tiling):
+        yield " ".join(f"--set {key}=true" for key in tiled), tiled
     smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
     if settings.video.height is None and settings.video.resolution != smallest:
         yield f"--res {smallest}", {"video.resolution": smallest}
-    shorter = settings.video.num_frames // 2 // settings.vae.grid.time_compression_ratio
-    frames = shorter * settings.vae.grid.time_compression_ratio + 1
+    frames = settings.vae.grid.longest_clip(settings.video.num_frames // 2 + 1)
     if frames < settings.video.num_frames:
         yield f"--num-frames {frames}", {"video.num_frames": frames}
 

@@ -25,7 +25,7 @@ from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folde
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, rank_counts, settings_of_ranks
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
-from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.all_to_all import ExchangePlan, open_route
 from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
@@ -160,9 +160,9 @@ class SharedDecoder(nn.Module):
     of rank 0 with the next of its own. What it gets itself are outlines without pixels.
     """
 
-    def __init__(self, vae: VideoAutoencoder) -> None:
+    def __init__(self, vae: Autoencoder) -> None:
         super().__init__()
-        self._decoder, self._config = vae.decoder, vae.config
+        self._decoder, self._grid, self._channels = vae.decoder, vae.grid, vae.last_layer.out_channels
         self._asked = 0
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -174,17 +174,18 @@ class SharedDecoder(nn.Module):
         store: torch.device | None = None,
         canvas: torch.device | None = None,
     ) -> Tensor:
-        """Return the pixels of a tile, in the host's memory; see `HunyuanVAE.decode`."""
+        """Return the pixels of a tile, in the host's memory; see `Autoencoder.decode`."""
         owner, rank = self._asked % dist.get_world_size(), dist.get_rank()
         self._asked += 1
         if owner == rank:
-            pixels_BCTHW: Tensor = self._decoder(latents_BCTHW, chunk_frames=chunk_frames, store=store, canvas=_HOST)
+            chunks = {} if chunk_frames is None else {"chunk_frames": chunk_frames, "store": store}
+            pixels_BCTHW: Tensor = self._decoder(latents_BCTHW, **chunks, canvas=_HOST)
             if rank == 0:
                 return pixels_BCTHW
             self._send(pixels_BCTHW.contiguous())
         batch, _, frames, height, width = latents_BCTHW.shape
-        time, space = self._config.grid.time_compression_ratio, self._config.grid.spatial_compression_ratio
-        shape = batch, self._config.out_channels, (frames - 1) * time + 1, height * space, width * space
+        space = self._grid.spatial_compression_ratio
+        shape = batch, self._channels, self._grid.num_frames(frames), height * space, width * space
         if rank != 0:
             return torch.empty(shape, dtype=latents_BCTHW.dtype, device="meta")
         pixels_BCTHW = torch.empty(shape, dtype=latents_BCTHW.dtype)

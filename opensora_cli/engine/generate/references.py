@@ -27,7 +27,7 @@ from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import Fit, fit_frames, to_uint8
-from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiling import NO_TILING, Tiling
 from opensora_cli.settings.enums import ReferenceRate
 from opensora_cli.settings.explain import explain
@@ -201,7 +201,7 @@ def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
 
 def encode_references(
     references: Sequence[Reference],
-    vae: VideoAutoencoder,
+    vae: Autoencoder,
     *,
     tiling: Tiling = NO_TILING,
     on_encoded: Callable[[], None] = lambda: None,
@@ -234,7 +234,7 @@ def reference_latents(
 def collect_references_batch(
     reference_paths: Sequence[str],
     cond_type: str,
-    model_ae: VideoAutoencoder,
+    model_ae: Autoencoder,
     image_size: tuple[int, int],
     is_causal: bool = False,
     *,

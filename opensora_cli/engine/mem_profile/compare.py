@@ -39,6 +39,7 @@ _BRANCHES = 3
 _FEW_BLOCKS = 2
 _MANY_TOKENS = 8192
 _HOST_IS_DEVICE = "not measured: without a GPU, its weights would move from the host's memory to the same"
+_WHOLE_TILES = "not measured: this autoencoder decodes all frames of a tile at once"
 _STEP, _HELD = "a training step", "what is held for backward"
 _CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offload"
 _BRANCH_BY_BRANCH = "branch by branch"
@@ -122,6 +123,8 @@ def _generation_rows(plan: ExecutionPlan) -> Rows:
     for name, (stage, change) in changes.items():
         if name == "block streaming" and plan.hardware.device.type == "cpu":
             yield Technique(name=name, reason=_HOST_IS_DEVICE)
+        elif stage == DECODE and not plan.fitting.streamable.frames:
+            yield Technique(name=name, reason=_WHOLE_TILES)
         elif stage in too_large:
             yield Technique(name=name, reason=too_large[stage])
         elif not any(each.name == stage for each in plan.stages):

@@ -11,7 +11,7 @@ from torch import nn
 
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.autoencoders import vae_tiling, video_autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras
@@ -33,7 +33,7 @@ from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit import MMDiT
-from opensora_cli.models.vae.autoencoder import VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import OffloadMode
 
 WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
@@ -215,12 +215,13 @@ def _text(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], 
 def _encode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
     vae = _vae(plan)
     settings = plan.settings.vae
-    references = [
-        Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True)
-        for part in reference_parts(
-            plan.mode, lengths=plan.lengths, temporal_compression=settings.time_compression_ratio
-        )
-    ]
+    parts = reference_parts(
+        plan.mode,
+        causal=settings.grid.is_causal,
+        temporal_compression=settings.grid.time_compression_ratio,
+        lengths=plan.lengths,
+    )
+    references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]
     return {"vae": vae}, lambda: encode_references(references, vae, tiling=vae_tiling(settings))
 
 
@@ -257,8 +258,8 @@ def _decode(plan: ExecutionPlan, stack: ExitStack) -> tuple[dict[str, nn.Module]
     return {"vae": vae}, run
 
 
-def _vae(plan: ExecutionPlan) -> VideoAutoencoder:
-    vae = video_autoencoder_on_meta(plan.settings.vae).to(plan.hardware.dtype).eval()
+def _vae(plan: ExecutionPlan) -> Autoencoder:
+    vae = autoencoder_on_meta(plan.settings.vae).to(plan.hardware.dtype).eval()
     return fill_randomly(vae, plan.hardware.device)
 
 

@@ -95,7 +95,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
         for module in (task.module, *frozen):
             give_fake_weights(module, device=device)
             if module is not task.module and isinstance(module, Autoencoder):
-                module.encoder = cast(Any, Repeated(cast(nn.Module, module.encoder)))
+                module.encoder = cast(Any, Repeated(module.encoder))
         return _steps(settings, plan, task, frozen, distribution=distribution, has_moments=True)
 
 

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,11 @@ class Autoencoder(nn.Module, ABC):
     """
 
     config: AutoencoderConfig
+    encoder: nn.Module
+    decoder: nn.Module
+    """Runs once for each tile of the latents, with the `canvas` of `decode`."""
+    decodes_in_chunks: ClassVar[bool] = False
+    """Whether `decode` takes `chunk_frames`."""
 
     @property
     def grid(self) -> LatentGrid:
@@ -80,8 +86,8 @@ class Autoencoder(nn.Module, ABC):
         """
 
     @abstractmethod
-    def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
-        """Return the pixels of unscaled latents that are not cut any more."""
+    def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
+        """Return the pixels of unscaled latents that are not cut any more; see `decode`."""
 
     @abstractmethod
     def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:
@@ -92,27 +98,52 @@ class Autoencoder(nn.Module, ABC):
         """Undo `scale_latents`."""
 
     def decode_pieces(
-        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        tiling: Tiling = NO_TILING,
+        canvas: torch.device | None = None,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode`, with its arguments, as they are finished; errors come before any work."""
+        """Yield the frames of `decode`, with its arguments, as they are finished, by tiles in time; errors come before
+        any work.
+        """
         self.check_latents(latents_BCTHW)
-        place = canvas or latents_BCTHW.device
+        if chunk_frames is not None:
+            raise RequestError(f"{type(self).__name__} decodes all frames of a tile at once: drop chunk_frames")
         return tiled_pieces(
-            lambda tile_BCTHW: self.decode_tile(tile_BCTHW).to(place),
+            partial(self.decode_tile, canvas=canvas),
             self.unscale_latents(latents_BCTHW),
             grid=self.config.tile_grids()[1],
             tiling=tiling,
         )
 
     def decode(
-        self, latents_BCTHW: Tensor, *, tiling: Tiling = NO_TILING, canvas: torch.device | None = None
+        self,
+        latents_BCTHW: Tensor,
+        *,
+        tiling: Tiling = NO_TILING,
+        canvas: torch.device | None = None,
+        chunk_frames: int | None = None,
+        store: torch.device | None = None,
     ) -> Tensor:
         """Decode scaled latents to pixels of the size that `grid` returns; about [-1, 1], not clamped.
 
-        Tiling changes the result. Pixels are gathered on `canvas`; None is the device of the latents. A shape that
-        cannot be decoded is a RequestError.
+        Tiling changes the result. A shape that cannot be decoded is a RequestError.
+
+        Args:
+            tiling: which axes are cut.
+            canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
+                of one tile, or with `chunk_frames` those of one chunk.
+            chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
+                result is the same but for rounding, and no gradient is recorded. Under 1 is a RequestError, and so is
+                any number without `decodes_in_chunks`.
+            store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
         """
-        return joined_in_time(self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas))
+        return joined_in_time(
+            self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)
+        )
 
     def encode_tiles(self, pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
         """Return the joined results of `encode_tile`, unscaled; a shape that cannot be encoded is a RequestError."""
@@ -194,54 +225,3 @@ class PosteriorAutoencoder(Autoencoder):
             noise_BCTHW = torch.randn(mean_BCTHW.shape, generator=generator, device=generator.device)
             sample_BCTHW = mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW.to(mean_BCTHW.device)
         return Reconstruction(self.decode(self.scale_latents(sample_BCTHW)), mean_BCTHW, logvar_BCTHW)
-
-
-class VideoAutoencoderConfig(AutoencoderConfig, Protocol):
-    """What generating asks of the sizes of an autoencoder."""
-
-    @property
-    def out_channels(self) -> int:
-        """Colour channels that are decoded."""
-
-
-class VideoAutoencoder(Autoencoder):
-    """What generating asks of an autoencoder: it decodes long clips within a bounded memory."""
-
-    config: VideoAutoencoderConfig
-    encoder: nn.Module
-    decoder: nn.Module
-    """Runs once for each tile of the latents."""
-
-    def decode(
-        self,
-        latents_BCTHW: Tensor,
-        *,
-        tiling: Tiling = NO_TILING,
-        canvas: torch.device | None = None,
-        chunk_frames: int | None = None,
-        store: torch.device | None = None,
-    ) -> Tensor:
-        """Decode scaled latents; see `Autoencoder.decode`.
-
-        Args:
-            chunk_frames: frames that each layer computes at a time, at whatever resolution it works; None is all. The
-                result is the same but for rounding, and no gradient is recorded. Under 1 is a RequestError.
-            store: where, with `chunk_frames`, the frames wait between two layers; None is the device of the latents.
-            canvas: where pixels are gathered, so that the device of the latents, which is the default, only holds those
-                of one tile, or with `chunk_frames` those of one chunk.
-        """
-        return joined_in_time(
-            self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)
-        )
-
-    @abstractmethod
-    def decode_pieces(
-        self,
-        latents_BCTHW: Tensor,
-        *,
-        tiling: Tiling = NO_TILING,
-        canvas: torch.device | None = None,
-        chunk_frames: int | None = None,
-        store: torch.device | None = None,
-    ) -> Iterator[Tensor]:
-        """Yield the frames of `decode` as they are finished, by tiles in time; errors come before any work."""

@@ -196,13 +196,13 @@ class Decoder(nn.Module):
             self.stages.append(OpList(*layers))
         self.project_out = OpList(ChannelRMSNorm(widths[0]), nn.ReLU(), ConvLayer(widths[0], config.in_channels))
 
-    def forward(self, latents_BCTHW: Tensor) -> Tensor:
-        """Return pixels, about in [-1,1]."""
+    def forward(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
+        """Return pixels, about in [-1,1]; see `Autoencoder.decode`."""
         hidden_BCTHW: Tensor = self.project_in(latents_BCTHW)
         for layer in _layers(reversed(self.stages)):
             hidden_BCTHW = layer(hidden_BCTHW)
         out: Tensor = self.project_out(hidden_BCTHW)
-        return out
+        return out.to(canvas or latents_BCTHW.device)
 
 
 class DCAE(Autoencoder):
@@ -215,6 +215,9 @@ class DCAE(Autoencoder):
     """
 
     config: DCAEConfig
+
+    encoder: Encoder
+    decoder: Decoder
 
     def __init__(self, config: DCAEConfig) -> None:
         super().__init__()
@@ -244,9 +247,9 @@ class DCAE(Autoencoder):
         encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
         return encoded_BCTHW
 
-    def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
-        """Return the pixels of unscaled latents that are not cut any more."""
-        pixels_BCTHW: Tensor = self.decoder(latents_BCTHW)
+    def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
+        """Return the pixels of unscaled latents that are not cut any more; see `Autoencoder.decode`."""
+        pixels_BCTHW: Tensor = self.decoder(latents_BCTHW, canvas=canvas)
         return pixels_BCTHW
 
     def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:

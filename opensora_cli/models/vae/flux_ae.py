@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -239,13 +240,13 @@ class Decoder(nn.Module):
         self.norm_out = _norm(widths[0])
         self.conv_out = _conv(widths[0], config.out_ch)
 
-    def forward(self, latents_BCHW: Tensor) -> Tensor:
-        """Return pixels, about in [-1,1]."""
+    def forward(self, latents_BCHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
+        """Return pixels, about in [-1,1]; see `Autoencoder.decode`."""
         hidden_BCHW = self.mid(self.conv_in(latents_BCHW))
         for level in reversed(self.up):
             hidden_BCHW = level(hidden_BCHW)
         out: Tensor = self.conv_out(functional.silu(self.norm_out(hidden_BCHW)))
-        return out
+        return out.to(canvas or latents_BCHW.device)
 
 
 class FluxAE(PosteriorAutoencoder):
@@ -257,6 +258,9 @@ class FluxAE(PosteriorAutoencoder):
     """
 
     config: FluxAEConfig
+
+    encoder: Encoder
+    decoder: Decoder
 
     def __init__(self, config: FluxAEConfig) -> None:
         super().__init__()
@@ -273,9 +277,9 @@ class FluxAE(PosteriorAutoencoder):
         """Return the moments of a clip, frame by frame."""
         return _by_frame(self.encoder, pixels_BCTHW)
 
-    def decode_tile(self, latents_BCTHW: Tensor) -> Tensor:
-        """Return the pixels of unscaled latents, frame by frame."""
-        return _by_frame(self.decoder, latents_BCTHW)
+    def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
+        """Return the pixels of unscaled latents, frame by frame; see `Autoencoder.decode`."""
+        return _by_frame(partial(self.decoder, canvas=canvas), latents_BCTHW)
 
 
 def _by_frame(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder, VideoAutoencoder
+from opensora_cli.models.vae.autoencoder import PosteriorAutoencoder
 from opensora_cli.models.vae.chunked import decode_in_chunks
 from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, DownBlock, MidBlock, UpBlock
 from opensora_cli.models.vae.tiling import NO_TILING, TileGrid, Tiling, check_tiles, tile_axes, tiled_pieces
@@ -197,7 +197,7 @@ class Decoder(nn.Module):
                 yield from stack.children()
 
 
-class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
+class HunyuanVAE(PosteriorAutoencoder):
     """Causal video autoencoder: 4k+1 frames become k+1 latent frames, the first of them a picture of its own.
 
     State-dict keys are those of the released `hunyuan_vae.safetensors`. Trainable: every method is differentiable and
@@ -208,6 +208,7 @@ class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
 
     encoder: Encoder
     decoder: Decoder
+    decodes_in_chunks = True
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Tensor:
-        """Return the pixels of unscaled latents that are not cut any more; see `VideoAutoencoder.decode`."""
+        """Return the pixels of unscaled latents that are not cut any more; see `Autoencoder.decode`."""
         projected_BCTHW = self.post_quant_conv(latents_BCTHW)
         pixels_BCTHW: Tensor = self.decoder(projected_BCTHW, chunk_frames=chunk_frames, store=store, canvas=canvas)
         return pixels_BCTHW
@@ -249,7 +250,7 @@ class HunyuanVAE(PosteriorAutoencoder, VideoAutoencoder):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the frames of `decode` as they are finished; see `VideoAutoencoder.decode`."""
+        """Yield the frames of `decode` as they are finished; see `Autoencoder.decode`."""
         self.check_latents(latents_BCTHW)
         if chunk_frames is not None and chunk_frames < 1:
             raise RequestError(f"chunk_frames={chunk_frames} must be at least 1")

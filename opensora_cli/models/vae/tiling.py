@@ -7,6 +7,7 @@ span a tile, so that tiling is not exact: a tiled result equals one with the sam
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -95,6 +96,16 @@ class TileGrid:
     time: TileAxis
     is_causal: bool = True
 
+    def count(self, size: tuple[int, int, int], tiling: Tiling) -> int:
+        """Return how many tiles `run_tiled` makes of a clip of this (frames, height, width)."""
+        frames, *sides = size
+        tiles = 1
+        if tiling.spatial and max(sides) > self.space.size:
+            tiles *= prod(len(range(0, side, self.space.stride)) for side in sides)
+        if tiling.temporal and frames > self.time.size:
+            tiles *= len(_starts_in_time(frames - self.is_causal, self.time))
+        return tiles
+
 
 def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling) -> Tensor:
     """Return `run(clip_BCTHW)`, computed tile by tile along the axes in `tiling` that are longer than a tile.
@@ -149,10 +160,7 @@ def _run_temporal_tiles(
 ) -> Iterator[Tensor]:
     # A causal tile has one extra frame, so that it is a causal clip of its own. What comes out for that frame the tile
     # before has too, except in the first tile: a last tile of one frame would add nothing.
-    num_frames = clip_BCTHW.shape[2] - extra
-    starts = range(0, num_frames, axis.stride)
-    if num_frames - starts[-1] < axis.shortest:
-        starts = starts[:-1]
+    starts = _starts_in_time(clip_BCTHW.shape[2] - extra, axis)
     before: Tensor | None = None
     for start in starts:
         tile_BCTHW = run(clip_BCTHW[:, :, start : start + axis.size + extra])
@@ -162,6 +170,11 @@ def _run_temporal_tiles(
             kept = axis.kept
         yield tile_BCTHW if start == starts[-1] else tile_BCTHW[:, :, :kept]
         before = tile_BCTHW
+
+
+def _starts_in_time(num_frames: int, axis: TileAxis) -> range:
+    starts = range(0, num_frames, axis.stride)
+    return starts[:-1] if num_frames - starts[-1] < axis.shortest else starts
 
 
 def blend(before: Tensor, after: Tensor, *, length: int, dim: int) -> Tensor:

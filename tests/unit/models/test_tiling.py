@@ -65,14 +65,16 @@ def test_tiles_of_local_functions_fit_together(config, decode, tiling, num_laten
     assert_close(run_tiled(down, pixels, grid=of_pixels, tiling=tiling), latents)
 
 
-def tile_shapes(*shape, tiling):
+def tile_shapes(*shape, tiling, config=CAUSAL):
     shapes = []
 
     def run(tile):
         shapes.append(tuple(tile.shape[2:]))
         return down(tile)
 
-    run_tiled(run, torch.zeros(1, 1, *shape), grid=CAUSAL.tile_grids()[0], tiling=tiling)
+    grid = config.tile_grids()[0]
+    run_tiled(run, torch.zeros(1, 1, *shape), grid=grid, tiling=tiling)
+    assert grid.count(shape, tiling) == len(shapes)
     return shapes
 
 

@@ -11,6 +11,7 @@ from opensora_cli.settings.load import load_preset
 
 RELEASED = load_preset("256px", prompt="raining, sea")
 DEMO = load_preset("demo", prompt="raining, sea")
+HIGH_COMPRESSION = load_preset("high_compression", prompt="raining, sea")
 
 
 def problems(settings: GenerateSettings, changes: dict[str, object]) -> str:
@@ -44,6 +45,7 @@ def test_settings_survive_json() -> None:
         ),
         ({"video.num_frames": 100}, "use 101"),
         ({"video.num_frames": 2}, "use 1"),
+        ({"video.causal_lengths": True}, "has no effect with vae.kind=hunyuan, which is causal: drop it"),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
         (
             {"video.resolution": "512px"},
@@ -145,6 +147,44 @@ def test_broken_rule_of_the_demo(changes: dict[str, object], message: str) -> No
     assert message in problems(DEMO, changes)
 
 
+CAUSAL = {"video.causal_lengths": True}
+PICTURE = {"condition.mode": "i2v_head", "condition.references": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"video.num_frames": 129},
+            "video.num_frames=129 must be 1, or a multiple of 4 from 8 on, and at most 128 with the open-sora-v2-dc-ae "
+            "model: use 128",
+        ),
+        ({"video.num_frames": 97}, "use 96"),
+        ({"video.num_frames": 4}, "use 8"),
+        ({"video.num_frames": 5, "video.max_frames": 4}, "at most 1 with the open-sora-v2-dc-ae model: use 1"),
+        ({**CAUSAL, "video.num_frames": 129}, "must be 1, or at least 5 and at most 128"),
+        ({**CAUSAL, "video.num_frames": 4}, "use 5"),
+        ({**PICTURE, "video.num_frames": 1}, "gives 1 latent frames: use at least 8"),
+        (
+            {**CAUSAL, "condition.mode": "v2v_tail", "condition.references": "a.mp4"},
+            "condition.mode=v2v_tail would give frames that vae.kind=dc_ae cannot encode, 1 more than a multiple of 4: "
+            "use video.causal_lengths=false",
+        ),
+        ({"video.height": 576, "video.width": 1008}, "video.width=1008 must be a multiple of 32: use 992 or 1024"),
+    ],
+)
+def test_broken_rule_of_high_compression(changes: dict[str, object], message: str) -> None:
+    assert message in problems(HIGH_COMPRESSION, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_latent_frames"),
+    [({}, 32), (CAUSAL, 32), ({"video.num_frames": 8}, 2), *(({**CAUSAL, "video.num_frames": n}, 2) for n in (5, 8))],
+)
+def test_latent_frames_of_high_compression(changes: dict[str, object], num_latent_frames: int) -> None:
+    assert HIGH_COMPRESSION.replace({**PICTURE, **changes}).num_latent_frames == num_latent_frames
+
+
 def test_every_broken_rule_is_told_at_once() -> None:
     found = problems(RELEASED, {"video.num_frames": 130, "video.resolution": "1px", "prompt": ""})
     assert [line.partition("=")[0].partition(" ")[0] for line in found.splitlines()] == [
@@ -174,7 +214,7 @@ def test_allowed(changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("mode", list(CONDITION_MODES))
-@pytest.mark.parametrize("settings", [RELEASED, DEMO], ids=["released", "demo"])
+@pytest.mark.parametrize("settings", [RELEASED, HIGH_COMPRESSION, DEMO], ids=["released", "dc_ae", "demo"])
 def test_all_modes_fit_the_full_length(mode: str, settings: GenerateSettings) -> None:
     references = ("file",) if CONDITION_MODES[mode].needs_reference else ()
     changed = settings.replace({"condition.mode": mode, "condition.references": references})
@@ -217,4 +257,5 @@ def test_output_format(path: str, format_: str | None, expected: str) -> None:
 
 def test_latent_frames_and_size_multiple() -> None:
     assert (RELEASED.num_latent_frames, RELEASED.size_multiple) == (33, 16)
+    assert HIGH_COMPRESSION.size_multiple == 32
     assert RELEASED.replace({"video.num_frames": 1}).num_latent_frames == 1

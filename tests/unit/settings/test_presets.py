@@ -20,7 +20,7 @@ PRESETS = list_presets("generate")
 def test_preset_parses(name: str) -> None:
     settings = load_preset(name, prompt="raining, sea")
     assert (settings.model.name is ModelName.DEMO) == (name == "demo")
-    assert settings.video.resolution == ("64px" if name == "demo" else name)
+    assert settings.video.resolution == {"demo": "64px", "256px": "256px"}.get(name, "768px")
     assert read_yaml(preset_path(name, "generate"))
 
 
@@ -30,7 +30,7 @@ def test_released_presets_differ_only_in_resolution() -> None:
 
 
 def test_unknown_preset() -> None:
-    with pytest.raises(RequestError, match="preset 'dmeo' is not one of 256px, 768px, demo") as caught:
+    with pytest.raises(RequestError, match="preset 'dmeo' is not one of 256px, 768px, demo, ") as caught:
         preset_path("dmeo", "generate")
     assert caught.value.hint == "did you mean demo?"
 
@@ -39,6 +39,12 @@ def test_unknown_preset() -> None:
 def test_unknown_resolution_starts_from_the_first_preset(resolution: str | None) -> None:
     assert generate_preset(ModelName.OPEN_SORA_V2, resolution=resolution) == "256px"
     assert generate_preset(ModelName.DEMO, resolution=resolution) == "demo"
+    assert generate_preset(ModelName.OPEN_SORA_V2_DC_AE, resolution=resolution) == "high_compression"
+
+
+@pytest.mark.parametrize("model", ModelName)
+def test_every_model_starts_from_a_preset_of_its_own(model: ModelName) -> None:
+    assert load_preset(generate_preset(model, resolution=None), prompt="x").model.name is model
 
 
 def test_packaged_presets_win_over_those_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.cli.app import main
-from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, load_runtime_settings
@@ -69,7 +69,6 @@ def loaded(path: Path, **overrides: object):
     given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
     request = GenerateRequest(overrides={"prompt": Given("sea", "the test"), **given}, config=path)
     choice = load_runtime_settings(request).model_choice
-    assert choice == ModelName.OPEN_SORA_V2
     settings = load_generate_settings(request, model=ModelName(choice), report=lines.append)
     assert all(line.startswith(f"{path}: not carried over: ") for line in lines)
     return settings, [line.split("not carried over: ")[1] for line in lines]
@@ -182,11 +181,33 @@ def test_a_picture_first(folder: Path) -> None:
     assert line.startswith("use_t2i2v, img_flux, img_flux_ae, img_resolution: no picture is made first")
 
 
-def test_another_autoencoder_is_refused(folder: Path) -> None:
-    text = "patch_size = 1\nmodel = dict(in_channels=128, patch_size=1)\nae_spatial_compression = 32\n"
-    text += "ae = dict(_delete_=True, type='dc_ae', model_name='dc-ae-f32t4c128', from_scratch=True)"
-    with pytest.raises(RequestError, match=r"vae\.kind=dc_ae is not made for generating: use hunyuan"):
-        loaded(own(folder, text))
+HIGH_COMPRESSION = """_base_ = '{base}.py'
+patch_size = 1
+plugin = None
+plugin_config = None
+plugin_ae = None
+plugin_config_ae = None
+model = dict(from_pretrained="./ckpts/Open_Sora_v2_Video_DC_AE.safetensors", in_channels=128, cond_embed=True,
+             patch_size=1)
+ae = dict(_delete_=True, type="dc_ae", model_name="dc-ae-f32t4c128", from_scratch=True, use_spatial_tiling=True,
+          from_pretrained="./ckpts/F32T4C128_AE.safetensors", use_temporal_tiling=True, spatial_tile_size=256,
+          temporal_tile_size=32, tile_overlap_factor=0.25)
+ae_spatial_compression = 32
+sampling_option = dict(num_frames=128{flag})
+"""
+
+
+def test_the_published_configuration_of_high_compression_is_the_preset_but_for_its_causal_flag(folder: Path) -> None:
+    path = folder / "high_compression.py"
+    path.write_text(HIGH_COMPRESSION.format(base="t2i2v_768px", flag=""))
+    settings, lines = loaded(path)
+    ours = load_preset("high_compression", prompt="sea").replace({"output.path": "made", "runtime.dtype": "bfloat16"})
+    assert settings == ours.replace({"video.causal_lengths": True})
+    assert not [
+        line for line in lines if line.startswith(("ae", "sampling_option.is", "model.from", "patch", "plugin"))
+    ]
+    path.write_text(HIGH_COMPRESSION.format(base="256px", flag=", resolution='768px', is_causal_vae=False"))
+    assert loaded(path)[0] == ours
 
 
 def test_files_for_the_other_command(folder: Path) -> None:

@@ -29,6 +29,7 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
                     "vae.dc_ae",
                     "vae.flux_ae",
                     "vae.sample_tsize",
+                    "video.causal_lengths",
                 ),
                 *("condition.references", "condition.fit", "condition.video_latent_frames"),
                 *("condition.easy_latent_frames", "sampling.image_guidance_scale", "sampling.image_oscillation"),
@@ -69,9 +70,14 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
             {"sampling.guidance_scale", "sampling.text_oscillation"},
             {"sampling.embedded_guidance", "loras"},
         ),
+        (
+            made("high_compression", vae__temporal_tiling=False),
+            {"vae.latent_channels", "vae.sample_size", "vae.scale_factor", "vae.dc_ae.temporal_tile_size"},
+            {"vae.kind", "vae.dc_ae.spatial_tile_size", "vae.dc_ae.scaling_factor", "video.causal_lengths"},
+        ),
         (made("demo"), {"vae.tile_overlap_factor"}, {"prompt_suffix.motion_score", "video.resolution"}),
     ],
-    ids=["t2v", "i2v", "v2v", "v2v_easy", "distilled", "demo"],
+    ids=["t2v", "i2v", "v2v", "v2v_easy", "distilled", "dc_ae", "demo"],
 )
 def test_what_took_part(settings: GenerateSettings, without: set[str], there: set[str]) -> None:
     def has(key: str) -> bool:

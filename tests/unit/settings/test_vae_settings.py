@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, video_autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.models.vae.dc_ae import DCAEConfig
 from opensora_cli.models.vae.flux_ae import FluxAEConfig
 from opensora_cli.settings.components import DCAESettings, FluxAESettings, VAESettings
@@ -70,11 +70,15 @@ def test_what_contradicts_itself_is_refused(values: dict[str, object], message: 
         VAESettings.model_validate(values)
 
 
-def test_generating_refuses_other_autoencoders() -> None:
-    with pytest.raises(ValidationError, match=r"vae\.kind=dc_ae is not made for generating: use hunyuan"):
-        GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.DC_AE))
-    with pytest.raises(RequestError, match=r"vae\.kind=flux_ae is not made for generating: use hunyuan"):
-        video_autoencoder_on_meta(VAESettings(kind=VAEKind.FLUX_AE))
+def test_generating_refuses_the_autoencoder_of_pictures() -> None:
+    with pytest.raises(ValidationError, match=r"vae\.kind=flux_ae is not made for generating: use hunyuan or dc_ae"):
+        GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.FLUX_AE))
+
+
+@pytest.mark.parametrize(("kind", "width"), [("hunyuan", 128), ("dc_ae", 128), ("flux_ae", 128)])
+def test_the_widest_layers_are_known(kind: VAEKind, width: int) -> None:
+    last_layer = autoencoder_on_meta(settings := VAESettings(kind=kind)).last_layer
+    assert last_layer.in_channels == settings.pixel_width == width
 
 
 @pytest.mark.parametrize("kind", VAEKind)

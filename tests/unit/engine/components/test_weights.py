@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from tiny_world import demo_settings, released_settings
+from tiny_world import dc_ae_settings, demo_settings, released_settings
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components import weights
@@ -104,6 +104,18 @@ def test_half_a_download_names_the_rest(world, tmp_path):
     assert caught.value.hint == f"osora ckpt download open-sora-v2 --to {shlex.quote(str(folder))}"
 
 
+def test_text_encoders_of_one_released_model_serve_the_other(world, tmp_path):
+    put_into_hub("hpcai-tech/Open-Sora-v2", world.released, tmp_path)
+    settings = dc_ae_settings(world, tmp_path, runtime__weights=None)
+    found = find_weights(settings)
+    assert set(found.missing) == {Component.TRANSFORMER, Component.VAE}
+    with pytest.raises(CheckpointError, match=r"of the open-sora-v2-dc-ae model are missing: Open_Sora_v2_V") as caught:
+        found.require()
+    assert caught.value.hint == "osora ckpt download open-sora-v2-dc-ae"
+    put_into_hub("hpcai-tech/Open-Sora-v2-Video-DC-AE", world.dc_ae, tmp_path)
+    assert find_weights(settings).complete
+
+
 def test_only_what_is_needed_is_required(world, tmp_path):
     (tmp_path / "w").mkdir()
     shutil.copy(world.released / "hunyuan_vae.safetensors", tmp_path / "w")
@@ -167,6 +179,6 @@ def test_auto_for_the_cpu(world):
     assert decision.reason == "the CPU was asked for"
 
 
-@pytest.mark.parametrize("choice", [ModelChoice.DEMO, ModelChoice.OPEN_SORA_V2])
+@pytest.mark.parametrize("choice", [choice for choice in ModelChoice if choice is not ModelChoice.AUTO])
 def test_what_is_asked_for_is_not_questioned(choice):
     assert choose_model(choice).name == choice

@@ -42,6 +42,7 @@ from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severit
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.env_check import EnvCheckSettings
+from opensora_cli.settings.files import list_presets
 
 GIB = 2**30
 TORCH = TorchFacts(
@@ -234,7 +235,7 @@ def test_the_table_rounds_needs_up():
     assert EnvReport.of([], presets=(), environment={}).lines() == ["", "all fine"]
 
 
-@pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, ["256px", "768px", "demo"])])
+@pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, list_presets("generate"))])
 def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus, planned):
     unplanned = unplanned_presets(num_gpus=num_gpus)
     asked = []
@@ -251,7 +252,9 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
     assert [preset.name for preset in presets] == planned
     assert len(asked) == len(planned)
     notes = [finding for finding in check_presets(presets, unplanned=unplanned) if finding.severity is NOTE]
-    assert [note.message.partition(" not planned")[0] for note in notes] == ([] if num_gpus else ["256px, 768px"])
+    assert [note.message.partition(" not planned")[0] for note in notes] == (
+        [] if num_gpus else [", ".join(name for name in list_presets("generate") if name != "demo")]
+    )
 
 
 def test_presets_that_cannot_be_planned_are_tried_once(monkeypatch):

@@ -136,6 +136,15 @@ def test_stronger_is_less_until_there_is_nothing_left():
     assert stronger_offload(OffloadPlan(), "encode", num_blocks=BLOCKS) is None
 
 
+def test_what_decodes_whole_tiles_decodes_no_chunks():
+    whole = Streamable(frames=False)
+    plan = choose_offload(
+        MemorySettings(), estimate, budget=25, num_blocks=BLOCKS, host_weights=HostWeights.MAPPED, streamable=whole
+    )
+    assert plan.chunk_frames is None
+    assert stronger_offload(plan, "decode", num_blocks=BLOCKS, streamable=whole) is None
+
+
 def test_stronger_keeps_the_rest():
     plan = OffloadPlan(fp8_storage=True, stream_text=True)
     assert stronger_offload(plan, "denoise", num_blocks=BLOCKS) == replace(

@@ -75,6 +75,7 @@ def needs_of(preset, changes, monkeypatch, *, device_type, mesh=None, chunk_fram
                 ("demo", {**SMALL, **TILES, "video.num_frames": 21, "video.max_frames": 21}),
                 ("256px", {**REFERENCES, "video.num_frames": 77, "video.aspect_ratio": "4:3"}),
                 ("768px", {}),
+                ("high_compression", {**REFERENCES, "video.num_frames": 48}),
             )
             for dtype, device_type, mesh, chunk in (
                 ("float32", "cpu", None, None),
@@ -121,6 +122,10 @@ def operands():
         lambda rows, turned, number, count, ids: rows @ rows.mT,
         lambda rows, turned, number, count, ids: turned.mean(dim=(0, -1), keepdim=True),
         lambda rows, turned, number, count, ids: turned.var(dim=1),
+        lambda rows, turned, number, count, ids: rows.sum(dim=-1),
+        lambda rows, turned, number, count, ids: ids.sum(dim=0, keepdim=True),
+        lambda rows, turned, number, count, ids: torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32),
+        lambda rows, turned, number, count, ids: torch.addcmul(number, turned, rows),
         lambda rows, turned, number, count, ids: turned.to(torch.float16),
         lambda rows, turned, number, count, ids: torch.arange(1, 10, 2),
         lambda rows, turned, number, count, ids: torch.arange(2.5),
@@ -257,7 +262,7 @@ def test_a_plan_imports_neither_the_compiler_of_torch_nor_transformers():
         "import sys\n"
         "from opensora_cli.engine.generate.plan import make_plan\n"
         "from opensora_cli.settings.load import load_preset\n"
-        "for name in ('demo', '256px'):\n"
+        "for name in ('demo', '256px', 'high_compression'):\n"
         "    make_plan(load_preset(name, prompt='any').replace({'runtime.device': 'cpu'}))\n"
         "print(*({'torch._dynamo', 'sympy', 'transformers'} & sys.modules.keys()))\n"
     )

@@ -12,7 +12,7 @@ from tiny_world import released_settings
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import PrivateMemory
-from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.components.loras import LoraRanks
@@ -148,7 +148,7 @@ def full_size(tmp_path_factory):
     save_sparse(
         folder / "Open_Sora_v2.safetensors", transformer_on_meta(settings.model).state_dict(), dtype=torch.bfloat16
     )
-    vae = video_autoencoder_on_meta(settings.vae)
+    vae = autoencoder_on_meta(settings.vae)
     save_sparse(folder / "hunyuan_vae.safetensors", vae.state_dict(), dtype=torch.bfloat16)
     return folder
 

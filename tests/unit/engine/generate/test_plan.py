@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from tiny_world import demo_settings, released_settings
+from tiny_world import dc_ae_settings, demo_settings, released_settings
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.engine.components import autoencoders, configs, hardware
@@ -20,7 +20,7 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset
 
 H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GIB, 141 * GIB)
 
@@ -66,6 +66,22 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     document = PlanDocument.of(made)
     assert "Open_Sora_v2.safetensors" in document.missing_weights
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
+
+
+@pytest.mark.usefixtures("large_gpu")
+def test_preset_of_high_compression_without_weights(tmp_path):
+    settings = load_preset("high_compression", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
+    made = make_plan(settings)
+    assert (made.height, made.width) == (576, 1024)
+    assert (made.latent_shape, made.video_tokens) == ((128, 32, 18, 32), 32 * 18 * 32)
+    assert made.evaluations_per_sample == 80
+    weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
+    assert weight_bytes["denoise"] == 2 * 11_891_971_200
+    assert weight_bytes["decode"] == 2 * 459_462_147
+    assert PlanDocument.of(made).missing_weights[:2] == (
+        "Open_Sora_v2_Video_DC_AE.safetensors",
+        "F32T4C128_AE.safetensors",
+    )
 
 
 @pytest.mark.usefixtures("large_gpu")
@@ -188,6 +204,17 @@ def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     assert caught.value.hint == "use a device with more memory, or --model demo"
 
 
+def test_tiles_are_named_where_they_would_fit(world, tmp_path, monkeypatch):
+    on_machine_with(GIB, monkeypatch)
+    settings = dc_ae_settings(world, tmp_path, video__height="64", video__width="64", vae__spatial_tiling="false")
+    whole, tiled = make_plan(settings), make_plan(settings.replace({"vae.spatial_tiling": True}))
+    assert tiled.peak_bytes < 0.8 * whole.peak_bytes
+    on_machine_with((tiled.peak_bytes + whole.peak_bytes) // 2, monkeypatch)
+    with pytest.raises(HardwareError, match="the stage decode needs") as caught:
+        make_plan(settings).require_fit()
+    assert caught.value.hint.startswith("--set vae.spatial_tiling=true --set vae.temporal_tiling=true (")
+
+
 def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
     made = make_plan(released_settings(world, tmp_path, from_latents="x.safetensors"))
     assert [stage.name for stage in made.stages] == ["decode"]
@@ -221,18 +248,18 @@ def test_sizes_that_contradict_each_other(world, tmp_path):
 
 
 def test_tiles_are_counted_as_the_decoder_runs(world, tmp_path):
-    for frames, height, width in ((9, 16, 32), (37, 48, 16), (5, 16, 64)):
-        settings = released_settings(
-            world, tmp_path, video__height=str(height), video__width=str(width), vae__temporal_tiling="true"
-        )
-        shape = (4, (frames - 1) // 4 + 1, height // 8, width // 8)
+    released = released_settings(world, tmp_path, vae__temporal_tiling="true")
+    for settings, shape in (
+        *((released, (4, *size)) for size in ((3, 2, 4), (10, 6, 2), (2, 2, 8))),
+        *((dc_ae_settings(world, tmp_path), (8, *size)) for size in ((6, 4, 8), (7, 4, 4), (8, 5, 4), (4, 4, 4))),
+    ):
         vae = new_autoencoder(settings.vae)
         runs = []
         vae.decoder.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         with torch.no_grad():
             vae.decode(torch.zeros(1, *shape), tiling=autoencoders.vae_tiling(settings.vae))
         assert len(runs) == autoencoders.count_decoder_tiles(shape, settings.vae)
-    assert autoencoders.count_decoder_tiles((4, 10, 8, 8), settings.vae) > 1
+    assert autoencoders.count_decoder_tiles((4, 10, 8, 8), released.vae) > 1
 
 
 class TestHardware:

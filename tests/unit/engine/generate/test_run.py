@@ -9,7 +9,7 @@ import torch
 from closeness import assert_close
 from media_tags import read_metadata
 from pydantic import ValidationError
-from tiny_world import RELEASED_SIZES, demo_settings, moving_frames, released_settings
+from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
 from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
@@ -84,6 +84,29 @@ def test_every_mode_of_the_demo(world, tmp_path, mode):
     settings = demo_settings(world, tmp_path, condition__mode=mode, condition__references=references_for(world, mode))
     result = generate(settings)
     assert read_video(result.videos[0].path).frames_THWC.shape[:3] == (17, 64, 64)
+
+
+GIVEN = {"condition__video_latent_frames": "2", "condition__easy_latent_frames": "3"}
+
+
+@pytest.mark.parametrize(
+    "mode", [mode if mode in ("i2v_loop", "v2v_tail") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
+def test_every_mode_of_high_compression(world, tmp_path, reporter, mode):
+    given = references_for(world, mode)
+    settings = dc_ae_settings(world, tmp_path, condition__mode=mode, condition__references=given, **GIVEN)
+    [video] = generate(settings, reporter=reporter).videos
+    assert tuple(read_video(video.path).frames_THWC.shape) == (24, 16, 32, 3)
+    assert (video.given_frames_psnr_db is None) == (mode == "t2v")
+    assert reporter.advanced["decode"] == reporter.totals["decode"] > 1
+
+
+def test_a_clip_of_any_length_is_cut_out_of_whole_latent_frames(world, tmp_path):
+    settings = dc_ae_settings(world, tmp_path, output__format="png")
+    [whole] = generate(settings).videos
+    [cut] = generate(settings.replace({"video.num_frames": 21, "video.causal_lengths": True})).videos
+    assert names(cut.path) == names(whole.path)[:21]
+    assert all((cut.path / name).read_bytes() == (whole.path / name).read_bytes() for name in names(cut.path))
 
 
 def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from opensora_cli.core.exceptions import (
     TrainingError,
 )
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.autoencoders import video_autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoding import EmptyPrompt
@@ -92,7 +92,7 @@ class TestBeforeRanks:
 
 class TestVae:
     def test_the_export_is_read_back(self, vae_folder):
-        vae = video_autoencoder_on_meta(tiny_training.vae_settings(vae_folder).vae)
+        vae = autoencoder_on_meta(tiny_training.vae_settings(vae_folder).vae)
         load_into_module(vae, vae_folder / "vae.safetensors", **FLOAT32)
         assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
         assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4
