@@ -1,5 +1,6 @@
 """An autoencoder and its discriminator, trained by two processes: what one process makes of the same batches."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,3 +68,25 @@ def test_two_processes_train_as_one(pool: Callable[[int], Any], kind: str, micro
             assert torch.allclose(found[name], value, rtol=1e-4, atol=tolerance), name
     for name, value in answers[0][1].items():
         assert torch.equal(value, answers[1][1][name]), name
+
+
+def _warned_of_layouts() -> list[str]:
+    """Return what is warned of in the backward pass of a 1x1x1 convolution."""
+    device = torch.device("cpu")
+    distribution = ReplicatedDistribution(device, ParallelMesh(MeshShape(replicate=2), device_type="cpu"))
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            forward = distribution.shard(torch.nn.Conv3d(8, 8, 1))
+            # Of 16 clips or more oneDNN computes the gradient, with any number of threads, in a layout of its own.
+            clips = torch.ones(16, 8, 2, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+            with distribution.accumulating(last=True):
+                forward(clips).square().sum().backward()
+    finally:
+        torch.set_warn_always(False)
+    return [str(each.message) for each in warned]
+
+
+def test_layouts_of_gradients_that_mean_nothing_are_not_warned_of(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_warned_of_layouts) == [[], []]

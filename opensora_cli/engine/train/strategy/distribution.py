@@ -1,5 +1,6 @@
 """How the ranks of a training run share its work: the interface, one process alone, and whole copies (DDP)."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -144,6 +145,8 @@ class ReplicatedDistribution(Distribution):
 
         Every trained weight has to be used in every such call.
         """
+        # These are 1x1x1 kernels, whose strides along single taps mean nothing: autograd lays out all others alike.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         wrapped = DistributedDataParallel(
             module.to(self.device),
             process_group=self._group,
