@@ -1,17 +1,17 @@
-"""Adapters as PEFT saves them, added to the weights they were trained for, and taken out again.
+"""Adapters: what they add to weights, added to those they were trained for, and taken out again.
 
 An adapter (Hu et al. 2021, LoRA) holds for each of its modules two small matrices A and B; the module computes with
 W + scale · B·A. Here this sum is taken once, in fp32, and rounded once to the dtype of W.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.peft import Adapter, LowRank
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.checkpoint.views import CastEntry, ComputedEntry, rounded
@@ -20,6 +20,56 @@ from opensora_cli.core.formatting import first_few
 
 # Of the two roundings of 16-bit sums, the one to fp32 is at most 2^-13 of the other.
 _FP32_SHARE = 2.0**-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """What an adapter adds to one weight: scale · B·A, as a matrix of the weight's rows."""
+
+    a: Entry
+    """(rank, in), or of a convolution (rank, in, ...)."""
+    b: Entry
+    """(out, rank), or of a convolution (out, rank, 1, ...)."""
+    scale: float
+    """alpha / rank, or alpha / sqrt(rank)."""
+    transposed: bool
+    """Whether the weight is (in, out), as of an embedding."""
+
+    @property
+    def described(self) -> str:
+        """The shapes, for errors."""
+        return f"A {list(self.a.shape)}, B {list(self.b.shape)}"
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether it can be added to a weight of this shape."""
+        rank = self.a.shape[0]
+        if self.transposed:
+            return len(shape) == 2 and self.a.shape == (rank, shape[0]) and self.b.shape == (shape[1], rank)
+        kernel = (1,) * (len(shape) - 2)
+        return len(shape) >= 2 and self.a.shape == (rank, *shape[1:]) and self.b.shape == (shape[0], rank, *kernel)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Compute rows `start` to `stop` of B·A: (stop - start, ...), without the scale."""
+        a = self.a.read().to(dtype).flatten(1)
+        if self.transposed:
+            return a[:, start:stop].T @ self.b.read().to(dtype).T
+        return self.b.rows(start, stop).to(dtype).flatten(1) @ a
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter; none of its tensors has been read."""
+
+    path: Path
+    files: tuple[Path, ...]
+    """What it was read from."""
+    style: str
+    """How its tensors are named: by PEFT, diffusers, ComfyUI or kohya."""
+    metadata: Mapping[str, str]
+    updates: Mapping[str, tuple[LowRank, ...]]
+    """What it adds, by the names of the weights, as in its file."""
+    replacements: Mapping[str, Entry]
+    """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +98,8 @@ def merge(entries: Mapping[str, Entry], adapter: Adapter, *, scale: float = 1.0)
     merged = dict(entries)
     for name, replacement in adapter.replacements.items():
         merged[name] = CastEntry(replacement, entries[name].dtype, name=name)
-    for name, update in adapter.updates.items():
-        merged[name] = MergedEntry(merged[name], update, scale=scale, name=name)
+    for name, updates in adapter.updates.items():
+        merged[name] = MergedEntry(merged[name], updates, scale=scale, name=name)
     return merged
 
 
@@ -104,13 +154,13 @@ def unmerge_error(
 
 
 class MergedEntry(ComputedEntry):
-    """The sum of a weight and a low-rank update of it, times `scale`."""
+    """The sum of a weight and low-rank updates of it, times `scale`."""
 
-    def __init__(self, base: Entry, update: LowRank, *, scale: float, name: str) -> None:
+    def __init__(self, base: Entry, updates: Sequence[LowRank], *, scale: float, name: str) -> None:
         # A product of matrices may round otherwise where it has other sizes: every range must see the same products.
         super().__init__(base.shape, base.dtype, whole_rows=True)
         self._base = base
-        self._update = update
+        self._updates = updates
         self._scale = scale
         self._name = name
         self._last_change: tuple[int, Tensor] | None = None
@@ -129,8 +179,13 @@ class MergedEntry(ComputedEntry):
         """Return what is added in one step, which is often read in several pieces."""
         if self._last_change is None or self._last_change[0] != begin:
             dtype = torch.promote_types(self.dtype, torch.float32)
-            rows = self._update.rows(begin // self.row_numel, end // self.row_numel, dtype)
-            self._last_change = begin, rows.mul_(self._update.scale * self._scale).reshape(-1)
+            change, *others = (
+                update.rows(begin // self.row_numel, end // self.row_numel, dtype).mul_(update.scale * self._scale)
+                for update in self._updates
+            )
+            for other in others:
+                change += other
+            self._last_change = begin, change.reshape(-1)
         return self._last_change[1]
 
 
@@ -138,18 +193,14 @@ def _check(entries: Mapping[str, Entry], adapter: Adapter) -> None:
     names = [*adapter.updates, *adapter.replacements]
     unmatched = [name for name in names if name not in entries]
     if unmatched:
-        fused = any(".qkv." in name or ".linear1." in name for name in unmatched)
-        split = any(part in name for name in unmatched for part in (".q_proj.", ".k_proj.", ".v_proj.", ".v_mlp."))
-        layout = "fused" if fused else "split"
         raise CheckpointError(
             f"{adapter.path} is for {len(unmatched)} tensors that are not in the model: {first_few(unmatched)}",
-            hint=f"convert the model to the layout of its training: osora ckpt convert --qkv {layout}"
-            if fused or split
-            else "name the model's tensors as in its training: osora ckpt convert --rename OLD=NEW",
+            hint="name the model's tensors as in its training: osora ckpt convert --rename OLD=NEW",
         )
     misfits = [
         f"{name} {list(entries[name].shape)} (adapter: {update.described})"
-        for name, update in adapter.updates.items()
+        for name, updates in adapter.updates.items()
+        for update in updates
         if not update.fits(entries[name].shape)
     ]
     misfits += [

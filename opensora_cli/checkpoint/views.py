@@ -1,4 +1,4 @@
-"""Tensors that are made of others while they are read: cast, cut, joined, computed, strided or tiled."""
+"""Tensors that are made of others while they are read: cast, cut, joined, reordered, padded, computed or strided."""
 
 import math
 from abc import abstractmethod
@@ -81,6 +81,41 @@ class JoinedEntry(Entry):
             read.append(part.elements(start - first, end - first))
             start, index = end, index + 1
         return read[0] if len(read) == 1 else torch.cat([*read, torch.empty(0, dtype=self.dtype)])
+
+
+class ReorderedEntry(Entry):
+    """Another entry's rows in another order within each group of them: `order` has the old places of the new rows."""
+
+    def __init__(self, base: Entry, order: Sequence[int]) -> None:
+        super().__init__(base.shape, base.dtype)
+        self._base = base
+        self._order = torch.tensor(order)
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        rows = len(self._order)
+        group_numel = rows * self.row_numel
+        if start == stop:
+            return self._base.elements(0, 0)
+        first, last = start // group_numel, -(-stop // group_numel)
+        groups = self._base.rows(first * rows, last * rows).view(last - first, rows, self.row_numel)
+        reordered = groups[:, self._order].reshape(-1)
+        return reordered[start - first * group_numel : stop - first * group_numel]
+
+
+class PaddedEntry(Entry):
+    """Another entry's rows between rows of zeros: `rows` in all, its first one at `start`."""
+
+    def __init__(self, base: Entry, *, start: int, rows: int) -> None:
+        super().__init__((rows, *base.shape[1:]), base.dtype)
+        self._base = base
+        self._first = start * base.row_numel
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        result = torch.zeros(stop - start, dtype=self.dtype)
+        first, last = max(start, self._first), min(stop, self._first + self._base.numel)
+        if first < last:
+            result[first - start : last - start] = self._base.elements(first - self._first, last - self._first)
+        return result
 
 
 def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:

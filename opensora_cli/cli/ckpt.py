@@ -255,7 +255,14 @@ def diff(
 
 def merge_lora(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Weights of the model.", show_default=False)],
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of the PEFT adapter.", show_default=False)],
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER",
+            help="The adapter: PEFT's folder, or a file as of diffusers, ComfyUI or kohya.",
+            show_default=False,
+        ),
+    ],
     target: Annotated[str, typer.Argument(metavar="OUT", help="File or folder to write.", show_default=False)],
     unmerge: Annotated[
         bool, typer.Option("--unmerge", help="Take the adapter out of BASE again, and print how exact that is.")

@@ -162,7 +162,8 @@ Loras = Annotated[
     typer.Option(
         "--lora",
         metavar="FILE[:SCALE]",
-        help="Adapter (PEFT's folder, or the file in it) that is added to the model, SCALE times. Repeatable.",
+        help="LoRA that is added to the model, SCALE times: PEFT's folder, or a file of diffusers, ComfyUI or kohya. "
+        "Repeatable.",
         rich_help_panel=_SAMPLING,
     ),
 ]

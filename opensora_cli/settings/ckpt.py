@@ -140,7 +140,7 @@ class MergeLoraSettings(WriteSettings):
     """`osora ckpt merge-lora`."""
 
     base: str = Field(min_length=1, description="file or folder of the model")
-    adapter: str = Field(min_length=1, description="folder of the PEFT adapter")
+    adapter: str = Field(min_length=1, description="folder or file of the adapter")
     unmerge: bool = Field(default=False, description="take the adapter out again")
     scale: float = Field(
         default=1.0, allow_inf_nan=False, description="how much of the adapter; 1 is as it was trained"

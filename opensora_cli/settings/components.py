@@ -258,7 +258,9 @@ class FileSettings(Section):
 class LoraFile(Section):
     """An adapter that is added to the transformer while a video is made."""
 
-    path: str = Field(min_length=1, description="folder that PEFT has saved, or the .safetensors file in it")
+    path: str = Field(
+        min_length=1, description="folder that PEFT has saved, or a .safetensors file in any common style"
+    )
     scale: float = Field(default=1.0, ge=-100, le=100, description="how much of it is added; below 0: taken away")
     sha256: str | None = Field(default=None, description="of its files, where they must be those of an earlier run")
 

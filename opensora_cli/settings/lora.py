@@ -40,6 +40,12 @@ class LoraSettings(Section):
         default=tuple(LoraTarget), min_length=1, description="linear layers of the blocks that get an adapter"
     )
 
+    init: str | None = Field(
+        default=None,
+        min_length=1,
+        description="adapter to continue, as --lora takes it: of this rank, alpha and these targets; none: a new one",
+    )
+
     @property
     def is_on(self) -> bool:
         """Whether an adapter is trained, and nothing else."""
@@ -79,7 +85,7 @@ class LoraSettings(Section):
     @model_validator(mode="after")
     def _everything_has_an_effect(self) -> Self:
         if not self.is_on:
-            for name in ("alpha", "dropout", "targets"):
+            for name in ("alpha", "dropout", "targets", "init"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
                     shown = ",".join(value) if isinstance(value, tuple) else value
                     raise ValueError(f"lora.{name}={shown} has no effect without lora.rank: set it, as in lora.rank=16")

@@ -196,7 +196,10 @@ class TestAdapters:
 
     @pytest.mark.parametrize(
         ("layer", "rows", "says"),
-        [(LAYER, 31, "does not fit the transformer"), ("double_blocks.7.img_attn.proj", 32, "no linear layers")],
+        [
+            (LAYER, 31, "does not fit the transformer"),
+            ("double_blocks.7.img_attn.proj", 32, "that the transformer lacks"),
+        ],
     )
     def test_one_of_another_model(self, osora, out, tmp_path, layer, rows, says):
         adapter = write_adapter(tmp_path / "style", factors(layer, rows, 32))

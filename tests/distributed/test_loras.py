@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_styles import fused_factors, write_styles
 from shared_models import plan_without_estimate
 from storage_sizes import storage_bytes
 from tiny_adapters import write_lora
@@ -58,11 +59,14 @@ def _drawn(plan: ExecutionPlan) -> tuple[Tensor, int, int]:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """One of all layers, and a stronger one of the layers that osora trains."""
+    """One of all layers, a stronger one of the layers that osora trains, and a file as diffusers has it."""
     folder: Path = tmp_path_factory.mktemp("loras")
     transformer = transformer_on_meta(_settings((), {}, {}).model)
     in_blocks = r".*_blocks\..*(proj|v_mlp|linear2|mlp\.\d)"
+    hidden, mlp = transformer.config.hidden_size, transformer.config.mlp_hidden_size
+    fused = fused_factors({"single_blocks.1.linear1.weight": torch.empty(3 * hidden + mlp, hidden)}, size=0.1)
     return (
+        str(write_styles(folder, fused, hidden=hidden)["diffusers"]),
         str(write_lora(folder / "all", transformer, rank=3)),
         f"{write_lora(folder / 'blocks', transformer, like=in_blocks, rank=4, seed=500)}:-0.5",
     )

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.readable import reading
 from opensora_cli.checkpoint.shards import refuse_outside
 from opensora_cli.checkpoint.stream import Entry
@@ -63,51 +61,6 @@ def require_peft() -> Any:
     return peft
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """What an adapter adds to one weight: scale · B·A, as a matrix of the weight's rows."""
-
-    a: Entry
-    """(rank, in), or of a convolution (rank, in, ...)."""
-    b: Entry
-    """(out, rank), or of a convolution (out, rank, 1, ...)."""
-    scale: float
-    """alpha / rank, or alpha / sqrt(rank)."""
-    transposed: bool
-    """Whether the weight is (in, out), as of an embedding."""
-
-    @property
-    def described(self) -> str:
-        """The shapes, for errors."""
-        return f"A {list(self.a.shape)}, B {list(self.b.shape)}"
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether it can be added to a weight of this shape."""
-        rank = self.a.shape[0]
-        if self.transposed:
-            return len(shape) == 2 and self.a.shape == (rank, shape[0]) and self.b.shape == (shape[1], rank)
-        kernel = (1,) * (len(shape) - 2)
-        return len(shape) >= 2 and self.a.shape == (rank, *shape[1:]) and self.b.shape == (shape[0], rank, *kernel)
-
-    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Compute rows `start` to `stop` of B·A: (stop - start, ...), without the scale."""
-        a = self.a.read().to(dtype).flatten(1)
-        if self.transposed:
-            return a[:, start:stop].T @ self.b.read().to(dtype).T
-        return self.b.rows(start, stop).to(dtype).flatten(1) @ a
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """An adapter; none of its tensors has been read."""
-
-    path: Path
-    updates: Mapping[str, LowRank]
-    """What it adds, by the names of the weights."""
-    replacements: Mapping[str, Entry]
-    """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
-
-
 def adapter_files(path: Path) -> tuple[Path, Path]:
     """Return an adapter's two files, its configuration and its tensors: `path` is the folder that PEFT saved, or the
     file of tensors in it, of any name.
@@ -116,23 +69,21 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
     return weights.parent / CONFIG_FILE, weights
 
 
-def open_adapter(path: Path) -> Adapter:
-    """Open an adapter, by a path as for `adapter_files`.
+def open_peft(path: Path) -> Adapter:
+    """Open an adapter in PEFT's format, by a path as for `adapter_files`.
 
     Raises:
         CheckpointError: a file is missing or broken, or the two do not fit each other.
         RequestError: it is no LoRA, or has something that cannot be merged.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
     config_file, weights = adapter_files(path)
-    config = _Config.read(config_file)
+    config = PeftConfig.read(config_file)
     if not weights.exists() and (path / _PICKLED_FILE).exists():
         raise CheckpointError(
             f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
             hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
         )
-    entries, _ = open_safetensors(_regular_file(weights))
+    entries, metadata = open_safetensors(_regular_file(weights))
     factors: dict[tuple[str, bool], dict[str, Entry]] = {}
     replacements: dict[str, Entry] = {}
     for key, entry in entries.items():
@@ -151,13 +102,20 @@ def open_adapter(path: Path) -> Adapter:
     if replacements and not config.trains_more:
         raise CheckpointError(f"{weights} has tensors that are not of LoRA: {first_few(list(replacements))}")
     updates = {
-        f"{module}.weight": _update(weights, module, pair, config, is_table=is_table)
+        f"{module}.weight": (_update(weights, module, pair, config, is_table=is_table),)
         for (module, is_table), pair in factors.items()
     }
-    return Adapter(path=path, updates=updates, replacements=replacements)
+    return Adapter(
+        path=path,
+        files=(config_file, weights),
+        style="PEFT",
+        metadata=metadata,
+        updates=updates,
+        replacements=replacements,
+    )
 
 
-def _update(path: Path, module: str, pair: Mapping[str, Entry], config: "_Config", *, is_table: bool) -> LowRank:
+def _update(path: Path, module: str, pair: Mapping[str, Entry], config: "PeftConfig", *, is_table: bool) -> LowRank:
     if len(pair) != 2:
         raise CheckpointError(f"{path}: {shown(module)} has one of lora_A and lora_B and not the other")
     a, b = pair["A"], pair["B"]
@@ -171,7 +129,7 @@ def _update(path: Path, module: str, pair: Mapping[str, Entry], config: "_Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
+class PeftConfig:
     """What of `adapter_config.json` decides the result; fields as PEFT names them."""
 
     path: Path
@@ -185,8 +143,13 @@ class _Config:
     alphas: "_ValuesByName"
 
     @classmethod
-    def read(cls, path: Path) -> "_Config":
-        config = _read_json(path)
+    def read(cls, path: Path) -> "PeftConfig":
+        """Read a file. Raises CheckpointError, RequestError as `open_peft`."""
+        return cls.of(path, _read_json(path))
+
+    @classmethod
+    def of(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
+        """Return what the fields say; `path` is where they are. Raises CheckpointError, RequestError as `open_peft`."""
         kind = config.get("peft_type")
         if kind != "LORA":
             raise RequestError(f"{path}: peft_type={_quoted(kind)} is no LoRA, and cannot be merged")
@@ -222,9 +185,11 @@ class _Config:
                 raise CheckpointError(f"{self.path}: {key}: {error}") from None
 
     def rank(self, module: str) -> int:
+        """Return the rank of a module's matrices."""
         return int(self.ranks.get(module, self.r))
 
     def scale(self, module: str) -> float:
+        """Return alpha over the rank, or over its root."""
         rank = self.rank(module)
         return self.alphas.get(module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from opensora_cli.checkpoint.formats.lora_file import describe_adapter
 from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
@@ -82,7 +83,8 @@ def identify(shapes: Mapping[str, Shape]) -> Identity | None:
                 title = released.title if sizes is None else f"{released.title}, {_qkv(own)} q/k/v"
                 return Identity(name=released.name, title=title, prefix=prefix)
         return Identity(name=None, title=kind if sizes is None else _describe(own, sizes), prefix=prefix)
-    return None
+    adapter = describe_adapter(shapes)
+    return Identity(name=None, title=adapter, prefix="") if adapter else None
 
 
 def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:

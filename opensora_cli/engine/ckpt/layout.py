@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from opensora_cli.checkpoint.stream import Entry
-from opensora_cli.checkpoint.views import JoinedEntry, RowsEntry
+from opensora_cli.checkpoint.views import JoinedEntry, ReorderedEntry, RowsEntry
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
@@ -15,30 +13,11 @@ from opensora_cli.models.mmdit.layout import (
     Piece,
     Rotary,
     find_rotary,
+    head_order,
     is_fused,
     left_over,
     plan_layout,
-    reorder_heads,
 )
-
-
-class ReorderedEntry(Entry):
-    """A weight or bias of q or k, or the scale of their norm, (H·D, ...), in the other rotary layout."""
-
-    def __init__(self, base: Entry, *, head_dim: int, rotary: Rotary) -> None:
-        super().__init__(base.shape, base.dtype)
-        self._base = base
-        self._head_dim = head_dim
-        self._rotary = rotary
-
-    def elements(self, start: int, stop: int) -> Tensor:
-        head_numel = self._head_dim * self.row_numel
-        if start == stop:
-            return self._base.elements(0, 0)
-        first, last = start // head_numel, -(-stop // head_numel)
-        heads = self._base.rows(first * self._head_dim, last * self._head_dim)
-        reordered = reorder_heads(heads, head_dim=self._head_dim, rotary=self._rotary).reshape(-1)
-        return reordered[start - first * head_numel : stop - first * head_numel]
 
 
 def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:
@@ -109,7 +88,7 @@ def change_layout(
 
 def _taken(piece: Piece, entry: Entry, sizes: HeadSizes, rotary: Rotary) -> Entry:
     rows = entry if piece.stop is None else RowsEntry(entry, piece.start, piece.stop)
-    return ReorderedEntry(rows, head_dim=sizes.head_dim, rotary=rotary) if piece.reordered else rows
+    return ReorderedEntry(rows, head_order(sizes.head_dim, rotary)) if piece.reordered else rows
 
 
 def _joined(name: str, parts: Sequence[Entry]) -> Entry:

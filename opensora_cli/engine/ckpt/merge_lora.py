@@ -4,13 +4,14 @@ import math
 from pathlib import Path
 from typing import ClassVar
 
-from opensora_cli.checkpoint.formats.peft import open_adapter
+from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lora import merge, unmerge, unmerge_error
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.early import check_paths
 from opensora_cli.engine.ckpt.output import Product, WrittenDocument, check_product, write
+from opensora_cli.engine.components.lora_layers import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 
@@ -57,7 +58,9 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     """
     reporter = reporter or SilentReporter()
     base = open_checkpoint(Path(settings.base))
-    adapter = open_adapter(Path(settings.adapter))
+    shapes = {name: entry.shape for name, entry in base.entries.items()}
+    adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
+    require_finite(adapter.files)
     check_paths([base.path, *base.files, adapter.path], settings)
     combine = unmerge if settings.unmerge else merge
     entries = combine(base.entries, adapter, scale=settings.scale)

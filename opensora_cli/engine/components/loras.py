@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.formats.peft import Adapter, LowRank, adapter_files, open_adapter
+from opensora_cli.checkpoint.formats.lora_file import open_adapter
+from opensora_cli.checkpoint.formats.peft import adapter_files
+from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.shards import sha256_of
 from opensora_cli.checkpoint.views import rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain
 from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.lora_layers import fit_to_model, require_finite
 from opensora_cli.models.linears import LowRankLinear, ShardedLinear, Split
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -37,19 +40,19 @@ class Lora:
     path: Path
     scale: float
     sha256: str
-    """Of what `sha256sum` prints of its two files, the configuration first."""
-    updates: Mapping[str, LowRank]
+    """Of what `sha256sum` prints of its files, PEFT's configuration first."""
+    updates: Mapping[str, tuple[LowRank, ...]]
     """By the paths of the linear layers."""
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of its layers, each once, in rising order."""
-        return sorted({update.a.shape[0] for update in self.updates.values()})
+        return sorted({_rank(updates) for updates in self.updates.values()})
 
     def line(self) -> str:
         """Return it for people."""
         rank = " to ".join(str(rank) for rank in dict.fromkeys((self.ranks[0], self.ranks[-1])))
-        size = sum(part.nbytes for update in self.updates.values() for part in (update.a, update.b))
+        size = sum(part.nbytes for updates in self.updates.values() for each in updates for part in (each.a, each.b))
         return f"{self.path} x {self.scale:g}: rank {rank} in {len(self.updates)} layers, {format_bytes(size)}"
 
 
@@ -65,8 +68,8 @@ class LoraRanks:
         """Return those of adapters that are added to one model."""
         ranks: dict[str, int] = {}
         for lora in loras:
-            for path, update in lora.updates.items():
-                ranks[path] = ranks.get(path, 0) + update.a.shape[0]
+            for path, updates in lora.updates.items():
+                ranks[path] = ranks.get(path, 0) + _rank(updates)
         return cls(tuple(sorted(ranks.items())))
 
     def of_one_block(self) -> "LoraRanks":
@@ -89,7 +92,7 @@ class LoraRanks:
 
 
 def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, ...]:
-    """Open adapters and compare them with the transformer; no tensor of theirs is read, but their files are hashed.
+    """Open adapters and compare them with the transformer; their files are hashed, and read for NaN.
 
     Raises:
         CheckpointError: a file is missing or broken, is not for this transformer, or is another one than in the run
@@ -98,38 +101,49 @@ def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, .
     """
     if not files:
         return ()
-    layers = {
-        path: module for path, module in transformer_on_meta(model).named_modules() if isinstance(module, nn.Linear)
-    }
-    return tuple(_open(file, layers) for file in files)
+    transformer = transformer_on_meta(model)
+    return tuple(_open(file, transformer) for file in files)
 
 
-def _open(file: LoraFile, layers: Mapping[str, nn.Linear]) -> Lora:
+def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
+    """Open an adapter for the linear layers of a transformer, under the names of their weights.
+
+    It raises what `open_loras` raises of one.
+    """
+    if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
+        raise CheckpointError(f"{path} is the folder of a run", hint=f"its adapter is below it: {path / 'lora'}")
+    shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
+    adapter = fit_to_model(open_adapter(path), shapes, {})
+    _require_fit(
+        adapter, {path: module for path, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    )
+    require_finite(adapter.files)
+    return adapter
+
+
+def _open(file: LoraFile, transformer: nn.Module) -> Lora:
     path = Path(file.path)
-    _require_place(path)
-    adapter = open_adapter(path)
-    _require_fit(adapter, layers)
-    sha256 = _hash_files(adapter_files(path))
+    _refuse_bad_scale(path)
+    adapter = open_fitting(path, transformer)
+    sha256 = _hash_files(adapter.files)
     if file.sha256 is not None and file.sha256 != sha256:
         raise CheckpointError(
             f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
             f"{file.sha256[:12]}...",
             hint=f"name it again to take it as it is: --lora {path}:{file.scale:g}",
         )
-    updates = {name.removesuffix(".weight"): update for name, update in adapter.updates.items()}
+    updates = {name.removesuffix(".weight"): each for name, each in adapter.updates.items()}
     return Lora(path=path, scale=file.scale, sha256=sha256, updates=updates)
 
 
-def _require_place(path: Path) -> None:
-    """Refuse what looks like a scale that is no number, and the folder of a run in place of its adapter's."""
+def _refuse_bad_scale(path: Path) -> None:
+    """Refuse what looks like a scale that is no number."""
     file, colon, scale = path.name.rpartition(":")
     if colon and file and not path.exists():
         raise RequestError(
             f"--lora {plain(str(path))}: {plain(repr(scale))} is not a scale, and there is no such file",
             hint="what follows the last colon must be a number, as in :0.8",
         )
-    if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
-        raise CheckpointError(f"{path} is the folder of a run", hint=f"its adapter is below it: --lora {path / 'lora'}")
 
 
 def _hash_files(files: Sequence[Path]) -> str:
@@ -148,28 +162,32 @@ def _hash(path: Path, size: int, changed_ns: int) -> str:
 
 
 def _require_fit(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> None:
-    merged = f"merge it into a file instead: osora ckpt merge-lora BASE {adapter.path} MERGED"
     if adapter.replacements:
         raise CheckpointError(
-            f"{adapter.path} replaces {first_few(list(adapter.replacements))}, and is no adapter alone", hint=merged
+            f"{adapter.path} replaces {first_few(list(adapter.replacements))}, and is no adapter alone",
+            hint=f"merge it into a file instead: osora ckpt merge-lora BASE {adapter.path} MERGED",
         )
-    unknown = [name for name in adapter.updates if name.removesuffix(".weight") not in layers]
+    unknown = [path for name in adapter.updates if (path := name.removesuffix(".weight")) not in layers]
     if unknown:
         raise CheckpointError(
-            f"{adapter.path} is for {len(unknown)} tensors that are no linear layers of the transformer: "
-            f"{first_few(unknown)}",
-            hint=f"where it was trained with other names, {merged}",
+            f"{adapter.path} is for {len(unknown)} layers that the transformer lacks: {first_few(unknown)}",
+            hint=f"osora ckpt inspect {adapter.files[-1]} lists its tensors",
         )
     misfits = []
-    for name, update in adapter.updates.items():
+    for name, updates in adapter.updates.items():
         layer = layers[name.removesuffix(".weight")]
-        if update.transposed or not update.fits((layer.out_features, layer.in_features)):
-            misfits.append(f"{name} {[layer.out_features, layer.in_features]} (adapter: {update.described})")
+        for update in updates:
+            if update.transposed or not update.fits((layer.out_features, layer.in_features)):
+                misfits.append(f"{name} {[layer.out_features, layer.in_features]} (adapter: {update.described})")
     if misfits:
         raise CheckpointError(f"{adapter.path} does not fit the transformer: {first_few(misfits)}")
-    unfit = [name for name, update in adapter.updates.items() if not _can_be_scaled(update)]
+    unfit = [name for name, updates in adapter.updates.items() if not all(map(_can_be_scaled, updates))]
     if unfit:
         raise CheckpointError(f"{adapter.path} has factors that are not of 16 bits or more: {first_few(unfit)}")
+
+
+def _rank(updates: Iterable[LowRank]) -> int:
+    return sum(update.a.shape[0] for update in updates)
 
 
 def _can_be_scaled(update: LowRank) -> bool:
@@ -188,7 +206,7 @@ def add_loras(
     """
     plans = _sharded_linears(transformer) if group is not None else {}
     for path, _ in LoraRanks.of(loras).by_layer:
-        a_RI, b_OR = _factors([(lora, lora.updates[path]) for lora in loras if path in lora.updates])
+        a_RI, b_OR = _factors([(lora, update) for lora in loras for update in lora.updates.get(path, ())])
         if group is not None and path in plans:
             cut, rank = FeatureCut.of_weight(plans[path], dist.get_world_size(group)), dist.get_rank(group)
             if plans[path].split is Split.COLUMN:

@@ -86,10 +86,12 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
 
 
 def require_first_weights(settings: TrainSettings) -> None:
-    """Raise CheckpointError if the file or folder of the first weights is not there."""
+    """Raise CheckpointError if the file or folder of the first weights, or of the first adapter, is not there."""
     path = first_weights_of(settings)
     if path is not None and not path.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
+    if settings.lora.init is not None and not Path(settings.lora.init).exists():
+        raise CheckpointError(f"lora.init={settings.lora.init} does not exist", hint="name an adapter's folder or file")
 
 
 def require_frozen(settings: TrainSettings) -> None:

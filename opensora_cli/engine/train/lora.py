@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, require_peft
+from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.formatting import first_few
+from opensora_cli.engine.components.loras import open_fitting
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
@@ -64,6 +68,61 @@ def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tenso
         yield name, first
 
 
+def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
+    """Open the adapter `lora.init`, which must be one that `settings` describe; its matrices are not read yet.
+
+    `outline` is the transformer without adapters, on the meta device.
+
+    Raises:
+        RequestError: its rank, scale or layers are others.
+        CheckpointError: it is missing or broken, or does not fit the transformer.
+    """
+    assert settings.init is not None
+    adapter = open_fitting(Path(settings.init), outline)
+    layers = {name.removesuffix(".weight"): updates for name, updates in adapter.updates.items()}
+    if any(len(updates) > 1 for updates in layers.values()):
+        raise RequestError(f"lora.init={settings.init} cannot be continued: it has several updates of one layer")
+    problems = [*_size_problems(layers, settings), *_target_problems(layers.keys(), outline.config, settings)]
+    if problems:
+        raise RequestError(
+            f"lora.init={settings.init} is another adapter than asked for: {'; '.join(text for text, _ in problems)}",
+            hint=" ".join(f"--set {fix}" for _, fix in problems) if all(fix for _, fix in problems) else None,
+        )
+    return adapter
+
+
+def _size_problems(layers: Mapping[str, Sequence[LowRank]], settings: LoraSettings) -> Iterator[tuple[str, str]]:
+    """Yield what differs in rank and alpha, and the settings that it would take, if any."""
+    ranks = sorted({update.a.shape[0] for updates in layers.values() for update in updates})
+    if ranks != [settings.rank]:
+        fix = f"lora.rank={ranks[0]}" if len(ranks) == 1 else ""
+        yield f"its rank is {_listed(ranks)}, not lora.rank={settings.rank}", fix
+    alphas = sorted({update.scale * update.a.shape[0] for updates in layers.values() for update in updates})
+    wanted = ranks[0] if settings.alpha is None else settings.alpha
+    if not all(math.isclose(alpha, wanted, rel_tol=1e-5) for alpha in alphas):
+        fix = f"lora.alpha={alphas[0]:g}" if len(alphas) == 1 else ""
+        yield f"its alpha is {_listed(alphas)}, and lora.alpha is {wanted:g}", fix
+
+
+def _target_problems(found: Set[str], config: MMDiTConfig, settings: LoraSettings) -> Iterator[tuple[str, str]]:
+    """Yield likewise what differs in the layers."""
+    wanted = set(_targeted(config, settings.targets))
+    if found == wanted:
+        return
+    more, less = sorted(found - wanted), sorted(wanted - found)
+    parts = [f"has {first_few(more)} beside lora.targets" if more else "", f"lacks {first_few(less)}" if less else ""]
+    targets = tuple(target for target in LoraTarget if any(_target_of(path) is target for path in found))
+    fits = set(_targeted(config, targets)) == found
+    yield f"it {' and '.join(filter(None, parts))}", f"lora.targets={','.join(targets)}" if fits else ""
+
+
+def read_adapter(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of an adapter as `first_adapter` does, one at a time."""
+    for name, (update,) in adapter.updates.items():
+        for letter, factor in (("A", update.a), ("B", update.b)):
+            yield f"{name.removesuffix('.weight')}.lora_{letter}.{_ADAPTER}.weight", factor.read().float()
+
+
 def save_lora(
     folder: Path, weights: Mapping[str, Tensor], *, config: MMDiTConfig, settings: LoraSettings, base: str | None
 ) -> None:
@@ -101,10 +160,23 @@ class _Dropout(nn.Module):
         return functional.dropout(features, self._share, training=torch.is_grad_enabled())
 
 
-def _target_of(path: str) -> LoraTarget:
-    """Return which target a linear layer of a block is."""
+def _target_of(path: str) -> LoraTarget | None:
+    """Return which target a linear layer is; None for those outside of blocks and of modulations."""
     owner, _, name = path.rpartition(".")
-    return LoraTarget.MLP if owner.endswith("_mlp") else LoraTarget(name)
+    if owner.endswith("_mlp"):
+        return LoraTarget.MLP
+    return LoraTarget(name) if name in list(LoraTarget) else None
+
+
+def _targeted(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> Iterator[str]:
+    """Yield the paths of the layers that get an adapter."""
+    for stack in repeated_blocks(config):
+        paths = [linear.path for linear in stack.linears if _target_of(linear.path) in targets]
+        yield from (f"{stack.module_path}.{index}.{path}" for index in range(stack.count) for path in paths)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return " or ".join(f"{number:g}" for number in numbers)
 
 
 def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:

@@ -12,6 +12,7 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.exchanges import describe_exchange
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters, plan_attention
@@ -24,6 +25,7 @@ from opensora_cli.engine.train.early import (
 )
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.fp8_linear import require_fp8
+from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.watching.logs import require_tensorboard
@@ -93,8 +95,10 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     """Return what `train` would do, after the checks that need neither weights nor data.
 
     Raises:
-        RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small.
-        CheckpointError: there is no checkpoint to resume from, or no file of first weights.
+        RequestError: `resume` and `overwrite` contradict each other, or sizes do, or a buffer is too small, or `lora`
+            describes another adapter than its `init`.
+        CheckpointError: there is no checkpoint to resume from, or no file of first weights, or the first adapter is
+            broken.
         OutputError: the folder holds an earlier run, and neither `resume` nor `overwrite` is given.
         HardwareError: a library is missing, or the device lacks a requested feature.
     """
@@ -103,6 +107,8 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     require_first_weights(settings)
     if settings.lora.is_on:
         require_peft()
+        if settings.lora.init is not None:
+            open_first_adapter(transformer_on_meta(settings.model), settings.lora)
     if settings.watching.tensorboard:
         require_tensorboard()
     if settings.precision.fp8_linears and settings.parallel.world_size == 1:

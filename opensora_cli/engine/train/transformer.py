@@ -11,7 +11,7 @@ from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.files import first_weights_of
-from opensora_cli.engine.train.lora import add_lora, first_adapter
+from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -68,9 +68,10 @@ def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution:
 def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     """Yield the first weights of a transformer, whole, by their names, one at a time on the host.
 
-    They are those of the file `init`, of any published layout, in its dtype; or random from `loop.seed`, in fp32.
-    Raises CheckpointError if the file is missing or broken, or does not fit the sizes, and RequestError, HardwareError
-    as `empty_transformer`.
+    They are those of the file `init`, of any published layout, in its dtype; or random from `loop.seed`, in fp32. Those
+    of an adapter are of `lora.init`, or new ones.
+    Raises CheckpointError if a file is missing or broken, or does not fit the sizes, and RequestError, HardwareError
+    as `empty_transformer` and `open_first_adapter`.
     """
     path = first_weights_of(settings)
     weights = _random_weights(settings) if path is None else _read(settings, path)
@@ -81,7 +82,10 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     names = {name.replace(".base_layer.", "."): name for name, _ in transformer.named_parameters()}
     for name, weight in weights:
         yield names[name], weight
-    yield from first_adapter(transformer, seed=settings.loop.seed)
+    if settings.lora.init is None:
+        yield from first_adapter(transformer, seed=settings.loop.seed)
+    else:
+        yield from read_adapter(open_first_adapter(transformer_on_meta(settings.model), settings.lora))
 
 
 def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:

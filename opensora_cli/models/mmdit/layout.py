@@ -16,6 +16,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from opensora_cli.core.dtypes import ROTARY_METADATA
@@ -40,9 +41,12 @@ class Rotary(StrEnum):
     HALF = "half"
 
 
-_FUSED = {"double": "qkv", "single": "linear1"}
-_SPLIT = {"double": ("q_proj", "k_proj", "v_proj"), "single": ("q_proj", "k_proj", "v_mlp")}
-_ROTATED = frozenset({"q_proj", "k_proj", "query_norm", "key_norm"})
+FUSED = {"double": "qkv", "single": "linear1"}
+"""By kind of block: the layer that holds q, k and v in fused files."""
+SPLIT = {"double": ("q_proj", "k_proj", "v_proj"), "single": ("q_proj", "k_proj", "v_mlp")}
+"""The layers that hold them in split files, in the order of their rows."""
+ROTATED = frozenset({"q_proj", "k_proj", "query_norm", "key_norm"})
+"""The split layers, and scales, whose rows rotary embeddings pair."""
 _BLOCK_TENSOR = re.compile(
     r"(?P<module>(?:.*\.)?(?P<stack>double|single)_blocks\.\d+\.(?:.*\.)?)(?P<linear>\w+)\.(?P<kind>\w+)", re.DOTALL
 )
@@ -133,8 +137,8 @@ def left_over(plan: Plan, *, qkv: QKV, reorder: bool) -> list[str]:
         match = _BLOCK_TENSOR.fullmatch(key)
         if match is None:
             continue
-        other = _SPLIT[match["stack"]] if qkv is QKV.FUSED else (_FUSED[match["stack"]],)
-        in_old_order = reorder and match["linear"] in _ROTATED and not pieces[0].reordered
+        other = SPLIT[match["stack"]] if qkv is QKV.FUSED else (FUSED[match["stack"]],)
+        in_old_order = reorder and match["linear"] in ROTATED and not pieces[0].reordered
         if match["linear"] in other or in_old_order:
             found.append(key)
     return found
@@ -163,6 +167,12 @@ def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
     return tensor.reshape(-1, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
+def head_order(head_dim: int, rotary: Rotary) -> list[int]:
+    """Return which rows of a head, in their present order, `reorder_heads` puts first, second and so on."""
+    order: list[int] = reorder_heads(torch.arange(head_dim), head_dim=head_dim, rotary=rotary).tolist()
+    return order
+
+
 def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> ConvertFn:
     """Return the function that converts a file's tensors to our layout: mapping -> iterator of (key, tensor).
 
@@ -189,8 +199,8 @@ def _split(key: str, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Iterator[
     """Cut a fused tensor along its rows; a tensor of any other kind is its own only piece."""
     match, hidden = _BLOCK_TENSOR.fullmatch(key), sizes.hidden_size
     rows = shapes[key][0] if shapes[key] else 0
-    if match is not None and match["linear"] == _FUSED[match["stack"]]:
-        names = [f"{match['module']}{part}.{match['kind']}" for part in _SPLIT[match["stack"]]]
+    if match is not None and match["linear"] == FUSED[match["stack"]]:
+        names = [f"{match['module']}{part}.{match['kind']}" for part in SPLIT[match["stack"]]]
         fits = rows == 3 * hidden if match["stack"] == "double" else rows > 3 * hidden
         if fits and not any(name in shapes for name in names):
             for index, name in enumerate(names):
@@ -202,7 +212,7 @@ def _split(key: str, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Iterator[
 
 def _reordered(name: str, piece: Piece, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Piece:
     match, shape = _BLOCK_TENSOR.fullmatch(name), shapes[piece.key]
-    if match is None or match["linear"] not in _ROTATED or not shape:
+    if match is None or match["linear"] not in ROTATED or not shape:
         return piece
     rows = shape[0] if piece.stop is None else sizes.hidden_size
     return replace(piece, reordered=rows % sizes.head_dim == 0)
@@ -213,9 +223,9 @@ def _whole(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the fused tensor that the tensor `name` belongs to, and all its parts; itself, if it belongs to none."""
     match = _BLOCK_TENSOR.fullmatch(name)
-    if match is not None and match["linear"] in _SPLIT[match["stack"]]:
+    if match is not None and match["linear"] in SPLIT[match["stack"]]:
         whole, *names = (
-            f"{match['module']}{linear}.{match['kind']}" for linear in (_FUSED[match["stack"]], *_SPLIT[match["stack"]])
+            f"{match['module']}{linear}.{match['kind']}" for linear in (FUSED[match["stack"]], *SPLIT[match["stack"]])
         )
         if whole not in split and all(part in split for part in names):
             pieces = [split[part] for part in names]

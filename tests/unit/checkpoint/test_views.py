@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opensora_cli.checkpoint import views
 from opensora_cli.checkpoint.stream import HeldEntry
-from opensora_cli.checkpoint.views import RowsEntry, StridedEntry, span
+from opensora_cli.checkpoint.views import PaddedEntry, ReorderedEntry, RowsEntry, StridedEntry, span
 
 
 class CountedEntry(HeldEntry):
@@ -95,3 +95,35 @@ def test_any_range_of_any_view(data):
         patch.setattr(views, "STEP_NUMEL", data.draw(st.integers(1, 30)))
         assert torch.equal(entry.elements(start, stop), tensor.reshape(-1)[start:stop])
     entry._release()
+
+
+@given(data=st.data())
+def test_any_range_of_reordered_rows_is_the_part_of_the_whole(data):
+    order = data.draw(st.permutations(range(data.draw(st.integers(1, 8)))))
+    groups, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    shape = data.draw(st.sampled_from([(groups * len(order),), (groups * len(order), columns)]))
+    base = CountedEntry(torch.arange(torch.Size(shape).numel()).reshape(shape))
+    entry = ReorderedEntry(base, order)
+    whole = base.read().reshape(groups, len(order), -1)[:, order].reshape(-1)
+    start = data.draw(st.integers(0, entry.numel))
+    stop = data.draw(st.integers(start, entry.numel))
+    assert torch.equal(entry.elements(start, stop), whole[start:stop])
+    assert torch.equal(entry.read(), whole.reshape(shape))
+
+
+def test_only_the_groups_of_a_range_are_read():
+    base = CountedEntry(torch.arange(10 * 4 * 3).reshape(40, 3))
+    ReorderedEntry(base, [0, 2, 1, 3]).elements(13, 25)
+    assert base.read_numel == 2 * 4 * 3
+
+
+@given(data=st.data())
+def test_any_range_of_padded_rows_is_the_part_of_the_whole(data):
+    before, rows, after, columns = (data.draw(st.integers(0, 5)) for _ in range(4))
+    base = torch.rand(rows, columns)
+    entry = PaddedEntry(HeldEntry(base), start=before, rows=before + rows + after)
+    whole = torch.cat([torch.zeros(before, columns), base, torch.zeros(after, columns)])
+    start = data.draw(st.integers(0, entry.numel))
+    stop = data.draw(st.integers(start, entry.numel))
+    assert entry.shape == whole.shape
+    assert torch.equal(entry.elements(start, stop), whole.reshape(-1)[start:stop])

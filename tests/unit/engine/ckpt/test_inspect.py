@@ -49,6 +49,14 @@ def test_lines_are_a_table_and_a_summary(tmp_path: Path) -> None:
     assert r"metadata    note: 'two\nlines\x1b[31m'" in summary
 
 
+def test_adapters_are_described_in_one_line(tmp_path: Path) -> None:
+    factors = {"lora_unet_x.lora_down.weight": torch.ones(4, 5), "lora_unet_x.lora_up.weight": torch.ones(6, 4)}
+    save_file(factors, tmp_path / "style.safetensors")
+    found = look(tmp_path / "style.safetensors")
+    assert "model       LoRA in the style of kohya, rank 4 in 1 layers" in found.lines()
+    assert found.to_json()["model"] is None
+
+
 def test_patterns_select_tensors(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     write_holes(path, read_released("hunyuan-vae").shapes)

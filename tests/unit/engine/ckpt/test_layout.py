@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.stream import Entry, Extent, HeldEntry, StoredEntry
+from opensora_cli.checkpoint.stream import Extent, HeldEntry, StoredEntry
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.ckpt.layout import ReorderedEntry, change_layout, find_layout, is_implied_by_names
+from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
 from opensora_cli.models.mmdit import MMDiT, MMDiTConfig
 from opensora_cli.models.mmdit.layout import QKV, Rotary, converter
 
@@ -23,18 +21,6 @@ CONFIG = MMDiTConfig(
     depth_single_blocks=2,
     axes_dim=(4, 4, 4),
 )
-
-
-class CountingEntry(HeldEntry):
-    """Remembers how many elements were read."""
-
-    def __init__(self, tensor):
-        super().__init__(tensor)
-        self.read_numel = 0
-
-    def elements(self, start, stop):
-        self.read_numel += stop - start
-        return super().elements(start, stop)
 
 
 @pytest.fixture(scope="module")
@@ -166,29 +152,3 @@ class TestRefused:
     def test_unknown_metadata(self, model):
         with pytest.raises(CheckpointError, match=r"osora\.rotary='spiral' is not one of interleaved, half"):
             change_layout(model, {"osora.rotary": "spiral"}, qkv=QKV.FUSED)
-
-
-class TestReorderedEntry:
-    @settings(max_examples=100)
-    @given(data=st.data(), rotary=st.sampled_from(Rotary))
-    def test_any_range_is_the_part_of_the_whole(self, data, rotary):
-        heads, half, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-        rows = heads * 2 * half
-        shape = data.draw(st.sampled_from([(rows,), (rows, columns)]))
-        base = CountingEntry(torch.arange(torch.Size(shape).numel()).reshape(shape))
-        entry = ReorderedEntry(base, head_dim=2 * half, rotary=rotary)
-        order = [2 * j + side for side in (0, 1) for j in range(half)]
-        if rotary is Rotary.INTERLEAVED:
-            order = [side * half + j for j in range(half) for side in (0, 1)]
-        whole = base.read().reshape(heads, 2 * half, -1)[:, order].reshape(-1)
-        start = data.draw(st.integers(0, entry.numel))
-        stop = data.draw(st.integers(start, entry.numel))
-        base.read_numel = 0
-        assert torch.equal(entry.elements(start, stop), whole[start:stop])
-        assert torch.equal(entry.read(), whole.reshape(shape))
-
-    def test_only_the_heads_of_a_range_are_read(self):
-        base = CountingEntry(torch.arange(10 * 4 * 3).reshape(40, 3))
-        entry: Entry = ReorderedEntry(base, head_dim=4, rotary=Rotary.HALF)
-        entry.elements(13, 25)
-        assert base.read_numel == 2 * 4 * 3

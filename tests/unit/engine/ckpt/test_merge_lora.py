@@ -110,6 +110,22 @@ def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_p
     assert not (tmp_path / "x.safetensors").exists()
 
 
+def test_single_files_in_the_styles_of_others(base: Path, adapter: Path, tmp_path: Path) -> None:
+    a, b = load_file(adapter / "adapter_model.safetensors").values()
+    alone = {"lora_unet_to_q.lora_down.weight": a, "lora_unet_to_q.lora_up.weight": b}
+    save_file(alone | {"lora_unet_to_q.alpha": torch.tensor(float(ALPHA))}, tmp_path / "kohya.safetensors")
+    for number, file in enumerate((adapter, tmp_path / "kohya.safetensors")):
+        merge(base, file, tmp_path / f"{number}.safetensors")
+    assert bit_equal(*(load_file(tmp_path / f"{number}.safetensors") for number in range(2)))
+
+
+def test_numbers_that_are_not_finite_are_not_merged(base: Path, tmp_path: Path) -> None:
+    factors = {"to_q.lora_A.weight": torch.full((2, 5), torch.nan), "to_q.lora_B.weight": torch.ones(6, 2)}
+    save_file(factors, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"not finite: to_q\.lora_A\.weight"):
+        merge(base, tmp_path / "a.safetensors", tmp_path / "x.safetensors")
+
+
 def test_nothing_is_written_into_what_is_read(base: Path, adapter: Path) -> None:
     for target in (base, adapter / "x.safetensors", adapter):
         with pytest.raises(RequestError, match=r"which is read|is what is read|must agree"):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_styles import ALPHA, RANK, dotted, fused_factors, kohya, write_styles
 from closeness import assert_close
 from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from storage_sizes import storage_bytes
-from tiny_adapters import factors, write_adapter, write_lora
+from tiny_adapters import draw, factors, write_adapter, write_lora
 from tiny_transformer import inputs
 from tiny_weights import converted
 from torch import Tensor
@@ -110,6 +111,35 @@ class TestAddLoras:
             assert_close(outputs[-1], velocity(plan_of(**{"runtime.weights": str(merged_in)})))
             assert (outputs[-1] - outputs[-2]).norm() > 0.01 * outputs[-2].norm()
 
+    def test_single_files_give_what_the_folder_of_peft_gives(self, tmp_path):
+        config = demo_on_meta().config
+        hidden, head = config.hidden_size, config.head_dim
+        shapes = {
+            "double_blocks.1.txt_attn.qkv": (3 * hidden, hidden),
+            "single_blocks.2.linear1": (3 * hidden + config.mlp_hidden_size, hidden),
+            "single_blocks.2.linear2": (hidden, hidden + config.mlp_hidden_size),
+        }
+        fused = fused_factors({f"{path}.weight": torch.empty(shape) for path, shape in shapes.items()})
+        order = [row + dim for row in range(0, hidden, head) for dim in (*range(0, head, 2), *range(1, head, 2))]
+        split = {}
+        for path, (a, b) in fused.items():
+            owner, _, name = path.rpartition(".")
+            if name == "linear2":
+                split[path] = (a, b)
+                continue
+            q, k, v = b.split([hidden, hidden, len(b) - 2 * hidden])
+            value = "v_proj" if name == "qkv" else "v_mlp"
+            split |= {f"{owner}.q_proj": (a, q[order]), f"{owner}.k_proj": (a, k[order]), f"{owner}.{value}": (a, v)}
+        tensors = dotted(split, prefix="base_model.model.", alpha=None)
+        folder = write_adapter(tmp_path / "peft", tensors, r=RANK, lora_alpha=ALPHA)
+        plain, expected = velocity(plan_of()), velocity(plan_of(f"{folder}:0.5"))
+        assert (expected - plain).norm() > 0.01 * plain.norm()
+        for style, path in write_styles(tmp_path, fused, hidden=hidden).items():
+            plan = plan_of(f"{path}:0.5")
+            # v and the MLP are two updates of one layer where diffusers has them apart.
+            assert plan.loras[0].ranks == ([RANK, 2 * RANK] if "diffusers" in style else [RANK])
+            assert_close(velocity(plan), expected)
+
     def test_opposite_ones_cancel(self, everything):
         assert_close(velocity(plan_of(f"{everything}:0.7", f"{everything}:-0.7")), velocity(plan_of()))
 
@@ -179,17 +209,30 @@ class TestOpenLoras:
         ("tensors", "config", "error", "words"),
         [
             (
-                factors("double_blocks.0.img_attn.qkv", 768, 256),
+                factors("double_blocks.0.img_attn.qkv", 767, 256),
                 {},
                 CheckpointError,
-                r"no linear layers .*img_attn\.qkv",
+                r"'double_blocks\.0\.img_attn\.qkv' has 768 rows there",
             ),
-            (factors("double_blocks.9.img_attn.q_proj", 256, 256), {}, CheckpointError, r"no linear layers"),
+            (
+                factors("double_blocks.0.img_attn.kqv", 768, 256),
+                {},
+                CheckpointError,
+                r"layers that the transformer lacks: .*kqv",
+            ),
+            (factors("double_blocks.9.img_attn.q_proj", 256, 256), {}, CheckpointError, "that the transformer lacks"),
             (
                 factors("double_blocks.0.img_attn.q_proj", 256, 255),
                 {},
                 CheckpointError,
                 r"\[256, 256\] \(adapter: A \[2, 255\]",
+            ),
+            (
+                factors("img_in", 256, 256)
+                | {"base_model.model.img_in.lora_A.weight": torch.full((2, 256), torch.nan)},
+                {},
+                CheckpointError,
+                r"not finite: base_model\.model\.img_in\.lora_A\.weight",
             ),
             (factors("single_blocks.0.linear2", 256, 1280), {"fan_in_fan_out": True}, CheckpointError, "does not fit"),
             (factors("img_in", 256, 256), {"peft_type": "LOHA"}, RequestError, "is no LoRA"),
@@ -216,6 +259,17 @@ class TestOpenLoras:
         shutil.copy(style / "adapter_config.json", tmp_path)
         assert len(plan_of(str(alone)).loras[0].updates) == len(plan_of(str(style)).loras[0].updates) == 56
 
+    def test_single_files_that_are_none(self, tmp_path):
+        with pytest.raises(CheckpointError, match="it is no adapter") as raised:
+            plan_of(str(TRANSFORMER))
+        assert "--set files.transformer=FILE" in raised.value.hint
+        save_file(kohya({"double_blocks.0.img_attn.q": (draw(2, 5), draw(6, 2))}), tmp_path / "a.safetensors")
+        with pytest.raises(
+            CheckpointError, match="is for 1 layers that the transformer lacks: lora_unet_double"
+        ) as raised:
+            plan_of(str(tmp_path / "a.safetensors"))
+        assert raised.value.hint == f"osora ckpt inspect {tmp_path / 'a.safetensors'} lists its tensors"
+
     @pytest.mark.parametrize("scale", ["abc", "nan", ""])
     def test_a_scale_that_is_no_number(self, style, scale):
         with pytest.raises(RequestError, match="is not a scale") as raised:
@@ -234,7 +288,7 @@ class TestOpenLoras:
         shutil.copytree(style, tmp_path / "run" / "lora")
         with pytest.raises(CheckpointError, match="is the folder of a run") as raised:
             plan_of(str(tmp_path / "run"))
-        assert raised.value.hint == f"its adapter is below it: --lora {tmp_path / 'run' / 'lora'}"
+        assert raised.value.hint == f"its adapter is below it: {tmp_path / 'run' / 'lora'}"
 
     def test_latents_that_are_only_decoded_need_none(self, tmp_path):
         settings = settings_of(str(tmp_path / "gone"), **{"from_latents": "some.latents.safetensors"})

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_transformer import inputs, loss_of, transformer
 
-from opensora_cli.checkpoint.formats.peft import open_adapter, require_peft
+from opensora_cli.checkpoint.formats.peft import open_peft, require_peft
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.stream import HeldEntry
 from opensora_cli.core.exceptions import HardwareError
@@ -163,7 +163,7 @@ class TestSaveLora:
         model, plain = transformer(), transformer()
         add_lora(model, RANK_4, seed=0)
         learn(model)
-        adapter = open_adapter(saved(model, tmp_path / "adapter"))
+        adapter = open_peft(saved(model, tmp_path / "adapter"))
         entries = {name: HeldEntry(weight) for name, weight in plain.state_dict().items()}
         plain.load_state_dict({name: entry.read() for name, entry in merge(entries, adapter).items()})
         expected = velocity(model, plain)
@@ -205,6 +205,7 @@ class TestLoraSettings:
         [
             ({"alpha": "8"}, "lora.alpha=8.0 has no effect without lora.rank: set it, as in lora.rank=16"),
             ({"targets": "mlp"}, "lora.targets=mlp has no effect without lora.rank"),
+            ({"init": "style"}, "lora.init=style has no effect without lora.rank"),
             ({"rank": "0"}, "greater than 0"),
             ({"rank": "4", "targets": ""}, "at least 1 item"),
             ({"rank": "4", "targets": "img_in"}, "'q_proj'"),

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_transformer import inputs
+from tiny_weights import converted
 
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.load import load_transformer
@@ -123,6 +124,85 @@ def test_a_resumed_adapter_equals_an_uninterrupted_one(trained, tmp_path):
     ours, theirs = (load_file(folder / "lora" / "adapter_model.safetensors") for folder in (tmp_path / "run", trained))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def log_of(output: Path) -> list[float]:
+    return [
+        record["loss"]
+        for line in (output / "log.jsonl").read_text().splitlines()
+        if "loss" in (record := json.loads(line))
+    ]
+
+
+def test_an_adapter_goes_on_from_another_as_from_the_model_it_is_merged_into(trained, tmp_path):
+    base = converted(DEMO / "transformer.safetensors", tmp_path / "base.safetensors", dtype="fp32")
+    merged = tmp_path / "merged.safetensors"
+    merge_lora(MergeLoraSettings(base=str(base), adapter=str(trained / "lora"), target=str(merged)))
+    runs = {
+        "adapter": {"lora__init": str(trained / "lora"), "init": str(base)},
+        "merged": {"init": str(merged)},
+        "new": {"init": str(base)},
+    }
+    losses = {}
+    for name, changes in runs.items():
+        train(settings_of(tmp_path / name, lora__dropout="0", loop__steps="1", **changes))
+        losses[name] = log_of(tmp_path / name)[0]
+    assert losses["adapter"] == pytest.approx(losses["merged"], rel=1e-4)
+    assert losses["adapter"] != pytest.approx(losses["new"], rel=1e-4)
+
+
+def test_the_first_weights_are_those_of_the_file_bit_for_bit(trained, tmp_path):
+    tensors = load_file(trained / "lora" / "adapter_model.safetensors")
+    kohya = {
+        name.removeprefix("base_model.model.").replace(".lora_", "|").replace(".", "_"): tensor
+        for name, tensor in tensors.items()
+    }
+    kohya = {
+        "lora_unet_" + name.replace("|A_", ".lora_down.").replace("|B_", ".lora_up."): tensor
+        for name, tensor in kohya.items()
+    }
+    save_file(kohya, tmp_path / "kohya.safetensors")
+    for init in (trained / "lora", tmp_path / "kohya.safetensors"):
+        settings = settings_of(tmp_path / "run", lora__init=str(init))
+        weights = new_transformer(settings, device=torch.device("cpu")).state_dict()
+        found = {name: weight for name, weight in weights.items() if ".lora_" in name}
+        assert len(found) == len(tensors)
+        for name, weight in found.items():
+            assert torch.equal(weight, tensors[f"base_model.model.{name.replace('.default.', '.')}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "hint"),
+    [
+        ({"lora__rank": "4"}, "its rank is 2, not lora.rank=4", "--set lora.rank=2"),
+        ({"lora__alpha": "8"}, "its alpha is 2, and lora.alpha is 8", "--set lora.alpha=2"),
+        (
+            {"lora__targets": "q_proj"},
+            "it has single_blocks.0.linear2, single_blocks.1.linear2, single_blocks.2.linear2 and 5 more beside lora.t",
+            "--set lora.targets=q_proj,linear2",
+        ),
+        (
+            {"lora__targets": "q_proj,linear2,mlp", "lora__rank": "3", "lora__alpha": "3"},
+            "it lacks double_blocks.0.img_mlp.0",
+            "--set lora.rank=2 --set lora.alpha=2 --set lora.targets=q_proj,linear2",
+        ),
+    ],
+)
+def test_an_adapter_of_another_form_is_not_continued(trained, tmp_path, changes, words, hint):
+    with pytest.raises(RequestError) as raised:
+        plan_training(settings_of(tmp_path, lora__init=str(trained / "lora"), **changes))
+    assert words in raised.value.message
+    assert (raised.value.exit_code, raised.value.hint) == (2, hint)
+
+
+def test_files_that_are_no_adapter_are_not_continued(trained, tmp_path):
+    for init, words in (
+        (tmp_path / "none", "lora.init=.* does not exist"),
+        (DEMO / "transformer.safetensors", "it is no adapter"),
+        (trained, "is the folder of a run"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            plan_training(settings_of(tmp_path / "run", lora__init=str(init)))
 
 
 def test_what_is_trained_is_counted(tmp_path):

@@ -1,0 +1,185 @@
+"""Adapters in single files: what they are by their names, their scales, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_styles import STYLES, dotted, kohya
+from hostile_files import opened_or_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tiny_adapters import draw, factors, write_adapter
+
+from opensora_cli.checkpoint.formats.lora_file import describe_adapter, open_adapter, style_of
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+PAIR = {"block.proj": (draw(2, 5), draw(6, 2, seed=1))}
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> Path:
+    path = folder / "a.safetensors"
+    save_file(tensors, path, metadata=metadata or None)
+    return path
+
+
+class TestStyles:
+    def test_they_are_recognised_by_their_names(self):
+        fused = {"double_blocks.0.img_attn.qkv": (draw(2, 5), draw(15, 2))}
+        found = {style: style_of(tensors(fused, 5)) for style, tensors in STYLES.items()}
+        assert found == {
+            "fused": "diffusers",
+            "fused .default": "diffusers",
+            "ComfyUI": "ComfyUI",
+            "ComfyUI lora_down": "ComfyUI",
+            "lora.down": "diffusers",
+            "kohya": "kohya",
+            "diffusers": "diffusers",
+            "diffusers in kohya's spelling": "kohya",
+        }
+        assert style_of(factors("x", 6, 5)) == "PEFT"
+        assert style_of(["img_in.weight", "double_blocks.0.img_mod.lin.weight"]) is None
+
+    def test_they_are_described_by_ranks_and_layers(self):
+        more = {"b": (draw(7, 5), draw(6, 7))}
+        shapes = {name: tuple(tensor.shape) for name, tensor in (kohya(PAIR) | kohya(more)).items()}
+        assert describe_adapter(shapes) == "LoRA in the style of kohya, rank 2 to 7 in 2 layers"
+        assert describe_adapter({"img_in.weight": (3, 4)}) is None
+
+
+class TestScales:
+    def scale(self, path: Path) -> float:
+        ((update,),) = open_adapter(path).updates.values()
+        return update.scale
+
+    @pytest.mark.parametrize(
+        ("alpha", "scale"), [(None, 1.0), (2, 1.0), (8.0, 4.0), (torch.tensor([1.0]).bfloat16(), 0.5), (0, 0.0)]
+    )
+    def test_alpha_is_divided_by_the_rank(self, tmp_path, alpha, scale):
+        tensors = dotted(PAIR, alpha=None)
+        tensors |= {"block.proj.alpha": torch.as_tensor(alpha)} if alpha is not None else {}
+        assert self.scale(written(tmp_path, tensors)) == scale
+
+    @pytest.mark.parametrize(
+        ("config", "scale"),
+        [
+            ({"transformer.r": 2, "transformer.lora_alpha": 8, "text_encoder.lora_alpha": 100}, 4.0),
+            ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"proj": 1}}, 0.5),
+            ({"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": True}, 4.0),
+            ({"text_encoder.r": 2, "text_encoder.lora_alpha": 100}, 1.0),
+        ],
+    )
+    def test_diffusers_notes_it_in_the_metadata(self, tmp_path, config, scale):
+        tensors = dotted(PAIR, prefix="transformer.", alpha=None)
+        assert self.scale(written(tmp_path, tensors, lora_adapter_metadata=json.dumps(config))) == scale
+
+    def test_a_tensor_goes_above_the_metadata(self, tmp_path):
+        config = json.dumps({"r": 2, "lora_alpha": 100})
+        assert self.scale(written(tmp_path, dotted(PAIR, alpha=3.0), lora_adapter_metadata=config)) == 1.5
+
+
+class TestPlaces:
+    def test_the_folder_that_diffusers_saves(self, tmp_path):
+        written(tmp_path, dotted(PAIR)).rename(tmp_path / "pytorch_lora_weights.safetensors")
+        adapter = open_adapter(tmp_path)
+        assert (adapter.style, adapter.files) == ("diffusers", (tmp_path / "pytorch_lora_weights.safetensors",))
+
+    def test_the_files_of_peft_under_any_name(self, tmp_path):
+        folder = write_adapter(tmp_path / "a", factors("block.proj", 6, 5))
+        weights = folder / "adapter_model.safetensors"
+        expected = (folder / "adapter_config.json", weights)
+        assert [open_adapter(path).files for path in (folder, weights)] == [expected, expected]
+        weights.rename(folder / "style.safetensors")
+        assert open_adapter(folder / "style.safetensors").style == "PEFT"
+        (folder / "adapter_config.json").unlink()
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
+            open_adapter(folder / "style.safetensors")
+
+    def test_a_link_to_a_file(self, tmp_path):
+        (tmp_path / "links").mkdir()
+        (tmp_path / "links" / "style.safetensors").symlink_to(written(tmp_path, kohya(PAIR)))
+        assert open_adapter(tmp_path / "links" / "style.safetensors").style == "kohya"
+
+    def test_there_is_none(self, tmp_path):
+        with pytest.raises(CheckpointError, match="is no folder with an adapter, and no file of one"):
+            open_adapter(tmp_path / "none")
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("lora_unet_x.dora_scale", "DoRA"),
+            ("transformer.x.lora_magnitude_vector", "DoRA"),
+            ("lora_unet_x.hada_w1_a", "LoHa"),
+            ("lycoris_x.lokr_w2", "LoKr"),
+            ("lora_unet_x.oft_blocks", "OFT"),
+            ("lora_unet_x.lora_mid.weight", "a third matrix"),
+            ("x.lora_B.bias", "LoRA with biases"),
+            ("diffusion_model.x.diff", "differences of whole tensors"),
+            ("diffusion_model.x.diff_b", "differences of whole tensors"),
+            ("lora_unet_x.on_input", "IA3"),
+            ("x.a1.weight", "GLoRA"),
+            ("double_blocks.0.processor.qkv_lora1.down.weight", "XLabs' style"),
+            ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", "text encoders"),
+            ("text_encoder.text_model.x.lora_A.weight", "text encoders"),
+        ],
+    )
+    def test_other_kinds_by_name(self, tmp_path, name, kind):
+        with pytest.raises(RequestError) as caught:
+            open_adapter(written(tmp_path, kohya(PAIR) | {name: draw(2, 2)}))
+        assert repr(name) in caught.value.message
+        assert kind in caught.value.message
+        if kind == "text encoders":
+            assert "--drop '" in caught.value.hint
+
+    @pytest.mark.parametrize(
+        ("tensors", "words"),
+        [
+            ({}, "it is no adapter"),
+            ({"img_in.weight": draw(6, 5)}, "it is no adapter"),
+            (kohya(PAIR) | {"note": draw(1)}, "1 tensors that are not of LoRA: note"),
+            (kohya(PAIR) | {"lora_unet_other.alpha": draw(1)}, "not of LoRA: lora_unet_other.alpha"),
+            ({"x.lora_A.weight": draw(2, 5)}, "'x' has one of its two matrices and not the other"),
+            (dotted({"x": (draw(3, 5), draw(6, 2))}), "A [3, 5] and B [6, 2], of no common rank"),
+            (dotted({"x": (draw(0, 5), draw(6, 0))}), "of no common rank"),
+            (dotted({"x": (draw(5), draw(6))}), "of no common rank"),
+            (dotted(PAIR, alpha=float("nan")), "must be a number up to 1,000,000, and is nan"),
+            (dotted(PAIR, alpha=1e30), "must be a number up to"),
+            (dotted(PAIR, alpha=None) | {"block.proj.alpha": draw(2)}, "[2] must be a single number"),
+        ],
+    )
+    def test_tensors_that_do_not_fit_together(self, tmp_path, tensors, words):
+        with pytest.raises(CheckpointError) as caught:
+            open_adapter(written(tmp_path, tensors))
+        assert words in caught.value.message
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"lora_alpha": "much"}', '{"r": 0, "lora_alpha": 1}'])
+    def test_broken_metadata(self, tmp_path, text):
+        with pytest.raises(CheckpointError, match=r"a\.safetensors: "):
+            open_adapter(written(tmp_path, dotted(PAIR, alpha=None), lora_adapter_metadata=text))
+
+    def test_dora_by_its_metadata(self, tmp_path):
+        config = json.dumps({"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.use_dora": True})
+        with pytest.raises(RequestError, match="DoRA"):
+            open_adapter(written(tmp_path, dotted(PAIR, alpha=None), lora_adapter_metadata=config))
+
+    @pytest.mark.parametrize("length", [0, 5, 100, -1])
+    def test_files_that_are_cut_off(self, tmp_path, length):
+        path = written(tmp_path, kohya(PAIR))
+        path.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(CheckpointError, match=r"a\.safetensors is "):
+            open_adapter(path)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(position=st.integers(0, 2**16), damage=st.binary(min_size=1, max_size=4), style=st.sampled_from(sorted(STYLES)))
+def test_thousands_of_damaged_files_are_opened_or_refused(tmp_path_factory, position, damage, style):
+    fused = {"double_blocks.0.img_attn.qkv": (draw(2, 5), draw(15, 2))}
+    path = written(tmp_path_factory.getbasetemp(), STYLES[style](fused, 5))
+    content = path.read_bytes()
+    position %= len(content)
+    path.write_bytes(content[:position] + damage + content[position + len(damage) :])
+    opened_or_refused(lambda: {name: each[0].b.read() for name, each in open_adapter(path).updates.items()})
