@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import adapter_styles
 import tiny_adapters
 import tiny_clips
 import tiny_frozen
@@ -49,6 +50,11 @@ BASES: tuple[Base, ...] = (
     ),
     Base("generate from video", (*_TINY, "--ref", "video.mp4", "--json"), ("generate.yaml", "tiny", "video.mp4")),
     Base("generate with adapter", (*_TINY, "--lora", "adapter:0.5"), ("generate.yaml", "tiny", "adapter")),
+    Base(
+        "generate with a LoRA file",
+        (*_TINY, "--lora", "style.safetensors"),
+        ("generate.yaml", "tiny", "style.safetensors"),
+    ),
     Base("generate again", ("generate", "--from", "made.mp4.json", "--out", "out.mp4"), ("tiny", "made.mp4.json")),
     Base(
         "generate from latents",
@@ -195,6 +201,10 @@ def _write_worlds(folder: Path) -> None:
     base = {key: weight.detach() for key, weight in transformer.state_dict().items()}
     save_file(base, folder / "base.safetensors")
     tiny_adapters.write_lora(folder / "adapter", transformer, like="double_blocks.*")
+    fused = {
+        "double_blocks.0.img_attn.qkv.weight": torch.empty(3 * settings.model.hidden_size, settings.model.hidden_size)
+    }
+    save_file(adapter_styles.kohya(adapter_styles.fused_factors(fused)), folder / "style.safetensors")
 
 
 def _write_weights(folder: Path) -> None:
