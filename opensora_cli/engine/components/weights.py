@@ -27,6 +27,10 @@ _DOWNLOADS = {
 """What `osora ckpt download` calls the weights of each autoencoder."""
 
 
+Stamp = tuple[tuple[str, int, int], ...]
+"""Names, sizes and times of change of the files of a component: what stands for their content."""
+
+
 class Component(StrEnum):
     """A part of a video model that has weights of its own."""
 
@@ -107,6 +111,18 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
     if named is not None and (Path(named) / files.transformer).exists():
         folders.insert(0, Path(named))
     return _located(files, folders, model=ModelName.DEMO, looked_in=" and ".join(map(str, folders)))
+
+
+def stamp_of(weights: Path | None) -> Stamp:
+    """Return what changes with the file, or the files of a folder; empty where they cannot be read."""
+    if weights is None:
+        return ()
+    try:
+        files = sorted(path for path in weights.rglob("*") if path.is_file()) if weights.is_dir() else [weights]
+        states = [(path.name, path.stat()) for path in files]
+    except OSError:
+        return ()
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
 def needed_components(settings: GenerateSettings) -> tuple[Component, ...]:

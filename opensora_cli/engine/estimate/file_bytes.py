@@ -18,7 +18,7 @@ from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.weights import Component, WeightFiles
+from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.settings.components import ModelSettings
@@ -37,8 +37,6 @@ _TEXT_FILES = tuple(
 )
 _KEPT_IN_FP32 = ".wo.weight"
 """Of a T5 that is loaded in float16: transformers casts these."""
-
-Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +95,11 @@ def file_weights(
     for component, count in parameters.items():
         path = weights.paths.get(component)
         if component is Component.TRANSFORMER:
-            found[component] = _transformer(settings.model, path, _stamp(path), dtype)
+            found[component] = _transformer(settings.model, path, stamp_of(path), dtype)
         elif component is Component.T5:
-            found[component] = _t5(path, _stamp(path), count, dtype)
+            found[component] = _t5(path, stamp_of(path), count, dtype)
         else:
-            found[component] = _whole(path, _stamp(path), count, dtype)
+            found[component] = _whole(path, stamp_of(path), count, dtype)
     return found
 
 
@@ -116,7 +114,7 @@ def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool
 def stored_t5_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype that most of a T5's layers have in its files; None if these cannot be read."""
     try:
-        layers = [tensor for tensor in _text_tensors(folder, _stamp(folder)) if tensor.key.startswith(_T5_LAYER)]
+        layers = [tensor for tensor in _text_tensors(folder, stamp_of(folder)) if tensor.key.startswith(_T5_LAYER)]
     except CheckpointError:
         return None
     sizes: Counter[torch.dtype] = Counter()
@@ -220,15 +218,3 @@ def _grouped(
         else:
             blocks[index] += size
     return FileWeights(outside, tuple(blocks))
-
-
-def _stamp(path: Path | None) -> Stamp:
-    """Return what changes with the files of a component."""
-    if path is None:
-        return ()
-    try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        stats = [(file.name, file.stat()) for file in files]
-    except OSError:
-        return ()
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

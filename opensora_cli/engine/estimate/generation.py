@@ -28,7 +28,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
+from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.text import text_memory
 from opensora_cli.engine.estimate.transformer import (
     FakeSequenceParallel,
@@ -120,7 +120,7 @@ def estimate_generation(
         temporal_compression=grid.time_compression_ratio,
         lengths=sizes.lengths,
     )
-    kept = weights[Component.VAE] if parts and offload.mode is OffloadMode.NONE else 0
+    kept = ((AUTOENCODER, weights[Component.VAE]),) if parts and offload.mode is OffloadMode.NONE else ()
     tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
     if files is None:
         own = transformer_bytes(config, weights[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras)
@@ -128,7 +128,8 @@ def estimate_generation(
         own, mapped = transformer_on_cpu(
             config, files[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras
         )
-    denoise = StageMemory(DENOISE, kept + own, denoising.data, denoising.activations + workspace, mapped)
+    own += sum(size for _, size in kept)
+    denoise = StageMemory(DENOISE, own, denoising.data, denoising.activations + workspace, mapped, kept)
     stages = [text, denoise, decode]
     if parts:
         frames = tuple(part.num_frames for part in parts)

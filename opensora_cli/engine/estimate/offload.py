@@ -1,13 +1,24 @@
 """How weights and activations are kept within a memory: what can be given up, and what is given up first."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadChoice, OffloadMode
 
 ON_DEVICE = TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """The stages that compute on the device."""
+
+TEXT_ENCODERS, TRANSFORMER, AUTOENCODER = "text encoders", "transformer", "autoencoder"
+
+MODEL_OF = {TEXT: TEXT_ENCODERS, ENCODE: AUTOENCODER, DENOISE: TRANSFORMER, DECODE: AUTOENCODER}
+"""What each stage runs."""
+
+_KEPT_FIRST = (TRANSFORMER, AUTOENCODER, TEXT_ENCODERS)
+"""The transformer takes longest to load; the autoencoder is small."""
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 CHUNK_TOKENS = 8192
 """Enough for matrix products to run at full speed. Always, and not only where memory is short: results differ by
@@ -85,7 +96,7 @@ class StageMemory:
 
     name: str
     weight_bytes: int
-    """On a CPU those that are not computed with where they are mapped from their file."""
+    """Those of `kept` included; on a CPU those that are not computed with where they are mapped from their file."""
     data_bytes: int
     """What goes in and out."""
     activation_bytes: int = 0
@@ -93,6 +104,13 @@ class StageMemory:
     mapped_bytes: int = 0
     """On a CPU, of the weights' files: what is read from them each time that the model runs, unless the page cache has
     it. It is no part of the memory that the stage takes for itself."""
+    kept: tuple[tuple[str, int], ...] = ()
+    """Models that the stage does not run and that stay loaded meanwhile, and their bytes."""
+
+    @property
+    def own_bytes(self) -> int:
+        """The weights of the model that the stage runs."""
+        return self.weight_bytes - sum(size for _, size in self.kept)
 
     @property
     def total_bytes(self) -> int:
@@ -151,6 +169,27 @@ def choose_offload(
         plan = first_fitting(_denoise_plans(plan, memory, num_blocks, streamable), DENOISE)
     plan = first_fitting((plan, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
+
+
+def keep_models(
+    stages: Sequence[StageMemory], *, budget: int, loaded: Mapping[str, int] = _NOTHING
+) -> tuple[StageMemory, ...]:
+    """Return the stages with every model kept beside each that has room there; `budget` as in `choose_offload`.
+
+    `loaded` are the bytes of models that are there already, of which the stages may run none.
+    """
+    sizes = {**loaded, **{MODEL_OF[stage.name]: stage.own_bytes for stage in stages}}
+    most = int(budget * (1 - _HEADROOM))
+
+    def filled(stage: StageMemory) -> StageMemory:
+        for model in _KEPT_FIRST:
+            is_there = model == MODEL_OF[stage.name] or model in dict(stage.kept)
+            if model in sizes and not is_there and stage.total_bytes + sizes[model] <= most:
+                kept = (*stage.kept, (model, sizes[model]))
+                stage = replace(stage, weight_bytes=stage.weight_bytes + sizes[model], kept=kept)
+        return stage
+
+    return tuple(map(filled, stages))
 
 
 def stronger_offload(

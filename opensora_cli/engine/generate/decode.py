@@ -4,9 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -17,12 +15,12 @@ from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.denoise import DenoisedSample
-from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import media_tags, write_sidecar
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.ranks import Ranks, SharedDecoder
+from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR, Reference
-from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, read_made, refuse_existing
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -58,7 +56,7 @@ def decode_and_save(
     files: Sequence[SampleFiles],
     denoised: Sequence[DenoisedSample],
     references: Sequence[Reference],
-    vae: KeptVAE,
+    models: LoadedModels,
     record: RunRecord,
     *,
     ranks: Ranks | None = None,
@@ -73,25 +71,43 @@ def decode_and_save(
         OutputError: a result cannot be written, or has appeared since the run began.
         HardwareError: out of memory.
     """
-    if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
-        autoencoder = vae.on_device()
-        decoder = SharedDecoder(autoencoder)
-        autoencoder.decoder = cast(Any, decoder)
-        if not ranks.is_main:
-            _decode_for_rank_0(plan, denoised, autoencoder, record)
-            decoder.wait()
-    if ranks is not None and not ranks.is_main:
-        return ()
     videos = []
-    for sample, latents in zip(files, denoised, strict=True):
-        save = partial(_decode_and_save, sample=sample, denoised=latents, references=references, vae=vae, record=record)
-        # With what was enough for one sample, the next ones go on.
-        video, plan = retried(save, plan, DECODE, record, weights_are_there=vae.is_loaded, together=False)
-        record.complete(sample.media, sample.latents)
-        if video.given_frames_psnr_db is not None:
-            _report_given_frames(video.given_frames_psnr_db, sample.seed, record.reporter)
-        videos.append(video)
+    with ExitStack() as shared:
+        if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
+            models.make_room(plan, DECODE)
+            autoencoder = shared.enter_context(models.autoencoder(plan, record))
+            decoder = shared.enter_context(shared_tiles(autoencoder))
+            if not ranks.is_main:
+                _decode_for_rank_0(plan, denoised, autoencoder, record)
+                decoder.wait()
+        if ranks is not None and not ranks.is_main:
+            return ()
+        for sample, latents in zip(files, denoised, strict=True):
+            # With what was enough for one sample, the next ones go on.
+            video, plan = _finish(plan, sample, latents, references, models, record)
+            videos.append(video)
     return tuple(videos)
+
+
+def _finish(
+    plan: ExecutionPlan,
+    sample: SampleFiles,
+    denoised: DenoisedSample,
+    references: Sequence[Reference],
+    models: LoadedModels,
+    record: RunRecord,
+) -> tuple[GeneratedVideo, ExecutionPlan]:
+    """Decode and save one sample; the plan is the one that had enough memory."""
+
+    def save(plan: ExecutionPlan) -> GeneratedVideo:
+        with models.autoencoder(plan, record) as autoencoder:
+            return _decode_and_save(plan, sample, denoised, references, autoencoder, record)
+
+    video, plan = retried(save, plan, DECODE, models, record, together=False)
+    record.complete(sample.media, sample.latents)
+    if video.given_frames_psnr_db is not None:
+        _report_given_frames(video.given_frames_psnr_db, sample.seed, record.reporter)
+    return video, plan
 
 
 def _report_given_frames(psnr_db: float, seed: int, reporter: Reporter) -> None:
@@ -118,17 +134,15 @@ def _decode_for_rank_0(
 
 def _decode_and_save(
     plan: ExecutionPlan,
-    *,
     sample: SampleFiles,
     denoised: DenoisedSample,
     references: Sequence[Reference],
-    vae: KeptVAE,
+    autoencoder: Autoencoder,
     record: RunRecord,
 ) -> GeneratedVideo:
     """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither."""
     psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
     tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
-    autoencoder = vae.on_device()
     start, decoded_s = time.perf_counter(), record.timings_s.setdefault(DECODE, 0.0)
 
     def decoded() -> Generator[torch.Tensor]:

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import load
-from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import open_latents, sample_settings, save_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
-from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import denoise, denoise_distilled
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
-from opensora_cli.settings.enums import OffloadMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +54,14 @@ def denoise_samples(
     files: Sequence[SampleFiles],
     embeds: PromptEmbeds,
     reference_latents: Sequence[torch.Tensor] | None,
-    vae: KeptVAE,
+    models: LoadedModels,
     record: RunRecord,
     *,
     ranks: Ranks | None = None,
 ) -> list[DenoisedSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
-    `ranks` share the work; references and files are rank 0's. None: there is only this one. `vae` leaves the device
-    where models are offloaded.
+    `ranks` share the work; references and files are rank 0's. None: there is only this one.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -77,16 +73,9 @@ def denoise_samples(
     samples: list[DenoisedSample] = []
 
     def denoise_the_rest(plan: ExecutionPlan) -> None:
-        if plan.offload.mode is not OffloadMode.NONE:
-            vae.offload()
         missing = files[len(samples) :]
         with (
-            load.loaded_transformer(
-                plan,
-                record,
-                group=None if ranks is None else ranks.tensor_group,
-                machine_group=None if ranks is None else ranks.machine_group,
-            ) as transformer,
+            models.transformer(plan, record) as transformer,
             record.blocks_timed(transformer),
             record.stage(DENOISE, total=plan.evaluations_per_sample * len(missing), unit="evaluations") as progress,
         ):
@@ -110,8 +99,7 @@ def denoise_samples(
                     settings = sample_settings(plan, sample)
                     save_latents(sample.latents, latents_CTHW, settings, request_sha256=sample.request_sha256)
 
-    retried(denoise_the_rest, plan, DENOISE, record)
-    release_memory(plan.hardware.device)
+    retried(denoise_the_rest, plan, DENOISE, models, record)
     return samples
 
 

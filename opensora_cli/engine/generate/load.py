@@ -5,7 +5,6 @@ Each is made without weights and filled from its mapped file, tensor by tensor.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,10 +14,10 @@ from torch import nn
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.progress import BYTES
+from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
+from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
@@ -140,10 +139,15 @@ def load_transformer(
             advance=advance,
         )
     add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
-    transformer.set_sequence_chunk(offload.chunk_tokens)
+    prepare(transformer, plan)
+    return transformer
+
+
+def prepare(transformer: MMDiT, plan: ExecutionPlan) -> None:
+    """Give the transformer what a plan changes without other weights."""
+    transformer.set_sequence_chunk(plan.offload.chunk_tokens)
     if plan.attention is not None:
         transformer.set_attention(attention_backend(plan.attention.backend))
-    return transformer
 
 
 def _casts_later(plan: ExecutionPlan) -> bool:
@@ -183,6 +187,20 @@ def streamed_blocks(
     )
 
 
+def stream(plan: ExecutionPlan, transformer: MMDiT, ends: ExitStack, reporter: Reporter) -> None:
+    """Enter `streamed_blocks` until `ends` are closed, without a copy of the blocks where the host has no room for one.
+
+    A HardwareError if the settings insist on that.
+    """
+    try:
+        ends.enter_context(streamed_blocks(plan, transformer))
+    except HardwareError as error:
+        if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
+            raise
+        reporter.warn(f"{error.message}: the blocks stay mapped from their file")
+        ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
+
+
 def streamed_layers(plan: ExecutionPlan, t5: T5Encoder) -> AbstractContextManager[StreamingFigures]:
     """Return the context in which the layers of `load_t5` come to the device and go again, each for one pass."""
     device, dtype = plan.hardware.device, plan.hardware.dtype
@@ -209,77 +227,8 @@ def load_vae(plan: ExecutionPlan, *, advance: Advance | None = None) -> Autoenco
 
 
 @contextmanager
-def loaded_transformer(
-    plan: ExecutionPlan,
-    record: RunRecord,
-    *,
-    group: dist.ProcessGroup | None = None,
-    machine_group: dist.ProcessGroup | None = None,
-) -> Iterator[MMDiT]:
-    """Yield the transformer, ready to run, with as much of it on the device as planned.
-
-    Its loading is shown as part of the stage `load`. For the groups see `load_transformer`.
-    """
-    with ExitStack() as stack:
-        with _loading(plan.weights.path(Component.TRANSFORMER), record) as advance:
-            transformer = load_transformer(plan, group=group, machine_group=machine_group, advance=advance)
-        if plan.offload.mode is OffloadMode.BLOCKS:
-            with record.stage("offload"):
-                _stream(plan, transformer, stack, record)
-        yield transformer
-
-
-def _stream(plan: ExecutionPlan, transformer: MMDiT, stack: ExitStack, record: RunRecord) -> None:
-    try:
-        stack.enter_context(streamed_blocks(plan, transformer))
-    except HardwareError as error:
-        if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
-            raise
-        record.reporter.warn(f"{error.message}: the blocks stay mapped from their file")
-        stack.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
-
-
-class KeptVAE:
-    """The autoencoder: loaded when it is first needed, and kept for the next time, on the device or beside it.
-
-    Its loading is shown as part of the stage `load`.
-    """
-
-    def __init__(self, plan: ExecutionPlan, record: RunRecord) -> None:
-        self._plan = plan
-        self._record = record
-        self._vae: Autoencoder | None = None
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it is there, on the device or beside it."""
-        return self._vae is not None
-
-    def on_device(self) -> Autoencoder:
-        """Return it, on the device, where it stays until it is offloaded; an OutOfMemoryError if there is no room.
-
-        A CheckpointError if its weights are missing or broken, or do not fit the settings.
-        """
-        if self._vae is None:
-            with _loading(self._plan.weights.path(Component.VAE), self._record) as advance:
-                self._vae = load_vae(self._plan, advance=advance)
-        elif next(self._vae.parameters()).device != self._plan.hardware.device:
-            with self._record.stage("load"):
-                self._vae.to(self._plan.hardware.device)
-        return self._vae
-
-    def offload(self) -> None:
-        """Move it to the host's memory, if it is on the device; on a CPU let go of it, which needs no other place."""
-        if self._plan.hardware.device.type == "cpu":
-            self._vae = None
-        if self._vae is not None:
-            self._vae.to("cpu")
-            release_memory(self._plan.hardware.device)
-
-
-@contextmanager
-def _loading(path: Path, record: RunRecord) -> Iterator[Advance]:
-    """Show the loading of weights; yields what is called with the bytes of each tensor."""
-    total = sum(entry.nbytes for entry in open_checkpoint(path).entries.values())
+def loading(plan: ExecutionPlan, component: Component, record: RunRecord) -> Iterator[Advance]:
+    """Show the loading of a file of weights as part of the stage `load`."""
+    total = sum(entry.nbytes for entry in open_checkpoint(plan.weights.path(component)).entries.values())
     with record.stage("load", total=total, unit=BYTES) as progress:
         yield progress.advance

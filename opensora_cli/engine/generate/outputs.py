@@ -20,6 +20,7 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
 from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
+from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target, size
@@ -143,7 +144,7 @@ def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str])
         "sampling": {**values["sampling"], "seed": seed, "num_samples": 1},
         "latents": None if latents is None else _sha256(latents),
         "format": settings.output.resolved_format,
-        "weights": {part: _state_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
+        "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
         "versions": versions(),
@@ -174,12 +175,6 @@ def _sha256(path: str | Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return ""  # where it is read, what is wrong is reported
-
-
-def _state_of(weights: Path) -> list[tuple[str, int, int]]:
-    files = sorted(path for path in weights.rglob("*") if path.is_file()) if weights.is_dir() else [weights]
-    states = [(path.name, path.stat()) for path in files]
-    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def write_sidecar(

@@ -198,7 +198,10 @@ class ExecutionPlan:
         fitting = []
         for flag, changes in _smaller_requests(self):
             try:
-                plan = make_plan(self.settings.replace(changes))
+                changed = self.settings.replace(changes)
+                # What is free may be taken by models that this plan can do without.
+                hardware = replace(rank_hardware(changed), free_bytes=self.hardware.free_bytes)
+                plan = make_plan(changed, hardware=hardware)
             except (OsoraError, ValueError):
                 continue  # such as too short a video for its references
             if plan.fits:

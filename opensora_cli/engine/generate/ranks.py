@@ -205,6 +205,18 @@ class SharedDecoder(nn.Module):
         self._sent.append((work, pixels_BCTHW))
 
 
+@contextmanager
+def shared_tiles(vae: Autoencoder) -> Iterator[SharedDecoder]:
+    """Let the ranks share the tiles of an autoencoder inside the block."""
+    decoder = vae.decoder
+    shared = SharedDecoder(vae)
+    vae.decoder = shared
+    try:
+        yield shared
+    finally:
+        vae.decoder = decoder
+
+
 def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> None:
     """Generate in processes of their own, of which the first prints; return when all are done.
 

@@ -20,9 +20,8 @@ from opensora_cli.core.conditions import (
 from opensora_cli.core.exceptions import MediaError, RequestError, TooShortError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
-from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.estimate.offload import ENCODE
-from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import is_picture, read_picture, read_video
@@ -219,16 +218,21 @@ def encode_references(
 
 
 def reference_latents(
-    plan: ExecutionPlan, references: Sequence[Reference], vae: KeptVAE, record: RunRecord
+    plan: ExecutionPlan, references: Sequence[Reference], models: LoadedModels, record: RunRecord
 ) -> list[torch.Tensor] | None:
     """Return the latents_CTHW of each reference, as a stage of a run; None where nothing is given."""
     if not references:
         return None
-    autoencoder, tiling = vae.on_device(), vae_tiling(plan.settings.vae)
-    with record.stage(ENCODE, total=len(references), unit="references") as progress:
-        latents = encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
-    release_memory(plan.hardware.device)
-    return latents
+    tiling = vae_tiling(plan.settings.vae)
+
+    def encode(plan: ExecutionPlan) -> list[torch.Tensor]:
+        with (
+            models.autoencoder(plan, record) as autoencoder,
+            record.stage(ENCODE, total=len(references), unit="references") as progress,
+        ):
+            return encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
+
+    return retried(encode, plan, ENCODE, models, record, together=False)[0]
 
 
 def collect_references_batch(

@@ -16,19 +16,18 @@ from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import (
     limited_memory,
     peak_memory_gib,
-    release_memory,
     start_peak_memory,
     tf32_products,
 )
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component, choose_model
-from opensora_cli.engine.estimate.offload import ENCODE, ON_DEVICE, TEXT
+from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
 from opensora_cli.engine.generate.documents import GenerateResult, reread_line
 from opensora_cli.engine.generate.early import refuse_sampled
-from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
@@ -45,7 +44,7 @@ from opensora_cli.engine.generate.references import (
     references_of,
     with_mode,
 )
-from opensora_cli.engine.generate.stages import RunRecord, retried, with_room
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.engine.launch.rank import WatchedReporter
@@ -75,6 +74,31 @@ class _Origins:
             reporter.note(self.model)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """How a generation is carried out, whatever it makes."""
+
+    reporter: Reporter
+    context: RankContext | None = None
+    """Set in one of several ranks."""
+    ranks: Ranks | None = None
+    """All of them, once they have met."""
+    origins: _Origins = _Origins()
+    profiled_runs: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process reads references, and writes files."""
+        return self.ranks is None or self.ranks.is_main
+
+    def new_models(self) -> LoadedModels:
+        """Return what loads models for one run alone."""
+        if self.ranks is None:
+            return LoadedModels()
+        tensor, machine = self.ranks.tensor_group, self.ranks.machine_group
+        return LoadedModels(text_group=dist.group.WORLD, tensor_group=tensor, machine_group=machine)
+
+
 def generate_from_request(
     request: GenerateRequest,
     *,
@@ -101,7 +125,7 @@ def generate_from_request(
             start_ranks(settings, flags=rank_flags)
         return made
     runs = request.profiled_runs
-    return _generate(settings, reporter=reporter, context=context, origins=origins, profiled_runs=runs)
+    return _generate(settings, _Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs))
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
@@ -150,39 +174,30 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    reporter = reporter or SilentReporter()
-    return _generate(settings, reporter=reporter, context=context, origins=_Origins(), profiled_runs=profiled_runs)
+    run = _Run(reporter=reporter or SilentReporter(), context=context, profiled_runs=profiled_runs)
+    return _generate(settings, run)
 
 
-def _generate(
-    settings: GenerateSettings,
-    *,
-    reporter: Reporter,
-    context: RankContext | None,
-    origins: _Origins,
-    profiled_runs: int,
-) -> GenerateResult:
-    if context is not None:
-        reporter = WatchedReporter(reporter, on_device=ON_DEVICE)
-        with planned_on_ranks(settings, context, reporter) as (plan, ranks):
-            return _carry_out(plan, reporter, ranks, origins, profiled_runs)
+def _generate(settings: GenerateSettings, run: _Run) -> GenerateResult:
+    if run.context is not None:
+        reporter = WatchedReporter(run.reporter, on_device=ON_DEVICE)
+        with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
+            return _carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    return _carry_out(make_plan(with_mode(settings, reporter)), reporter, None, origins, profiled_runs)
+    return _carry_out(make_plan(with_mode(settings, run.reporter)), run)
 
 
-def _carry_out(
-    plan: ExecutionPlan, reporter: Reporter, ranks: Ranks | None, origins: _Origins, profiled_runs: int
-) -> GenerateResult:
-    _require_weights(plan, reporter)
-    found = () if profiled_runs else _agreed(plan, ranks, lambda: choose_outputs(plan))
+def _carry_out(plan: ExecutionPlan, run: _Run) -> GenerateResult:
+    _require_weights(plan, run.reporter)
+    found = () if run.profiled_runs else _agreed(plan, run.ranks, lambda: choose_outputs(plan))
     if found and all(sample.made_before for sample in found):
-        return _made_before(plan, found, reporter)
+        return _made_before(plan, found, run.reporter)
     with Claims() as claims:
-        return _make(plan, reporter, ranks, claims, origins, profiled_runs)
+        return _make(plan, run, claims)
 
 
 def _agreed(
@@ -213,65 +228,40 @@ def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Re
     )
 
 
-def _make(
-    plan: ExecutionPlan,
-    reporter: Reporter,
-    ranks: Ranks | None,
-    claims: Claims,
-    origins: _Origins,
-    profiled_runs: int,
-) -> GenerateResult:
-    is_main = ranks is None or ranks.is_main
+def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     plan.require_fit()
-    if plan.mesh.size > 1:
-        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
-        if plan.planned_exchange is not None:
-            reporter.note(f"exchange: {plan.planned_exchange.line()}")
-    if plan.offload.lines():
-        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
-    for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
-        reporter.note(f"memory: {line}")
-    references = references_of(plan, reporter) if is_main else []
-    saved = saved_sample(plan, ranks)
+    _note_plan(plan, run.reporter)
+    references = references_of(plan, run.reporter) if run.is_main else []
+    saved = saved_sample(plan, run.ranks)
 
     def claimed() -> tuple[SampleFiles, ...]:
         check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
-        return choose_outputs(plan, claims=claims, remake=profiled_runs > 0)
+        return choose_outputs(plan, claims=claims, remake=run.profiled_runs > 0)
 
-    chosen = _agreed(plan, ranks, claimed)
+    chosen = _agreed(plan, run.ranks, claimed)
     if all(sample.made_before for sample in chosen):  # by another run, since this one looked first
-        return _made_before(plan, chosen, reporter)
-    origins.note(reporter)
+        return _made_before(plan, chosen, run.reporter)
+    run.origins.note(run.reporter)
     if plan.attention is not None:
-        reporter.note(f"attention: {plan.attention.line()}")
+        run.reporter.note(f"attention: {plan.attention.line()}")
     kept = []
     for sample in chosen:
         if sample.made_before:
-            reporter.note(f"made before by the same request: {sample.media}")
+            run.reporter.note(f"made before by the same request: {sample.media}")
             kept.append(GeneratedVideo.of_earlier_run(sample))
     files = [sample for sample in chosen if not sample.made_before]
-    plan = plan.with_threads(by=origins.threads)
+    plan = plan.with_threads(by=run.origins.threads)
     assert plan.threads is not None
     start_peak_memory(plan.hardware.device)
-    times = ModuleTimes(plan.hardware.device) if profiled_runs else None
-    runs: list[dict[str, float]] = []
+    times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
     with (
-        threads_used(plan.threads, reporter),
-        tf32_products(plan.settings.precision.tf32, plan.hardware.device, note=reporter.note),
+        threads_used(plan.threads, run.reporter),
+        tf32_products(plan.settings.precision.tf32, plan.hardware.device, note=run.reporter.note),
     ):
-        for number in range(profiled_runs):
-            reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {profiled_runs}")
-            with temporary_folder() as folder:
-                trial = _into(plan, folder)
-                trial_files = [sample_files(trial.settings, sample.index) for sample in files]
-                record = RunRecord(reporter, block_times=times, keeps_results=False)
-                _make_videos(trial, trial_files, references, saved, record, ranks)
-            if times is not None and not number:
-                times.clear()
-            runs += [record.timings_s] if number else []
-        record = RunRecord(reporter, block_times=times)
-        videos = _make_videos(plan, files, references, saved, record, ranks)
-    runs.append(record.timings_s)
+        trials = [] if times is None else _trials(plan, files, references, saved, run, times)
+        record = RunRecord(run.reporter, block_times=times)
+        with run.new_models() as models:
+            videos = _make_videos(plan, files, references, saved, models, record, run.ranks)
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         model=plan.settings.model.name,
@@ -280,10 +270,47 @@ def _make(
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         **peak_memory_gib(plan.hardware.device),
         threads=plan.threads,
-        profile=None if times is None else _report(runs, times),
+        profile=None if times is None else _report([*trials, record.timings_s], times),
         attention=plan.attention,
         settings=plan.settings,
     )
+
+
+def _note_plan(plan: ExecutionPlan, reporter: Reporter) -> None:
+    if plan.mesh.size > 1:
+        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
+        if plan.planned_exchange is not None:
+            reporter.note(f"exchange: {plan.planned_exchange.line()}")
+    if plan.offload.lines():
+        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
+        reporter.note(f"memory: {line}")
+
+
+def _trials(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    references: Sequence[Reference],
+    saved: DenoisedSample | None,
+    run: _Run,
+    times: ModuleTimes,
+) -> list[dict[str, float]]:
+    """Make the videos as often as is to be profiled but once, and once before to warm up; return the times of stages.
+
+    Nothing of them is left but the times.
+    """
+    timings = []
+    for number in range(run.profiled_runs):
+        run.reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {run.profiled_runs}")
+        record = RunRecord(run.reporter, block_times=times, keeps_results=False)
+        with temporary_folder() as folder, run.new_models() as models:
+            trial = _into(plan, folder)
+            trial_files = [sample_files(trial.settings, sample.index) for sample in files]
+            _make_videos(trial, trial_files, references, saved, models, record, run.ranks)
+        timings.append(record.timings_s)
+        if not number:
+            times.clear()
+    return timings[1:]
 
 
 def _into(plan: ExecutionPlan, folder: Path) -> ExecutionPlan:
@@ -303,27 +330,21 @@ def _make_videos(
     files: Sequence[SampleFiles],
     references: Sequence[Reference],
     saved: DenoisedSample | None,
+    models: LoadedModels,
     record: RunRecord,
     ranks: Ranks | None,
 ) -> tuple[GeneratedVideo, ...]:
     """Do every stage once; return the results."""
     if plan.settings.from_latents is not None:
         record.kept_latents.append(Path(plan.settings.from_latents))
-    vae = KeptVAE(plan, record)
     with torch.inference_mode(), record.rescue(files), limited_memory(plan.hardware.device, plan.settings.memory.limit):
         if saved is not None:
             denoised = [saved]
         else:
-            group = None if ranks is None else dist.group.WORLD
-            embeds, _ = retried(lambda plan: encode_text(plan, record, group=group), plan, TEXT, record)
-            if references:
-                with_room(plan, ENCODE, record)
-            given = reference_latents(plan, references, vae, record)
-            denoised = denoise_samples(plan, files, embeds, given, vae, record, ranks=ranks)
-        videos = decode_and_save(plan, files, denoised, references, vae, record, ranks=ranks)
-    del vae
-    release_memory(plan.hardware.device)
-    return videos
+            embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
+            given = reference_latents(plan, references, models, record)
+            denoised = denoise_samples(plan, files, embeds, given, models, record, ranks=ranks)
+        return decode_and_save(plan, files, denoised, references, models, record, ranks=ranks)
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:

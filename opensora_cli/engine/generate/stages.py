@@ -1,23 +1,17 @@
-"""The stages of a run: shown, timed, retried when memory is short, and what is left when one ends early."""
+"""The stages of a run: shown, timed, and what is left when one ends early."""
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from torch import nn
 
-from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter, StageProgress
-from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, release_memory
-from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
+from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.memory.monitor import ModuleTimes, blocks_of
-
-T = TypeVar("T")
 
 
 class RunRecord:
@@ -106,81 +100,3 @@ class RunRecord:
             counts += ": the same command goes on with " + ("it" if rest == 1 else "them")
             counts += ", once the saved latents are decoded" if kept else ""
         return [*finished, *kept, counts]
-
-
-def with_room(
-    plan: ExecutionPlan, stage: str, record: RunRecord, *, weights_are_there: bool = False, together: bool = False
-) -> ExecutionPlan:
-    """Return a plan whose `stage` fits into the memory that a CPU has now: others may have taken some since the plan.
-
-    On a GPU, where an allocation that fails ends nothing, it is the plan itself.
-
-    Args:
-        plan: of the whole run.
-        stage: which begins now.
-        record: is told of a change.
-        weights_are_there: the stage has its weights already.
-        together: all ranks begin it now, and share the memory of their machine.
-
-    Raises:
-        OutOfMemoryError: there is too little, whatever is offloaded; where ranks share the memory, on all of them.
-    """
-    if plan.hardware.device.type != "cpu":
-        return plan
-    shares = together and plan.mesh.size > 1
-    free = _free_for_each(plan) if shares else read_private_memory().free_bytes
-
-    def needs(plan: ExecutionPlan) -> int:
-        memory = next((each for each in plan.stages if each.name == stage), None)
-        if memory is None:
-            return 0
-        return memory.total_bytes - (memory.weight_bytes if weights_are_there else 0)
-
-    if needs(plan) <= free:
-        return plan
-    problem = (
-        f"the stage {stage} needs {gib_or_less(needs(plan))} of memory for itself, and by now {gib_or_less(free)} are "
-        "free"
-    )
-    if plan.mesh.size == 1:
-        smaller = plan.with_offload(plan.fitting.choose(min(free, plan.budget_bytes)))
-        if needs(smaller) <= free:
-            record.reporter.warn(f"{problem}: going on with {'; '.join(smaller.offload.lines())}")
-            return smaller
-    raise OutOfMemoryError(problem, hint="close what else takes memory, or ask for a smaller --res or --num-frames")
-
-
-def _free_for_each(plan: ExecutionPlan) -> int:
-    """Return what each of the ranks of a machine can have, the least of all; none goes on before all have looked."""
-    all_gather_json(None)
-    free = read_private_memory().free_bytes // plan.settings.parallel.ranks_per_node
-    return int(min(all_gather_json(free)))
-
-
-def retried(
-    run: Callable[[ExecutionPlan], T],
-    plan: ExecutionPlan,
-    stage: str,
-    record: RunRecord,
-    *,
-    weights_are_there: bool = False,
-    together: bool = True,
-) -> tuple[T, ExecutionPlan]:
-    """Run `run`; when it runs out of memory, again with stronger offload. Returns its result, and the plan of that.
-
-    `run` does the work of `stage`, and leaves nothing on the device when it fails. The other arguments are those of
-    `with_room`, which comes first. An OutOfMemoryError if the second attempt runs out of memory too, or there is
-    nothing left to offload.
-    """
-    plan = with_room(plan, stage, record, weights_are_there=weights_are_there, together=together)
-    try:
-        return run(plan), plan
-    except OutOfMemoryError as error:
-        stronger = plan.with_stronger_offload(stage)
-        if stronger is None:
-            raise
-        message = error.message
-    # Only here, where the exception is gone, is what the first attempt had on the device gone with its traceback.
-    release_memory(plan.hardware.device)
-    record.reporter.warn(f"{message}; retrying with: {'; '.join(stronger.offload.lines())}")
-    return run(stronger), stronger

@@ -1,19 +1,15 @@
 """From what was typed to what the transformer reads: suffixes, warnings, embeddings."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
-
-import torch.distributed as dist
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate import load
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
@@ -114,24 +110,11 @@ def _require_widths(plan: ExecutionPlan, embeds: PromptEmbeds) -> None:
             )
 
 
-def encode_text(plan: ExecutionPlan, record: RunRecord, *, group: dist.ProcessGroup | None = None) -> PromptEmbeds:
-    """Return the embeddings of both prompts; the encoders are loaded for this, and freed.
-
-    The ranks of `group` share the layers of T5.
-    """
-    with ExitStack() as stack:
-        with record.stage("load", total=2, unit="encoders") as progress:
-            t5 = load.load_t5(plan, group=group)
-            progress.advance()
-            clip = load.load_clip(plan)
-            progress.advance()
-            if plan.offload.stream_text:
-                stack.enter_context(load.streamed_layers(plan, t5))
-        with record.stage(TEXT):
-            vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
-            warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
-            embeds = encode_prompts(plan.settings, t5, clip)
-            _require_widths(plan, embeds)
-    del t5, clip
-    release_memory(plan.hardware.device)
+def encode_text(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> PromptEmbeds:
+    """Return the embeddings of both prompts."""
+    with models.text_encoders(plan, record) as (t5, clip), record.stage(TEXT):
+        vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+        warn_about_prompts(plan.settings, t5, clip, record.reporter, vocabulary=vocabulary)
+        embeds = encode_prompts(plan.settings, t5, clip)
+        _require_widths(plan, embeds)
     return embeds

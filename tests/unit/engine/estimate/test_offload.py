@@ -9,6 +9,7 @@ from opensora_cli.engine.estimate.offload import (
     StageMemory,
     Streamable,
     choose_offload,
+    keep_models,
     stronger_offload,
 )
 from opensora_cli.settings.devices import MemorySettings
@@ -162,3 +163,29 @@ def test_lines_name_what_is_given_up():
         "decoded frames at a time: 1, the rest on the host",
         "weights stored in 8 bits (storage, not compute; not exact)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [
+        (400, {"text": {"transformer", "autoencoder"}, "denoise": {"autoencoder", "text encoders"}}),
+        # 5 % stay free; T5 has no room beside the transformer, which has room beside T5.
+        (155, {"text": {"transformer", "autoencoder"}, "denoise": {"autoencoder"}}),
+        (130, {"text": {"autoencoder"}, "denoise": set()}),
+    ],
+)
+def test_models_are_kept_beside_the_stages_that_leave_room(budget, kept):
+    stages = estimate(OffloadPlan(mode=OffloadMode.MODEL))
+    filled = keep_models(stages, budget=budget)
+    assert {stage.name: {model for model, _ in stage.kept} for stage in filled if stage.name != "decode"} == kept
+    for stage, before in zip(filled, stages, strict=True):
+        assert stage.own_bytes == before.own_bytes
+        assert stage.total_bytes == before.total_bytes + sum(size for _, size in stage.kept)
+        assert stage.total_bytes <= max(0.95 * budget, before.total_bytes)
+
+
+def test_a_model_that_a_run_does_not_need_is_kept_if_there_is_room():
+    [decode] = keep_models(
+        [StageMemory("decode", 5, 3, 20)], budget=120, loaded={"transformer": 80, "text encoders": 9}
+    )
+    assert decode.kept == (("transformer", 80),)

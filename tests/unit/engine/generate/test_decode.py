@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_world import released_settings
 
+from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.generate import decode, stages
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media import write
@@ -122,7 +123,7 @@ def test_out_of_memory_at_the_second_piece_writes_the_whole_file_again(world, tm
     watch_encoder(monkeypatch, lambda: encoded.append(1), name="save_png")
     watch_pieces(monkeypatch, fail)
     result = generate(settings_of(world, tmp_path, output__format="png"), reporter=reporter)
-    assert reporter.stages[-3:] == ["decode", "decode", "save"]
+    assert reporter.stages[-4:] == ["decode", "load", "decode", "save"]
     assert failed[0] > 0
     assert len(encoded) == failed[0] + FRAMES
     assert names(tmp_path) == ["raining-sea_seed42", "raining-sea_seed42.json"]
@@ -142,7 +143,7 @@ def test_out_of_memory_of_the_encoder_is_not_reported_as_of_the_decoder(world, t
         raise MemoryError("can't allocate memory")
 
     watch_encoder(monkeypatch, fail)
-    with pytest.raises(stages.OutOfMemoryError, match="in the stage save"):
+    with pytest.raises(OutOfMemoryError, match="in the stage save"):
         generate(settings_of(world, tmp_path), reporter=reporter)
     assert names(tmp_path) == [LATENTS]
 

@@ -20,7 +20,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.transformer import transformer_on_cpu
-from opensora_cli.engine.generate import load, plan, stages
+from opensora_cli.engine.generate import load, loaded, plan
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
@@ -211,7 +211,7 @@ class TestMemoryThatOthersTake:
             looks.append(1)
             return PrivateMemory(free_bytes=left if len(looks) > until else GIB, total_bytes=GIB)
 
-        monkeypatch.setattr(stages, "read_private_memory", read)
+        monkeypatch.setattr(loaded, "read_private_memory", read)
         return generate(released_settings(world, tmp_path), reporter=reporter)
 
     @pytest.mark.parametrize(("until", "name"), [(0, "text"), (1, "denoise"), (2, "decode")])

@@ -13,11 +13,11 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, load, text
-from opensora_cli.engine.generate.load import KeptVAE
+from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import reference_latents, references_of
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.stages import RunRecord, retried
+from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
@@ -60,12 +60,12 @@ def with_offload(plan, **offload):
 def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
     record = RunRecord(reporter)
-    vae = KeptVAE(plan, record)
-    with torch.inference_mode():
-        embeds = text.encode_text(plan, record)
-        given = reference_latents(plan, references_of(plan, reporter), vae, record)
-        [sample] = denoise.denoise_samples(plan, [sample_files(plan.settings, 0)], embeds, given, vae, record)
-        frames = torch.cat([*decode.decode_latents(plan, vae.on_device(), sample.latents_CTHW)])
+    with torch.inference_mode(), LoadedModels() as models:
+        embeds = text.encode_text(plan, models, record)
+        given = reference_latents(plan, references_of(plan, reporter), models, record)
+        [sample] = denoise.denoise_samples(plan, [sample_files(plan.settings, 0)], embeds, given, models, record)
+        with models.autoencoder(plan, record) as autoencoder:
+            frames = torch.cat([*decode.decode_latents(plan, autoencoder, sample.latents_CTHW)])
         return sample.latents_CTHW, frames
 
 
@@ -165,11 +165,9 @@ class TestSecondAttempt:
         assert (shown - again).abs().float().mean() < 2
 
     def test_text_that_is_cast_is_cast_layer_by_layer(self, world, tmp_path, monkeypatch, reporter):
-        plan, record = (
-            make_plan(released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path)),
-            RunRecord(reporter),
-        )
-        expected, encode_prompts, calls = text.encode_text(plan, record), text.encode_prompts, []
+        plan = make_plan(released_settings(with_t5_in(torch.bfloat16, world, tmp_path), tmp_path))
+        record, models = RunRecord(reporter), LoadedModels()
+        expected, encode_prompts, calls = text.encode_text(plan, models, record), text.encode_prompts, []
 
         def failing(*args):
             calls.append(args)
@@ -178,7 +176,7 @@ class TestSecondAttempt:
             return encode_prompts(*args)
 
         monkeypatch.setattr(text, "encode_prompts", failing)
-        embeds, stronger = retried(lambda plan: text.encode_text(plan, record), plan, "text", record)
+        embeds, stronger = retried(lambda plan: text.encode_text(plan, models, record), plan, "text", models, record)
         assert stronger.offload == replace(plan.offload, stream_text=True)
         assert reporter.warnings[-1].endswith("retrying with: T5 layer by layer")
         assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)

@@ -8,6 +8,7 @@ from tiny_world import demo_settings
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate import text
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.stages import RunRecord
 
@@ -16,7 +17,7 @@ def test_an_encoder_of_another_width_is_refused(world, tmp_path, reporter):
     plan = make_plan(demo_settings(world, tmp_path))
     plan = replace(plan, settings=plan.settings.replace({"model.vec_in_dim": 24}))
     with pytest.raises(CheckpointError) as caught:
-        text.encode_text(plan, RunRecord(reporter))
+        text.encode_text(plan, LoadedModels(), RunRecord(reporter))
     folder = plan.weights.path(Component.CLIP)
     assert caught.value.message == f"{folder} encodes to 16 numbers, and the transformer reads model.vec_in_dim=24"
 

@@ -1,0 +1,177 @@
+"""Models that are loaded: which stay, which make room, and which are other ones after a change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_world import demo_settings
+
+from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER
+from opensora_cli.engine.generate import loaded
+from opensora_cli.engine.generate.loaded import LoadedModels, retried, with_room
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.settings.enums import HostWeights, OffloadMode
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+ALL = {TEXT_ENCODERS, TRANSFORMER, AUTOENCODER}
+LENDERS = {
+    "text": LoadedModels.text_encoders,
+    "denoise": LoadedModels.transformer,
+    "encode": LoadedModels.autoencoder,
+    "decode": LoadedModels.autoencoder,
+}
+
+
+@pytest.fixture
+def plan(world, tmp_path):
+    return make_plan(demo_settings(world, tmp_path))
+
+
+@pytest.fixture
+def record(reporter):
+    return RunRecord(reporter)
+
+
+def changed(plan, **changes):
+    return make_plan(plan.settings.replace({key.replace("__", "."): value for key, value in changes.items()}))
+
+
+def lend(models, plan, record, stage):
+    """Begin a stage as a run does, and return its model."""
+    plan = with_room(plan, stage, models, record)
+    with LENDERS[stage](models, plan, record) as model:
+        return model
+
+
+def lend_all(models, plan, record):
+    return {stage: lend(models, plan, record, stage) for stage in ("text", "denoise", "decode")}
+
+
+def test_a_run_has_no_more_than_its_plan_keeps(plan, record):
+    with LoadedModels() as models:
+        for stage, left in (
+            ("text", {TEXT_ENCODERS}),
+            ("encode", {AUTOENCODER}),
+            ("denoise", {AUTOENCODER, TRANSFORMER}),
+            ("decode", {AUTOENCODER}),
+        ):
+            lend(models, plan, record, stage)
+            assert set(models.names) == left
+    assert models.names == ()
+
+
+def test_models_that_stay_are_the_same(plan, record, reporter):
+    models = LoadedModels(stay=True)
+    first = lend_all(models, models.planned(plan), record)
+    assert set(models.names) == ALL
+    assert reporter.stages.count("load") == 3
+    again = lend_all(models, models.planned(plan), record)
+    assert all(again[stage] is first[stage] for stage in first)
+    assert reporter.stages.count("load") == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reloaded"),
+    [
+        ({"sampling__seed": 7, "video__num_frames": 5, "runtime__attention": "math"}, set()),
+        ({"text__t5_max_length": 12}, {"text"}),
+        ({"vae__sample_tsize": 32}, {"decode"}),
+        ({"memory__fp8_storage": True}, {"denoise"}),
+        ({"runtime__dtype": "bfloat16"}, {"text", "denoise", "decode"}),
+    ],
+    ids=str,
+)
+def test_only_what_changes_is_loaded_again(plan, record, changes, reloaded):
+    models = LoadedModels(stay=True)
+    first = lend_all(models, models.planned(plan), record)
+    other = models.planned(changed(plan, **changes))
+    again = lend_all(models, other, record)
+    assert {stage for stage in first if again[stage] is not first[stage]} == reloaded
+    weight = next(again["denoise"].parameters())
+    assert weight.dtype is other.hardware.dtype
+    assert again["denoise"].attention is loaded.load.attention_backend(other.attention.backend)
+
+
+def test_weights_that_change_on_disk_are_loaded_again(world, plan, record):
+    models = LoadedModels(stay=True)
+    first = lend(models, models.planned(plan), record, "decode")
+    path = world.demo / plan.settings.files.vae
+    path.touch()
+    assert lend(models, models.planned(plan), record, "decode") is not first
+
+
+def test_streamed_blocks_stay_as_well(plan, record):
+    offload = replace(plan.offload, mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED)
+    models = LoadedModels(stay=True)
+    plan = models.planned(plan)
+    streamed = replace(plan, offload=offload)
+    first = lend(models, streamed, record, "denoise")
+    assert lend(models, streamed, record, "denoise") is first
+    assert lend(models, plan, record, "denoise") is not first
+    assert not any(block._forward_pre_hooks for block in first.double_blocks)
+
+
+def test_one_that_fails_is_gone_and_the_others_stay(plan, record):
+    models = LoadedModels(stay=True)
+    plan = models.planned(plan)
+    lend_all(models, plan, record)
+    with pytest.raises(KeyboardInterrupt), models.transformer(plan, record):
+        raise KeyboardInterrupt
+    assert set(models.names) == ALL - {TRANSFORMER}
+
+
+def test_nothing_stays_where_one_model_at_a_time_was_asked_for(plan, record):
+    models = LoadedModels(stay=True)
+    lend_all(models, models.planned(changed(plan, memory__offload="model")), record)
+    assert models.names == (AUTOENCODER,)
+
+
+def test_what_is_loaded_counts_as_room(plan, record):
+    models = LoadedModels(stay=True)
+    lend_all(models, models.planned(plan), record)
+    # One byte each: see `small_stages`.
+    assert models.bytes_on(plan.hardware.device) == 3
+    assert models.bytes_on(torch.device("meta")) == 0
+    models.release()
+    assert models.bytes_on(plan.hardware.device) == 0
+
+
+class TestOutOfMemory:
+    def run(self, models, plan, record, *, failures):
+        """Denoise, and run out of memory so often; returns what was loaded beside in each attempt, and the plan."""
+        attempts = []
+
+        def denoise(plan):
+            with models.transformer(plan, record):
+                attempts.append(set(models.names) - {TRANSFORMER})
+                if len(attempts) <= failures:
+                    raise OutOfMemoryError("out of memory")
+
+        lend(models, plan, record, "text")
+        lend(models, plan, record, "decode")
+        return attempts, retried(denoise, plan, "denoise", models, record)[1]
+
+    def test_the_others_go_first(self, plan, record, reporter):
+        models = LoadedModels(stay=True)
+        attempts, last = self.run(models, models.planned(plan), record, failures=1)
+        assert attempts == [{TEXT_ENCODERS, AUTOENCODER}, set()]
+        assert last.offload == plan.offload
+        assert reporter.warnings == ["out of memory; retrying with one model loaded at a time"]
+        # They would be in the way again.
+        assert models.planned(plan) is plan
+
+    def test_then_the_offload_is_stronger(self, plan, record, reporter):
+        models = LoadedModels(stay=True)
+        attempts, last = self.run(models, models.planned(plan), record, failures=2)
+        assert attempts == [{TEXT_ENCODERS, AUTOENCODER}, set(), set()]
+        assert last.offload == plan.with_stronger_offload("denoise").offload
+        assert len(reporter.warnings) == 2
+
+    def test_that_does_not_end_is_an_error(self, plan, record):
+        models = LoadedModels(stay=True)
+        with pytest.raises(OutOfMemoryError):
+            self.run(models, models.planned(plan), record, failures=3)
+        assert models.names == ()
