@@ -92,7 +92,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
     ):
         # Copying the module for the average accesses its data pointers.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        for module in (task.module, *frozen):
+        for module in (*_trained(task), *frozen):
             give_fake_weights(module, device=device)
             if module is not task.module and isinstance(module, Autoencoder):
                 module.encoder = cast(Any, Repeated(module.encoder))
@@ -101,9 +101,11 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     """Return the numbers of the steps whose memory is measured, and estimated."""
-    first_clips = settings.train_vae.picture_steps if settings.target is TrainTarget.VAE else 0
+    chosen, last_phase = settings.train_vae, 0
+    if settings.target is TrainTarget.VAE:
+        last_phase = max(chosen.picture_steps, chosen.discriminator.start_step if chosen.discriminator.weight else 0)
     # The first step makes the optimizers' moments; a phase of single frames is measured with them, too.
-    return (0, 0, first_clips) if first_clips else (0, 1)
+    return (0, 0, last_phase) if last_phase else (0, 1)
 
 
 def measure_training(
@@ -168,7 +170,8 @@ def _steps(
         steps = steps[-1:]
     with counter, ExchangeOwners(counter):
         counter.add(list((trainer.ema or {}).values()), AVERAGE)
-        counter.add(task.module, WEIGHTS)
+        for module in _trained(task):
+            counter.add(module, WEIGHTS)
         counter.add(_kept(trainer), OPTIMIZER)
         counter.add(_staging(trainer), OFFLOADED)
         if isinstance(distribution, FakeReplicated):
@@ -292,6 +295,10 @@ def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
             return TextTask(settings.text), []
         case TrainTarget.MMDIT:
             return _mmdit_task(settings)
+
+
+def _trained(task: Task[Any]) -> list[nn.Module]:
+    return [task.module, *([] if task.adversary is None else [task.adversary.module])]
 
 
 def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:

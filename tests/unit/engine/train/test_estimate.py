@@ -6,12 +6,13 @@ import pytest
 import tiny_frozen
 import tiny_training
 
-from opensora_cli.engine.train.estimate import estimate_training, measure_training
+from opensora_cli.engine.train.estimate import estimate_training, measure_training, measured_steps
 from opensora_cli.settings.train import TrainSettings
 
 ADAMW = {"optimizer.name": "adamw"}
 CHECKPOINTED = {"memory.checkpointing": True}
 OFFLOADED = {**CHECKPOINTED, "data.scenes.batch_size": 1, "memory.activation_offload": "all"}
+OPPOSED = {"train_vae.discriminator": {"weight": 0.1, "width": 8, "layers": 2, "start_step": 9}}
 RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
 
 
@@ -46,6 +47,7 @@ def slow(target: str, changes: dict[str, object], name: str) -> object:
         slow("vae", {**ADAMW, "train_vae.picture_steps": 0}, "of clips alone"),
         slow("vae", {}, "of pictures first, with muon"),
         slow("vae", {"data.scenes.batch_size": 3, "precision.compute": "fp32"}, "in float32"),
+        slow("vae", {"train_vae.picture_steps": 0, **OPPOSED}, "against a discriminator"),
     ],
 )
 def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -60,6 +62,16 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     assert found.buffer_used_bytes == found.buffer_bytes
     assert (found.buffer_bytes > 0) == (settings.memory.activation_offload == "all")
     assert not tmp_path.joinpath("log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [({}, (0, 0, 2)), (OPPOSED, (0, 0, 9)), ({"train_vae.picture_steps": 0}, (0, 1))],
+)
+def test_the_last_phase_of_an_autoencoder_is_among_the_steps(
+    changes: dict[str, object], steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert measured_steps(settings_of("vae", tmp_path, changes)) == steps
 
 
 def test_bytes_add_up_by_weight_and_text_encoders_have_the_sizes_in_their_folders(tmp_path: Path) -> None:
