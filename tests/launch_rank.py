@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
-from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure
+from opensora_cli.core.folder_lock import locked_file
+from opensora_cli.core.left_overs import temporary_name
+from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure, report_left
 from opensora_cli.core.ranks import RankContext, find_context
 
 STAGES = ("load", "denoise", "decode")
@@ -116,7 +118,10 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
         case "ports":
             print_ports()
         case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            report_left(lambda: [f"left by rank {context.rank}"])
+            (asked.mark / temporary_name()).touch()
+            with locked_file(asked.mark / ".osora-1.lock"):
+                os.kill(os.getpid(), signal.SIGKILL)
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "stop":

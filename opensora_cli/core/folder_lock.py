@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -70,6 +70,18 @@ def locked_file(path: Path) -> Iterator[bool]:
         _close(lock)
 
 
+def remove_locks_of(pids: Iterable[int], folder: Path) -> None:
+    """Remove from `folder` the lock files of processes that this one has started and seen end.
+    Without effect where that is not possible.
+    """
+    owners = {_owner(pid) for pid in pids}
+    with suppress(OSError, OutputError):
+        for path in folder.glob(".osora-*.lock"):
+            if _holder(path) in owners:
+                with locked_file(path):  # another process may have just taken it
+                    pass
+
+
 def _open_locked(path: Path) -> int | None:
     """Return the lock file, open and locked; None where another process has locked it."""
     while True:
@@ -103,8 +115,12 @@ def _lock(lock: int) -> bool:
     except OSError:
         return True  # a file system without locks
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    os.pwrite(lock, f"{_owner(os.getpid())}\n".encode(), 0)
     return True
+
+
+def _owner(pid: int) -> str:
+    return f"process {pid} on {os.uname().nodename}"
 
 
 def _holder(path: Path) -> str:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,17 @@ def remove_abandoned(folder: Path) -> None:
         for entry in os.scandir(folder):
             if is_abandoned(path := Path(entry.path)):
                 _remove(path)
+
+
+def remove_left_by(pids: Collection[int], folder: Path) -> None:
+    """Remove from `folder` at once what processes would have removed that this one has started and seen end.
+    Without effect where that is not possible.
+    """
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and match[1] == _place() and int(match[2]) in pids:
+                _remove(Path(entry.path))
 
 
 def is_abandoned(path: Path) -> bool:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -188,6 +188,13 @@ def current_stage() -> str | None:
     return None if _link is None else _link.stage
 
 
+def report_left(lines: Callable[[], Sequence[str]]) -> bool:
+    """Report to the launcher what stays, and how to go on, should this rank end before it can say so itself; False:
+    there is none, and nobody asks for the lines.
+    """
+    return _link is not None and _link.has_launcher and _send({"left": "\n".join(lines())})
+
+
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
     """Report to the launcher an error that a user can act on; False: there is none, and the caller must print it."""
     kind: Kind = "interrupted" if exit_code == INTERRUPTED else "error"
@@ -207,9 +214,15 @@ def report_bug(error: BaseException) -> bool:
 
 
 def _report(report: RankReport) -> bool:
+    if _link is not None and _link.has_launcher:
+        _ignore_interrupts()
+    return _send({"report": asdict(report)})
+
+
+def _send(message: object) -> bool:
     if _link is None or not _link.has_launcher:
         return False
-    _link.report(report)
+    _link.send(message)
     return True
 
 
@@ -277,11 +290,7 @@ class _Link:
         self.moves += 1
         self._progress = _Progress(stage, self._time.now(), limit_s, on_device=on_device)
         if is_new:
-            self._send({"stage": stage})
-
-    def report(self, report: RankReport) -> None:
-        _ignore_interrupts()
-        self._send({"report": asdict(report)})
+            self.send({"stage": stage})
 
     def log(self, text: str) -> None:
         """Write to the log: what rank 0 prints goes to the terminal."""
@@ -296,7 +305,7 @@ class _Link:
                 self._log_traceback()
             else:
                 self._has_logged_traceback = False
-            self._send({"pulse": asdict(pulse)})
+            self.send({"pulse": asdict(pulse)})
             if self._channel is None:
                 if pulse.is_late:
                     self._end(pulse)
@@ -341,7 +350,7 @@ class _Link:
         print(f"error: {where}: no progress for {pulse.still_s:.0f} s", file=sys.stderr, flush=True)
         os._exit(HardwareError.exit_code)
 
-    def _send(self, message: object) -> None:
+    def send(self, message: object) -> None:
         if self._channel is None:
             return
         with self._sending, suppress(OSError):

@@ -1,20 +1,17 @@
-"""`osora generate --gpus`: what several processes make is what one makes, and when one ends all end."""
+"""`osora generate --gpus`: what several processes make is what one makes."""
 
 import json
-import math
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from acting_ranks import KILL, act_in_stage
 from PIL import Image
 
 import opensora_cli
@@ -119,98 +116,6 @@ def test_what_can_be_known_before_is_told_before_ranks_start(capsys: pytest.Capt
 
 
 SLOW = pytest.mark.slow
-# Rank 0 alone encodes references, and saves.
-STAGES = [
-    *((1, stage) for stage in ("load", "text", "denoise", "decode")),
-    *((0, stage) for stage in ("encode", "save")),
-]
-
-
-@SLOW
-@pytest.mark.parametrize(("rank", "stage"), STAGES)
-def test_a_killed_rank_ends_all(rank: int, stage: str) -> None:
-    err = ended_early(rank, stage, "os.kill(os.getpid(), signal.SIGKILL)", within_s=20.0)
-    assert f"error: rank {rank} on {socket.gethostname()}, in the stage {stage}: killed (SIGKILL)" in err
-
-
-@SLOW
-def test_a_stopped_rank_ends_all() -> None:
-    err = ended_early(1, "denoise", "os.kill(os.getpid(), signal.SIGSTOP)", within_s=20.0)
-    assert f"error: rank 1 on {socket.gethostname()}, in the stage denoise: stopped (SIGSTOP)" in err
-
-
-@SLOW
-@pytest.mark.parametrize("stage", ["text", "denoise"])
-def test_a_rank_that_hangs_before_the_first_step_ends_all(stage: str) -> None:
-    """As soon as the limit, here 3 s, is over, and not when the collective of the others gives up after 600 s."""
-    err = ended_early(1, stage, "time.sleep(300)", within_s=20.0)
-    assert f"error: rank 1 on {socket.gethostname()}, in the stage {stage}: no progress for" in err
-    log = Path(re.search(r"log: (.*rank1\.log)", err)[1])
-    assert "sitecustomize.py" in log.read_text()  # where it hangs
-
-
-def ended_early(rank: int, stage: str, act: str, *, within_s: float) -> str:
-    """Return what a run says in which a rank, as soon as it is in a stage, does `act`."""
-    Path("sitecustomize.py").write_text(ACTING.format(rank=rank, stage=stage, act=act))
-    Image.new("RGB", (64, 64)).save("a.png")
-    flags = [*TILES, "--num-frames", "17", "--steps", "2", "--gpus", "2", "--out", "a.mp4", "--ref", "a.png"]
-    environment = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), REPOSITORY]), "MARK": "acted"}
-    said, told_at = [], math.inf
-    with osora(*SHORT, *flags, **environment) as run:
-        assert run.stderr is not None
-        for line in run.stderr:
-            said.append(line)
-            if line.startswith("error:"):
-                told_at = time.time()
-        out = run.stdout.read() if run.stdout else ""
-    err = "".join(said)
-    assert (run.returncode, out) == (4, ""), err
-    assert told_at - Path("acted").stat().st_mtime < within_s
-    assert "Traceback" not in err
-    assert re.search(rf"log: .*rank{rank}\.log", err), err
-    assert not any(is_rank(process) for process in psutil.process_iter())
-    assert not Path("a.mp4").exists()
-    return err
-
-
-REPOSITORY = str(Path(opensora_cli.__file__).parent.parent)
-# Python runs a module of this name when it starts, in each process of a real run.
-ACTING = """
-import os, signal, time
-from functools import partial
-from pathlib import Path
-from opensora_cli.core import rank_link
-
-def beat(stage, *arguments, **named):
-    real_beat(stage, *arguments, **named)
-    if (rank, stage) == ("{rank}", "{stage}"):
-        Path(os.environ["MARK"]).touch()
-        {act}
-
-rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-if rank is not None:
-    real_beat, rank_link.beat = rank_link.beat, beat
-    rank_link.linked = partial(rank_link.linked, silence_s=3.0)
-"""
-
-
-def osora(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "opensora_cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(Path.cwd()), **environment},  # where the logs are
-    )
-
-
-def is_rank(process: psutil.Process) -> bool:
-    """Whether a process is a rank of a run in this folder."""
-    try:
-        is_alive = process.status() != psutil.STATUS_ZOMBIE
-        return is_alive and process.cwd() == str(Path.cwd()) and "RANK" in process.environ()
-    except psutil.Error:
-        return False
 
 
 class TestRanksThatOthersStart:
@@ -237,11 +142,9 @@ class TestRanksThatOthersStart:
     @SLOW
     def test_one_killed_under_slurm(self) -> None:
         """No launcher watches them: the other finds its connection closed, and says where it was."""
-        Path("sitecustomize.py").write_text(
-            ACTING.format(rank=1, stage="denoise", act="os.kill(os.getpid(), signal.SIGKILL)")
-        )
-        path = os.pathsep.join([str(Path.cwd()), REPOSITORY])
-        _, errs, codes = self.slurm("--steps", "2", "--out", "a.mp4", PYTHONPATH=path, MARK="acted")
+        act_in_stage(Path.cwd(), rank=1, stage="denoise", act=KILL)
+        path = os.pathsep.join([str(Path.cwd()), str(Path(opensora_cli.__file__).parent.parent)])
+        _, errs, codes = self.slurm("--steps", "2", "--out", "a.mp4", PYTHONPATH=path)
         assert codes == [4, -signal.SIGKILL], errs
         assert f"error: rank 0 on {socket.gethostname()}, in the stage denoise: lost the others" in errs[0]
         assert "Traceback" not in errs[0]

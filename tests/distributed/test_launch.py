@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def request(folder, **changes):
-    fields = {"gpus": 2, "device_type": "cpu", "log_dir": folder / "logs"}
+    fields = {"gpus": 2, "device_type": "cpu", "log_dir": folder / "logs", "output_dir": folder}
     return LaunchRequest(**{**fields, **changes})
 
 
@@ -50,6 +50,7 @@ def failing(folder, *arguments, **changes):
     assert time.monotonic() - start < PROMISED_S + 10.0  # the start of the ranks counts here too
     # What a rank started is killed with it, and then ends in its own time.
     wait_for(lambda: left(folder) == [], seconds=10.0)
+    assert list(folder.glob(".osora-*")) == []
     return caught.value
 
 
@@ -168,7 +169,7 @@ class TestKilled:
     def test_rank_0(self, tmp_path):
         failure = failing(tmp_path, "--rank", "0", "--act", "kill")
         assert failure.message.startswith("rank 0 ")
-        assert "kept by rank 1" in failure.hint
+        assert failure.hint.splitlines()[-1] == "left by rank 0"
 
     def test_crashed(self, tmp_path, capfd):
         failure = failing(tmp_path, "--rank", "0", "--act", "crash")

@@ -104,8 +104,8 @@ _WEIGHTS = "run/**/*.safetensors"
 
 ENDED: tuple[Ended, ...] = (
     Ended(_named("generate"), _generate, _files("out.mp4"), 2.0),
-    Ended(_named("generate gif"), _generate, _files("*.gif"), 2.0),
-    Ended(_named("generate picture"), _generate, _files("*.png")),
+    Ended(_named("generate gif"), _again, _files("*.gif"), 2.0),
+    Ended(_named("generate picture"), _again, _files("*.png")),
     Ended(_named("train vae", *_EVERY_STEP), _train, _files(_WEIGHTS), 2.0),
     Ended(_named("train mmdit", *_EVERY_STEP), _train, _files(_WEIGHTS), 2.0),
     Ended(_named("train text", *_EVERY_STEP), _train, _files(_WEIGHTS)),

@@ -31,22 +31,25 @@ class DenoisedSample:
     """Seconds; 0 where they come from a file."""
 
 
-def saved_sample(plan: ExecutionPlan, ranks: Ranks | None) -> DenoisedSample | None:
-    """Return the sample to go on from, if that is asked for; rank 0 reads it."""
-    source = plan.settings.from_latents
-    if source is None:
-        return None
-    if ranks is None:
-        latents_CTHW = open_latents(source).read()
-    else:
-        read = [open_latents(source).read()] if ranks.is_main else None
-        [latents_CTHW] = agreed_tensors(read, device=ranks.device)
-    if tuple(latents_CTHW.shape) != plan.latent_shape:
-        raise RequestError(
-            f"{source} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for {plan.latent_shape}",
-            hint="change neither size, length nor model when going on from latents",
-        )
-    return DenoisedSample(latents_CTHW, denoise_s=0.0)
+def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
+    """Return the samples whose latents are there to go on from, by their index; rank 0 reads them."""
+    samples = {}
+    for sample in files:
+        if sample.saved is None:
+            continue
+        if ranks is None:
+            latents_CTHW = open_latents(sample.saved).read()
+        else:
+            read = [open_latents(sample.saved).read()] if ranks.is_main else None
+            [latents_CTHW] = agreed_tensors(read, device=ranks.device)
+        if tuple(latents_CTHW.shape) != plan.latent_shape:
+            raise RequestError(
+                f"{sample.saved} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for "
+                f"{plan.latent_shape}",
+                hint="change neither size, length nor model when going on from latents",
+            )
+        samples[sample.index] = DenoisedSample(latents_CTHW, denoise_s=0.0)
+    return samples
 
 
 def denoise_samples(
@@ -94,10 +97,9 @@ def denoise_samples(
                 latents_CTHW = latents_1CTHW[0].cpu()
                 samples.append(DenoisedSample(latents_CTHW, time.perf_counter() - start))
                 if sample.latents is not None and (ranks is None or ranks.is_main):
-                    # Remembered first: an interruption may come before the call that makes the file returns.
-                    record.kept_latents.append(sample.latents)
                     settings = sample_settings(plan, sample)
-                    save_latents(sample.latents, latents_CTHW, settings, request_sha256=sample.request_sha256)
+                    with record.keeping(sample.latents):
+                        save_latents(sample.latents, latents_CTHW, settings, request_sha256=sample.request_sha256)
 
     retried(denoise_the_rest, plan, DENOISE, models, record)
     return samples

@@ -21,6 +21,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, rank_counts, settings_of_ranks
 from opensora_cli.models.mmdit import MMDiT
@@ -262,7 +263,13 @@ def _ranks_to_start(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
     parallel = settings.parallel
     # Devices by number are GPUs: processes on a CPU are started only where the CPU is asked for.
     kind: DeviceType = "cpu" if settings.runtime.device == "cpu" else "cuda"
-    return LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
+    return LaunchRequest.of(
+        parallel,
+        gpus=parallel.ranks_per_node,
+        device_type=kind,
+        log_dir=log_dir,
+        output_dir=sample_files(settings, 0).media.parent,
+    )
 
 
 def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:

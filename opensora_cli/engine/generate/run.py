@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component, choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
 from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
-from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_sample
+from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult, reread_line
 from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
@@ -207,10 +208,14 @@ def _agreed(
     chosen = choose() if ranks is None or ranks.is_main else ()
     if ranks is None:
         return chosen
-    rows = broadcast_json([(sample.number, sample.made_before) for sample in chosen])
+    rows = broadcast_json(
+        [(sample.number, sample.made_before, sample.saved and str(sample.saved)) for sample in chosen]
+    )
     return chosen or tuple(
-        dataclasses.replace(sample_files(plan.settings, index, number=number), made_before=made_before)
-        for index, (number, made_before) in enumerate(rows)
+        dataclasses.replace(
+            sample_files(plan.settings, index, number=number), made_before=made_before, saved=saved and Path(saved)
+        )
+        for index, (number, made_before, saved) in enumerate(rows)
     )
 
 
@@ -232,7 +237,6 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     plan.require_fit()
     _note_plan(plan, run.reporter)
     references = references_of(plan, run.reporter) if run.is_main else []
-    saved = saved_sample(plan, run.ranks)
 
     def claimed() -> tuple[SampleFiles, ...]:
         check_outputs([sample_files(plan.settings, index) for index in range(plan.num_samples)], plan, create=True)
@@ -249,7 +253,10 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
         if sample.made_before:
             run.reporter.note(f"made before by the same request: {sample.media}")
             kept.append(GeneratedVideo.of_earlier_run(sample))
+        elif sample.saved is not None and plan.settings.from_latents is None:
+            run.reporter.note(f"going on from latents of the same request: {sample.saved}")
     files = [sample for sample in chosen if not sample.made_before]
+    saved = saved_samples(plan, files, run.ranks)
     plan = plan.with_threads(by=run.origins.threads)
     assert plan.threads is not None
     start_peak_memory(plan.hardware.device)
@@ -266,7 +273,7 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
-        model_evaluations=plan.evaluations_per_sample * len(videos),
+        model_evaluations=plan.evaluations_per_sample * (len(files) - len(saved)),
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         **peak_memory_gib(plan.hardware.device),
         threads=plan.threads,
@@ -291,7 +298,7 @@ def _trials(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
     references: Sequence[Reference],
-    saved: DenoisedSample | None,
+    saved: Mapping[int, DenoisedSample],
     run: _Run,
     times: ModuleTimes,
 ) -> list[dict[str, float]]:
@@ -329,22 +336,30 @@ def _make_videos(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
     references: Sequence[Reference],
-    saved: DenoisedSample | None,
+    saved: Mapping[int, DenoisedSample],
     models: LoadedModels,
     record: RunRecord,
     ranks: Ranks | None,
 ) -> tuple[GeneratedVideo, ...]:
     """Do every stage once; return the results."""
-    if plan.settings.from_latents is not None:
-        record.kept_latents.append(Path(plan.settings.from_latents))
-    with torch.inference_mode(), record.rescue(files), limited_memory(plan.hardware.device, plan.settings.memory.limit):
-        if saved is not None:
-            denoised = [saved]
-        else:
+    output = plan.settings.output
+    missing = [sample for sample in files if sample.index not in saved]
+    denoised = dict(saved)
+    # Without a sidecar nobody knows which request has made a result. Rank 0 alone keeps anything.
+    may_repeat = output.metadata and not output.overwrite
+    is_main = ranks is None or ranks.is_main
+    with (
+        torch.inference_mode(),
+        record.rescue(files, may_repeat=may_repeat) if is_main else nullcontext(),
+        limited_memory(plan.hardware.device, plan.settings.memory.limit),
+    ):
+        if missing:
             embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
             given = reference_latents(plan, references, models, record)
-            denoised = denoise_samples(plan, files, embeds, given, models, record, ranks=ranks)
-        return decode_and_save(plan, files, denoised, references, models, record, ranks=ranks)
+            made = denoise_samples(plan, missing, embeds, given, models, record, ranks=ranks)
+            denoised |= {sample.index: latents for sample, latents in zip(missing, made, strict=True)}
+        latents = [denoised[sample.index] for sample in files]
+        return decode_and_save(plan, files, latents, references, models, record, ranks=ranks)
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:

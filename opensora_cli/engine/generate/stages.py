@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from opensora_cli.core.progress import Reporter, StageProgress
+from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.memory.monitor import ModuleTimes, blocks_of
@@ -25,9 +26,10 @@ class RunRecord:
         """Of the transformer; None: its blocks are not timed."""
         self._keeps_results = keeps_results
         self.timings_s: dict[str, float] = {}
-        self.finished: list[Path] = []
-        self.kept_latents: list[Path] = []
-        """Latents whose results are not; those that were being saved when the run ended may not exist."""
+        self._files: Sequence[SampleFiles] = ()
+        self._may_repeat = False
+        self._finished: list[Path] = []
+        self._kept_latents: list[Path] = []
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -59,44 +61,56 @@ class RunRecord:
         with self.block_times.watch(blocks_of(transformer, "transformer")):
             yield
 
+    @contextmanager
+    def keeping(self, latents: Path) -> Iterator[None]:
+        """Remember latents that the block saves, whose result is not there yet."""
+        # First: an interruption may come before the call that makes the file returns.
+        self._kept_latents.append(latents)
+        yield
+        report_left(self._what_is_left)
+
     def complete(self, result: Path, latents: Path | None) -> None:
         """Remember a complete result, and remove the latents that were saved for it."""
         if self._keeps_results:
-            self.finished.append(result)
+            self._finished.append(result)
         if latents is not None:
             latents.unlink(missing_ok=True)
-            self.kept_latents.remove(latents)
+            self._kept_latents.remove(latents)
+        report_left(self._what_is_left)
 
     @contextmanager
-    def rescue(self, files: Sequence[SampleFiles]) -> Iterator[None]:
+    def rescue(self, files: Sequence[SampleFiles], *, may_repeat: bool) -> Iterator[None]:
         """When the block, which makes `files`, ends early, report what is finished and how to go on: in
-        KeyboardInterrupt, or as warnings.
+        KeyboardInterrupt, or as warnings. A launcher always knows it, also when this process is killed.
+
+        `may_repeat` is whether the same command goes on with what is still to be made.
         """
+        self._files, self._may_repeat = files, may_repeat
+        self._kept_latents += [sample.saved for sample in files if sample.saved is not None]
+        report_left(self._what_is_left)
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            left = self._what_is_left(files) or ["nothing was finished yet: run it again"]
+            left = self._what_is_left() or ["nothing was finished yet: run it again"]
             raise KeyboardInterrupt("\n".join(left)) from interrupt
         except Exception as error:
-            left = self._what_is_left(files)
-            for line in left:
-                self.reporter.warn(line)
+            left = self._what_is_left()
+            if not report_left(lambda: left):
+                for line in left:
+                    self.reporter.warn(line)
             if left:
                 # Where Ctrl-C was pressed, and a collective that is watched failed instead, this is its hint.
                 error.add_note("\n".join(left))
             raise
 
-    def _what_is_left(self, files: Sequence[SampleFiles]) -> list[str]:
-        finished = [f"finished: {path}" for path in self.finished]
-        latents = [path for path in self.kept_latents if path.is_file()]
+    def _what_is_left(self) -> list[str]:
+        finished = [f"finished: {path}" for path in self._finished]
+        # Those that were being saved when the run ended may not exist.
+        latents = [path for path in self._kept_latents if path.is_file()]
         kept = [f"go on with: osora generate --from-latents {shlex.quote(str(path))}" for path in latents]
-        rest = len(files) - len(finished) - len(latents)
+        rest = len(self._files) - len(finished) - len(latents)
         if not (finished or kept) or rest <= 0:
             return [*finished, *kept]
         states = [f"{len(finished)} finished", *([f"{len(latents)} with saved latents"] if kept else [])]
-        counts = f"of {len(files)} samples: {', '.join(states)}, {rest} still to be made"
-        # Without a sidecar nobody knows which request has made a result.
-        if files[0].sidecar is not None:
-            counts += ": the same command goes on with " + ("it" if rest == 1 else "them")
-            counts += ", once the saved latents are decoded" if kept else ""
-        return [*finished, *kept, counts]
+        counts = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"
+        return [*finished, *kept, counts + (": the same command goes on" if self._may_repeat else "")]

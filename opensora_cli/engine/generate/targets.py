@@ -45,6 +45,8 @@ class SampleFiles:
     """The hash of everything that decides its bits."""
     made_before: bool = False
     """Whether the same request has made them: they are kept, and nothing is computed."""
+    saved: Path | None = None
+    """Latents to go on from: those asked for, or of a run of the same request that did not finish; None: none."""
 
     @property
     def is_free(self) -> bool:
@@ -79,6 +81,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
         media=media,
         sidecar=media.with_name(f"{media.name}.json") if output.metadata else None,
         latents=target.with_name(f"{target.stem}.latents.safetensors") if keeps_latents else None,
+        saved=None if settings.from_latents is None else Path(settings.from_latents),
     )
 
 
@@ -108,16 +111,16 @@ class Claims:
 def find_target(
     settings: GenerateSettings, index: int, request_sha256: Callable[[int], str], *, claims: Claims | None, remake: bool
 ) -> SampleFiles:
-    """Return the files of a sample: those that the same request has made before, else the first free ones.
+    """Return the files of a sample: those that the same request has made before or begun, else the first free ones.
 
-    A name in a folder that another request has taken gives way to the next one; a file that was named is never given
-    another name. To overwrite replaces what the same request has made, else the first name. `request_sha256` returns
-    the hash of a sample's request from its seed. Names are claimed if `claims` are given, and their folder is there
-    then. With `remake` nothing counts as made before.
+    What it has begun are saved latents. A name in a folder that another request has taken gives way to the next one; a
+    file that was named is never given another name. To overwrite replaces what the same request has made, else the
+    first name. `request_sha256` returns the hash of a sample's request from its seed. Names are claimed if `claims` are
+    given, and their folder is there then. With `remake` nothing counts as made before or begun.
 
     Raises:
-        OutputError: a named file, or its sidecar, is there from another request; latents are there from a run of the
-            same request that did not finish; or no file can have such a name.
+        OutputError: a named file, its sidecar, or its latents are there from another request; or no file can have such
+            a name.
     """
     has_one_name = settings.output.named_format is not None or settings.output.overwrite
     request = request_sha256(settings.sampling.seed + index)
@@ -139,9 +142,11 @@ def find_target(
                 return sample
             if not remake and _made_by(sample) == request:
                 return replace(sample, made_before=True)
+            if not remake and _request_of_latents(sample) == request:
+                keep()
+                return replace(sample, saved=sample.latents)
             if has_one_name:
                 refuse_existing(sample)
-            if has_one_name or _request_of_latents(sample) == request:
                 raise OutputError(
                     f"{sample.latents} is there from a run that did not finish",
                     hint=f"go on with osora generate --from-latents {shlex.quote(str(sample.latents))}, or start again "
@@ -208,8 +213,8 @@ def is_there(path: Path) -> bool:
 
 
 def _request_of_latents(sample: SampleFiles) -> str | None:
-    """Return the request of which only latents are there; None where there are none, or a result too."""
-    if sample.latents is None or is_there(sample.media):
+    """Return the request of which only latents are there; None where there are none, or a result or sidecar too."""
+    if sample.latents is None or any(is_there(path) for path in (sample.media, sample.sidecar) if path is not None):
         return None
     try:
         with safe_open(sample.latents, framework="numpy") as file:

@@ -32,7 +32,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
-from opensora_cli.core.left_overs import is_abandoned, temporary_name
+from opensora_cli.core.folder_lock import remove_locks_of
+from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_name
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.signals import held_back
 from opensora_cli.core.threads import variables_of_ranks
@@ -55,16 +56,26 @@ class LaunchRequest:
     """The ranks to start on this machine, one for each GPU.
 
     `log_dir` gets a log file per rank, `rank0.log` and so on; it is made where it is missing. `devices` are GPUs as
-    this process counts those it sees; None: the first `gpus`.
+    this process counts those it sees; None: the first `gpus`. In `output_dir`, and among the system's temporary files,
+    what killed ranks would have removed themselves is removed.
     """
 
     gpus: int
     device_type: DeviceType
     log_dir: Path
     devices: tuple[int, ...] | None = None
+    output_dir: Path | None = None
 
     @classmethod
-    def of(cls, parallel: DeviceSettings, *, gpus: int, device_type: DeviceType, log_dir: Path) -> "LaunchRequest":
+    def of(
+        cls,
+        parallel: DeviceSettings,
+        *,
+        gpus: int,
+        device_type: DeviceType,
+        log_dir: Path,
+        output_dir: Path | None = None,
+    ) -> "LaunchRequest":
         """Return the request for `gpus` ranks on the devices that settings name.
         Raises RequestError if the settings are for several machines.
         """
@@ -74,7 +85,7 @@ class LaunchRequest:
                 hint=f"on each machine: torchrun --nnodes {parallel.nnodes} --nproc-per-node {gpus} --rdzv-backend "
                 "c10d --rdzv-endpoint HOST:29500 -m opensora_cli ... (srun does it, too)",
             )
-        return cls(gpus=gpus, device_type=device_type, log_dir=log_dir, devices=parallel.devices)
+        return cls(gpus=gpus, device_type=device_type, log_dir=log_dir, devices=parallel.devices, output_dir=output_dir)
 
     def check(self) -> None:
         """Check what settings alone do not show.
@@ -157,7 +168,7 @@ def launch(
     except OSError as error:
         raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
     store = _open_store()
-    with _Run(pace) as run:
+    with _Run(pace, output_dir=request.output_dir) as run:
         try:
             run.start(request, [*command, *arguments], port=store.port)
             failure = run.first_failure()
@@ -214,8 +225,9 @@ def log_folder(name: str) -> Iterator[Path]:
 class _Run:
     """All ranks."""
 
-    def __init__(self, pace: Pace, *, own_time: OwnTime | None = None) -> None:
+    def __init__(self, pace: Pace, *, output_dir: Path | None = None, own_time: OwnTime | None = None) -> None:
         self._pace = pace
+        self._output_dir = output_dir
         self._time = own_time or OwnTime(_LATE_LOOKS * pace.look_s)
         self._ranks: list[RankProcess] = []
         self._memory_kills = failures.count_memory_kills()
@@ -227,6 +239,10 @@ class _Run:
         for rank in self._ranks:
             rank.kill()
             rank.close()
+        pids = [rank.pid for rank in self._ranks]
+        for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
+            remove_left_by(pids, folder)
+            remove_locks_of(pids, folder)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, port: int) -> None:
         """Start all ranks; `port` is that of their store."""
@@ -283,9 +299,10 @@ class _Run:
             rank.listen()
 
     def kept(self) -> list[str]:
-        """Return what the first rank that was interrupted reports of what it finished; nothing if none was."""
-        reports = [rank.report for rank in self._ranks if rank.report is not None]
-        return [report.hint for report in reports if report.kind == "interrupted" and report.hint][:1]
+        """Return what the first rank that was interrupted, or left something, reports of that; nothing if none did."""
+        reports = [(rank.report, rank.left) for rank in self._ranks]
+        hints = (report.hint or left if report and report.kind == "interrupted" else left for report, left in reports)
+        return [hint for hint in hints if hint][:1]
 
     def failed(self) -> list[str]:
         """Return what the first rank that could not finish its work reports of it; nothing if all could."""

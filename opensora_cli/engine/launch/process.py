@@ -36,6 +36,7 @@ class RankProcess:
         self.log = log
         self.stage = FIRST_STAGE
         self.report: RankReport | None = None
+        self.left: str | None = None
         self.pulse = Pulse()
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
@@ -78,6 +79,7 @@ class RankProcess:
             self.stage = message.get("stage", self.stage)
             if "pulse" in message:
                 self.pulse = Pulse(**message["pulse"])
+            self.left = message.get("left", self.left)
             if "report" in message and self.report is None:
                 self.report = RankReport(**message["report"])
 

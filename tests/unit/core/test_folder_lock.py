@@ -12,7 +12,7 @@ import pytest
 
 from opensora_cli.core import folder_lock
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_folder
+from opensora_cli.core.folder_lock import LOCK_FILE, locked_file, locked_folder, remove_locks_of
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 
@@ -95,6 +95,17 @@ def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path: Path
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_lock_files_of_ended_processes_are_removed_unless_another_has_the_lock(tmp_path: Path) -> None:
+    ended, host = 1, os.uname().nodename
+    for name, owner in (("a", f"{ended} on {host}"), ("b", f"2 on {host}"), ("c", f"{ended} on x")):
+        (tmp_path / f".osora-{name}.lock").write_text(f"process {owner}\n")
+    with locked_file(tmp_path / ".osora-d.lock"):
+        (tmp_path / ".osora-d.lock").write_text(f"process {ended} on {host}\n")  # as if it had just been taken
+        remove_locks_of([ended], tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f".osora-{name}.lock" for name in "bcd"]
+    remove_locks_of([ended], tmp_path / "nowhere")
 
 
 def test_a_second_one_in_this_process_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from opensora_cli.core import left_overs
 from opensora_cli.core.files import atomic_folder, write_bytes_atomic
-from opensora_cli.core.left_overs import is_abandoned, temporary_folder, temporary_name
+from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
 
 TWO_MINUTES, TWO_HOURS, TWO_DAYS = 120.0, 7200.0, 172800.0
 PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\d+)-(\w+)\.tmp")
@@ -126,6 +126,16 @@ def test_an_old_folder_that_was_renamed_before_a_crash_is_kept(tmp_path, of_the_
     for each in (new, new / "new.txt"):
         os.utime(each, (0, 0))
     assert is_abandoned(new)
+
+
+def test_those_of_processes_that_were_seen_to_end_are_removed_at_once(tmp_path, of_the_dead):
+    pid = int(PARTS.fullmatch(of_the_dead)[2])
+    others = [changed(of_the_dead, pid=pid + 1), changed(of_the_dead, place="00000000"), f".osora-{pid}.tmp"]
+    for name in (of_the_dead, *others):
+        left(tmp_path / name, age_s=0.0, is_folder=True)
+    remove_left_by([pid], tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+    remove_left_by([pid], tmp_path / "nowhere")
 
 
 def test_a_folder_is_looked_through_once(tmp_path, monkeypatch):

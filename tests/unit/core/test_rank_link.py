@@ -9,7 +9,15 @@ from contextlib import suppress
 
 import pytest
 
-from opensora_cli.core.rank_link import CHANNEL_VARIABLE, beat, current_stage, linked, report_bug, report_failure
+from opensora_cli.core.rank_link import (
+    CHANNEL_VARIABLE,
+    beat,
+    current_stage,
+    linked,
+    report_bug,
+    report_failure,
+    report_left,
+)
 from opensora_cli.core.ranks import RankContext
 
 CONTEXT = RankContext(rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1)
@@ -46,6 +54,7 @@ def test_the_stage_is_known_inside_of_a_link():
 
 def test_outside_of_a_link():
     beat("denoise", 1.0)
+    assert not report_left(lambda: pytest.fail("nobody asks"))
     assert not report_failure("no luck", exit_code=4)
 
 

@@ -12,7 +12,7 @@ import torch
 from hostile_files import NO_OBJECTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_world import demo_settings, released_settings
+from tiny_world import RecordingReporter, demo_settings, released_settings
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -134,7 +134,16 @@ class TestCtrlC:
             "raining-sea_seed44.latents.safetensors",
         ]
 
-    def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter):
+    @pytest.mark.parametrize(
+        ("changes", "advice"),
+        [
+            ({}, ": the same command goes on"),
+            ({"output.overwrite": True}, ""),  # which makes all of them again
+            ({"output.metadata": False}, ""),  # which does not know the results of the first
+        ],
+        ids=str,
+    )
+    def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter, changes, advice):
         sample = denoise.sample_latents
 
         def second_time(*args, seed, **options):
@@ -142,7 +151,7 @@ class TestCtrlC:
                 raise KeyboardInterrupt
             return sample(*args, seed=seed, **options)
 
-        settings = released_settings(world, tmp_path, sampling__num_samples="2")
+        settings = released_settings(world, tmp_path, sampling__num_samples="2").replace(changes)
         with monkeypatch.context() as patched:
             patched.setattr(denoise, "sample_latents", second_time)
             with pytest.raises(KeyboardInterrupt) as caught:
@@ -150,15 +159,58 @@ class TestCtrlC:
         assert names(tmp_path) == [LATENTS]
         assert caught.value.args[0].splitlines() == [
             f"go on with: osora generate --from-latents {tmp_path / LATENTS}",
-            "of 2 samples: 0 finished, 1 with saved latents, 1 still to be made: the same command goes on with it, "
-            "once the saved latents are decoded",
+            f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
         ]
         latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents")}
         planned = plan_from_request(GenerateRequest(overrides=latents), reporter=reporter)
         assert set(planned.weights) == {"vae"}
-        go_on(tmp_path / LATENTS, reporter)
-        assert [video.seed for video in generate(settings, reporter=reporter).videos] == [42, 43]
-        assert any(note.startswith("made before by the same request: ") for note in reporter.notes)
+
+    def test_the_same_command_goes_on(self, world, tmp_path, monkeypatch, expected):
+        """With a finished sample, one with saved latents, and one that is still to be made."""
+        settings = released_settings(world, tmp_path, sampling__num_samples="3")
+        generate(settings.replace({"sampling.num_samples": 1}))
+        sample, denoised = denoise.sample_latents, []
+
+        def last_time(*args, seed, **options):
+            denoised.append(seed)
+            if denoised == [43, 44]:
+                raise KeyboardInterrupt
+            return sample(*args, seed=seed, **options)
+
+        monkeypatch.setattr(denoise, "sample_latents", last_time)
+        with pytest.raises(KeyboardInterrupt):
+            generate(settings)
+        saved = tmp_path / "raining-sea_seed43.latents.safetensors"
+        reporter = RecordingReporter()
+        result = generate(settings, reporter=reporter)
+        assert [note for note in reporter.notes if "same request" in note] == [
+            f"made before by the same request: {tmp_path}/raining-sea_seed42.mp4",
+            f"going on from latents of the same request: {saved}",
+        ]
+        assert denoised == [43, 44, 44]
+        assert [(video.seed, video.made_before) for video in result.videos] == [(42, True), (43, False), (44, False)]
+        steps = settings.sampling.num_inference_steps
+        assert result.model_evaluations == reporter.totals["denoise"] == 2 * steps
+        assert names(tmp_path) == [f"raining-sea_seed{seed}.mp4{end}" for seed in (42, 43, 44) for end in ("", ".json")]
+        assert (tmp_path / "raining-sea_seed42.mp4").read_bytes() == expected
+        whole = generate(released_settings(world, tmp_path / "whole", sampling__seed="43", sampling__num_samples="2"))
+        for video in whole.videos:
+            assert (tmp_path / video.path.name).read_bytes() == video.path.read_bytes()
+
+    def test_the_same_command_goes_on_from_latents_without_the_transformer(
+        self, world, tmp_path, monkeypatch, expected, reporter
+    ):
+        settings = released_settings(world, tmp_path / "clip.mp4")
+        with monkeypatch.context() as patched:
+            patched.setattr(decode, "decode_latents", raising(KeyboardInterrupt()))
+            for _ in range(2):  # also where it is interrupted again
+                with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from-latents"):
+                    generate(settings, reporter=reporter)
+        assert reporter.stages.count("denoise") == 1
+        [video] = generate(settings, reporter=reporter).videos
+        assert (reporter.stages.count("text"), reporter.stages.count("denoise")) == (1, 1)
+        assert video.path.read_bytes() == expected
+        assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
 
 
 class TestFailures:
@@ -264,13 +316,17 @@ class TestFailures:
         assert "would not run here either: the stage" in reporter.warnings[0]
         assert names(tmp_path) == []
 
-    def test_latents_of_an_unfinished_run_are_not_overwritten(self, world, tmp_path, monkeypatch):
+    def test_latents_of_another_request_are_not_overwritten(self, world, tmp_path, monkeypatch):
         monkeypatch.setattr(decode, "decode_latents", raising(RuntimeError("a bug")))
+        settings = released_settings(world, tmp_path / "clip.mp4")
         with pytest.raises(RuntimeError):
-            generate(released_settings(world, tmp_path))
+            generate(settings)
+        latents = tmp_path / "clip.latents.safetensors"
+        before = latents.read_bytes()
         with pytest.raises(OutputError, match="from a run that did not finish") as caught:
-            generate(released_settings(world, tmp_path))
-        assert f"--from-latents {tmp_path / LATENTS}" in caught.value.hint
+            generate(settings.replace({"sampling.seed": 1}))
+        assert f"--from-latents {latents}" in caught.value.hint
+        assert latents.read_bytes() == before
 
     def test_latents_need_not_be_saved(self, world, tmp_path, monkeypatch):
         monkeypatch.setattr(decode, "decode_latents", raising(KeyboardInterrupt()))

@@ -1,0 +1,178 @@
+"""Generations by real ranks that end early in each stage: what is said, what is kept, and that nothing else is left."""
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+from acting_ranks import HANG, KILL, STOP, act_in_stage
+from PIL import Image
+
+import opensora_cli
+from opensora_cli.cli.app import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_ranks_around")]
+
+# Less than the 600 s after which a collective without its peers would give up by itself.
+LIMIT_S = 240.0
+SAMPLES = 3
+# Of one size with the clip there would be a single tile, which rank 0 decodes.
+TILES = [
+    word for key in ("sample_size=32", "temporal_tiling=true", "sample_tsize=16") for word in ("--set", f"vae.{key}")
+]
+
+# Rank 0 alone encodes references, keeps latents and saves.
+STAGES = {"load": 1, "text": 1, "encode": 0, "denoise": 1, "decode": 1, "save": 0}
+KEEPING = ("decode", "save")
+
+# What a rank does, the exit code, and what is said of it. One that asks its launcher to end waits for that.
+EVENTS = {
+    "killed": (KILL, 4, r"killed \(SIGKILL\)"),
+    "stopped": (STOP, 4, r"stopped \(SIGSTOP\), no sign of life for \d+ s"),
+    "hung": (HANG, 4, r"no progress for \d+ s"),
+    "interrupted": (f"os.kill(os.getppid(), signal.SIGINT); {HANG}", 130, None),
+    "terminated": (f"os.kill(os.getppid(), signal.SIGTERM); {HANG}", 130, None),
+}
+CASES = [
+    *((stage, rank, event) for stage, rank in STAGES.items() for event in EVENTS if event != "hung"),
+    # The rank that has kept something.
+    ("decode", 0, "killed"),
+    ("decode", 0, "stopped"),
+    # Not while rank 0 saves: it is alone then, waits for no other, and a disk may take as long as it takes.
+    ("text", 1, "hung"),
+    ("denoise", 1, "hung"),
+]
+
+
+def osora(arguments: list[str]) -> int:
+    tempfile.tempdir = None  # as the process began that this one is a fork of
+    return main(arguments)
+
+
+def command(picture: Path, out: Path, *more: str) -> list[str]:
+    short = ["generate", "raining, sea", "--seed", "7", "--num-frames", "17", "--steps", "2", "--ref", str(picture)]
+    return [*short, *TILES, "--device", "cpu", "--gpus", "2", "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("picture") / "a.png"
+    Image.new("RGB", (64, 64)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(picture, tmp_path_factory):
+    """The results of a run that nothing ends, by their names."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(opensora_cli.__file__).parents[1]))
+        assert main(command(picture, out, "--num-samples", str(SAMPLES))) == 0
+    return videos(out)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files, and so of the ranks' logs."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
+
+
+@pytest.fixture
+def acting(tmp_path, monkeypatch):
+    """`acting(rank=1, stage="load", act=KILL)` for all ranks that are started then."""
+    path = tmp_path / "acting"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ["PYTHONPATH"]]))
+    yield lambda **named: act_in_stage(path, **named)
+    shutil.rmtree(path)
+
+
+def videos(out):
+    return {path.name: path.read_bytes() for path in out.glob("*.mp4")}
+
+
+def files(folder):
+    # Torch makes a folder for what it compiles.
+    return sorted(path.name for path in folder.rglob("*") if not path.name.startswith("torchinductor_"))
+
+
+def ranks_of(folder):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            environment = process.environ()
+            if is_alive and "RANK" in environment and str(folder) in environment.get("PYTHONPATH", ""):
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("stage", "rank", "event"), CASES)
+def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, temporary, acting):
+    act, code, cause = EVENTS[event]
+    acting(rank=rank, stage=stage, act=act)
+    out, shared = tmp_path / "my out", set(Path("/dev/shm").glob("osora*"))
+    ended = processes.program(tmp_path, osora, command(picture, out)).end(LIMIT_S)
+
+    assert ended[:2] == (code, ""), ended
+    err = ended[2]
+    [message] = re.findall(r"^error: (.*)", err, re.MULTILINE)
+    if cause is None:
+        assert message == "interrupted"
+        assert files(temporary) == []
+    else:
+        assert re.fullmatch(f"rank {rank} on {socket.gethostname()}, in the stage {stage}: {cause}.*", message), err
+        [log] = map(Path, re.findall(r"^ +log: (.*)", err, re.MULTILINE))
+        assert log.name == f"rank{rank}.log"
+        assert event != "hung" or "sitecustomize.py" in log.read_text()  # where it hangs
+        assert files(temporary) == sorted([log.parent.name, "rank0.log", "rank1.log", "settings.json"])
+    assert "Traceback" not in err
+    assert ranks_of(tmp_path) == []
+    assert set(Path("/dev/shm").glob("osora*")) <= shared
+
+    latents = out / "raining-sea_seed7.latents.safetensors"
+    advice = re.findall(r"go on with: osora (.*)", err)
+    if stage not in KEEPING:
+        assert (advice, files(out)) == ([], [])
+        assert cause is not None or "nothing was finished yet: run it again" in err
+        return
+    assert "nothing was finished" not in err
+    assert [shlex.split(line) for line in advice] == [["generate", "--from-latents", str(latents)]]
+    assert files(out) == [latents.name]
+    assert main(shlex.split(advice[0])) == 0
+    assert videos(out) == {name: whole[name] for name in ("raining-sea_seed7.mp4",)}
+
+
+def test_the_same_command_goes_on(tmp_path, picture, whole, processes, temporary, acting):
+    """With a finished sample, and two whose latents are saved."""
+    # A sign of life when saving begins, and one when it ends.
+    acting(rank=0, stage="save", act=EVENTS["interrupted"][0], nth=3)
+    out = tmp_path / "out"
+    samples = command(picture, out, "--num-samples", str(SAMPLES))
+    code, _, err = processes.program(tmp_path, osora, samples).end(LIMIT_S)
+    assert code == 130, err
+    name = "raining-sea_seed{}".format
+    saved = [f"{name(seed)}.latents.safetensors" for seed in (8, 9)]
+    assert files(out) == sorted([f"{name(7)}.mp4", f"{name(7)}.mp4.json", *saved])
+    assert f"finished: {out / name(7)}.mp4\n" in err
+
+    acting(rank=0, stage="none", act=KILL)
+    code, printed, err = processes.program(tmp_path, osora, samples).end(LIMIT_S)
+    assert code == 0, err
+    assert printed.splitlines() == [f"{out / name(seed)}.mp4" for seed in (7, 8, 9)]
+    assert f"made before by the same request: {out / name(7)}.mp4\n" in err
+    assert [line for line in err.splitlines() if "going on" in line] == [
+        f"going on from latents of the same request: {out / each}" for each in saved
+    ]
+    assert "denoise" not in err
+    assert videos(out) == whole
+    assert files(out) == sorted(name(seed) + end for seed in (7, 8, 9) for end in (".mp4", ".mp4.json"))
