@@ -189,10 +189,11 @@ def current_stage() -> str | None:
 
 
 def report_left(lines: Callable[[], Sequence[str]]) -> bool:
-    """Report to the launcher what stays, and how to go on, should this rank end before it can say so itself; False:
-    there is none, and nobody asks for the lines.
-    """
-    return _link is not None and _link.has_launcher and _send({"left": "\n".join(lines())})
+    """Report to the launcher how to go on if this rank is killed; False: there is none, and nobody asks for `lines`."""
+    if _link is None or not _link.has_launcher:
+        return False
+    _link.send({"left": "\n".join(lines())})
+    return True
 
 
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
@@ -214,15 +215,10 @@ def report_bug(error: BaseException) -> bool:
 
 
 def _report(report: RankReport) -> bool:
-    if _link is not None and _link.has_launcher:
-        _ignore_interrupts()
-    return _send({"report": asdict(report)})
-
-
-def _send(message: object) -> bool:
     if _link is None or not _link.has_launcher:
         return False
-    _link.send(message)
+    _ignore_interrupts()
+    _link.send({"report": asdict(report)})
     return True
 
 
