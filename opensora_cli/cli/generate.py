@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.base import Section
     from opensora_cli.settings.load import GenerateRequest
 
 _PROFILED_RUNS = 3
@@ -27,14 +26,15 @@ class GenerateCommand(Command):
     def defaults(self) -> Mapping[str, str]:
         """Return the values of the released model's presets, and the demo's where they are others."""
         from opensora_cli.settings.files import list_presets
+        from opensora_cli.settings.flags import FLAGS, option_of
         from opensora_cli.settings.load import load_preset
 
         values = {name: load_preset(name, prompt="any").model_dump(mode="json") for name in list_presets("generate")}
         demo, released = values.pop(ModelName.DEMO.value), next(iter(values.values()))
         return {
-            flag: shown if shown == own else f"{shown}; of the demo {own}"
-            for flag, key in options.SETTINGS.items()
-            if key != "prompt" and (shown := _shown(released, key)) and (own := _shown(demo, key))
+            option_of(name): shown if shown == own else f"{shown}; of the demo {own}"
+            for name, flag in FLAGS.items()
+            if (shown := _shown(released, flag.key)) and (own := _shown(demo, flag.key))
         }
 
 
@@ -77,7 +77,7 @@ def generate(
     ref_fps: options.ReferenceFps = None,
     lora: options.Loras = None,
     out: options.Out = None,
-    format_: options.Format = None,
+    format: options.Format = None,
     overwrite: options.Overwrite = False,
     no_metadata: options.NoMetadata = False,
     json_: options.Json = False,
@@ -114,53 +114,30 @@ def generate(
 
       osora generate --from samples/raining-sea_seed42.mp4.json --seed 7
     """
+    typed = locals()
     if list_presets:
         _print_presets(as_json=json_)
         return
     _check_prompt(prompt, prompt_text)
     if profile_runs is not None and not profile:
         raise RequestError("--profile-runs has no effect without --profile: give both, or none")
-    flags = {
-        "PROMPT": prompt,
-        "--prompt-text": prompt_text,
-        "--negative-prompt": negative_prompt,
-        "--from-latents": from_latents,
-        "--res": res,
-        "--aspect-ratio": aspect_ratio,
-        "--width": width,
-        "--height": height,
-        "--num-frames": num_frames,
-        "--fps": fps,
-        "--motion-score": motion_score,
-        "--steps": steps,
-        "--guidance-scale": guidance_scale,
-        "--image-guidance-scale": image_guidance_scale,
-        "--seed": seed,
-        "--num-samples": num_samples,
-        "--cond": cond,
-        "--ref": _joined(ref, "--ref", "a picture or a video"),
-        "--fit": fit,
-        "--ref-fps": ref_fps,
-        "--lora": _joined(lora, "--lora", "an adapter"),
-        "--out": out,
-        "--format": format_,
-        "--overwrite": True if overwrite else None,
-        "--no-metadata": False if no_metadata else None,
-        "--model": model,
-        "--weights": weights,
-        "--device": device,
-        "--dtype": dtype,
-        "--attention": attention,
-        "--threads": threads,
-        "--offload": offload,
-        "--resident-blocks": resident_blocks,
-        "--memory-limit": memory_limit,
-        "--gpus": gpus,
-        "--devices": devices,
-    }
     with errors.interruptible():
+        from opensora_cli.api.request import generate_request
+        from opensora_cli.settings.explain import Given
+        from opensora_cli.settings.flags import FLAGS, given_flags, option_of
+
         runs = (profile_runs or _PROFILED_RUNS) if profile else 0
-        request = _request(flags, assignments=set_ or [], sidecar=from_, config=config, profiled_runs=runs)
+        # Those that are settings have the names of their parameters; a switch that is off was not given.
+        flags = {name: typed[name] for name in FLAGS if typed[name] is not False}
+        source, words = ("PROMPT", prompt) if prompt_text is None else ("--prompt-text", prompt_text)
+        named = {} if words is None else {"prompt": Given(words, source)}
+        request = generate_request(
+            named | given_flags(flags, called=option_of),
+            assignments=set_ or [],
+            sidecar=from_,
+            config=config,
+            profiled_runs=runs,
+        )
         _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -200,50 +177,6 @@ def _hint_of_file(prompt: str) -> str | None:
     if ending in _TEXT_ENDINGS:
         return "give the words themselves, in quotes"
     return f"a picture or a video is given with --ref {name}" if ending else "give the words themselves, in quotes"
-
-
-def _joined(files: list[str] | None, flag: str, what: str) -> str | None:
-    """Return files as one text; several may already be in one, separated by `;`."""
-    if not files:
-        return None
-    if not all(file.strip(" ;") for file in files):
-        # Most often an unset variable of a script: without a word it would become a video from text alone.
-        raise RequestError(f"{flag} is empty: name {what}, or drop {flag}")
-    return ";".join(files)
-
-
-def _request(
-    flags: Mapping[str, object],
-    *,
-    assignments: Sequence[str],
-    sidecar: Path | None,
-    config: Path | None,
-    profiled_runs: int,
-) -> "GenerateRequest":
-    """Return what was asked for; `flags` are the values of options, None where not given."""
-    from opensora_cli.settings.explain import Given
-    from opensora_cli.settings.generate import GenerateSettings
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.load import GenerateRequest, read_sidecar
-
-    given = {options.SETTINGS[flag]: Given(value, flag) for flag, value in flags.items() if value is not None}
-    return GenerateRequest(
-        overrides=collect_overrides(GenerateSettings, given, assignments),
-        saved=read_sidecar(sidecar) if sidecar else None,
-        config=config,
-        environment=os.environ,
-        others=_other_settings(),
-        profiled_runs=profiled_runs,
-    )
-
-
-def _other_settings() -> tuple[type["Section"], ...]:
-    """Return training's settings, whose variables are not refused; imported only where there are variables of osora."""
-    if not any(name.startswith("OSORA_") for name in os.environ):
-        return ()
-    from opensora_cli.settings.train import TrainSettings
-
-    return (TrainSettings,)
 
 
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:

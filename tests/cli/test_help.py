@@ -17,6 +17,7 @@ from opensora_cli.cli.command import unwrapped
 from opensora_cli.settings.bench_comm import BenchCommSettings
 from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
@@ -235,7 +236,7 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
     lines = help_of("generate", columns=400)
     released, demo = (load_preset(name, prompt="x").model_dump(mode="json") for name in ("256px", "demo"))
     shown = {}
-    for flag, key in options.SETTINGS.items():
+    for flag, key in ((option_of(name), flag.key) for name, flag in FLAGS.items()):
         section, _, name = key.partition(".")
         if (
             name
