@@ -82,10 +82,12 @@ def write_checkpoint(
     return tuple(path / name for name in written)
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+def write_weights(
+    path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file piece by piece, rounded to `dtype`: whole or not at all.
     Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
     entries = {name: CastEntry(HeldEntry(weight), dtype, name=name) for name, weight in weights.items()}
     with atomic_path(path) as temporary:
-        write_safetensors(temporary, entries, metadata={})
+        write_safetensors(temporary, entries, metadata=metadata or {})

@@ -216,6 +216,15 @@ class VAESettings(Section):
                 )
         return self
 
+    @property
+    def scale(self) -> tuple[str, ...]:
+        """The settings that decide the scale of the latents, each as `KEY=VALUE`."""
+        if self.kind is VAEKind.DC_AE:
+            factor = self.dc_ae.scaling_factor
+            return (f"vae.dc_ae.scaling_factor={'none' if factor is None else factor}",)
+        section, key = (self.flux_ae, "vae.flux_ae") if self.kind is VAEKind.FLUX_AE else (self, "vae")
+        return f"{key}.scale_factor={section.scale_factor}", f"{key}.shift_factor={section.shift_factor}"
+
     @staticmethod
     def owner(name: str) -> VAEKind | None:
         """Return the kind that a key is of; None: it is of all."""

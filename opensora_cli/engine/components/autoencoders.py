@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from opensora_cli.checkpoint.load import load_into_module
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.dc_ae import DCAE, DCAEConfig
@@ -43,6 +46,8 @@ def _fields(section: Section) -> dict[str, Any]:
     return {name: getattr(section, name) for name in type(section).model_fields}
 
 
+_SCALE_METADATA = "osora.latent_scale"
+
 AUTOENCODERS: Mapping[VAEKind, Callable[[VAESettings], Autoencoder]] = {
     VAEKind.HUNYUAN: lambda settings: HunyuanVAE(_hunyuan_config(settings)),
     VAEKind.DC_AE: lambda settings: DCAE(DCAEConfig(**_fields(settings.dc_ae))),
@@ -68,6 +73,23 @@ def autoencoder_on_meta(settings: VAESettings) -> Autoencoder:
 def vae_tiling(settings: VAESettings) -> Tiling:
     """Return which axes the autoencoder cuts into tiles."""
     return Tiling(spatial=settings.spatial_tiling, temporal=settings.temporal_tiling)
+
+
+def scale_metadata(settings: VAESettings) -> dict[str, str]:
+    """Return what the file of a transformer says of the latents that it was trained on."""
+    return {_SCALE_METADATA: " ".join(settings.scale)}
+
+
+def require_same_scale(transformer: Path, settings: VAESettings) -> None:
+    """Raise CheckpointError if a transformer's file says that it was trained on latents of another scale."""
+    if transformer.suffix != ".safetensors" or not transformer.is_file():
+        return
+    stated, ours = open_checkpoint(transformer).metadata.get(_SCALE_METADATA), " ".join(settings.scale)
+    if stated is not None and stated != ours:
+        raise CheckpointError(
+            f"{transformer} was trained on latents with {plain(stated)}, and here they have {ours}",
+            hint=f"use {' '.join(f'--set {each}' for each in plain(stated).split())}",
+        )
 
 
 @lru_cache(maxsize=16)

@@ -11,6 +11,7 @@ from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condit
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
+from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.exchanges import AttentionSizes, PlannedExchange, plan_exchange
 from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
@@ -242,7 +243,8 @@ def make_plan(
 
     Raises:
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
-        CheckpointError: an adapter is missing or broken, or does not fit the transformer.
+        CheckpointError: an adapter is missing or broken, or does not fit the transformer; or the latter was trained on
+            latents of another scale.
         HardwareError: there is no such device, or the attention that is asked for does not work there.
     """
     hardware = hardware or rank_hardware(settings)
@@ -250,6 +252,8 @@ def make_plan(
     if resident is not None and resident > blocks:
         raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
     weights = find_weights(settings)
+    if settings.from_latents is None and Component.TRANSFORMER in weights.paths:
+        require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
     height, width = _pixel_size(settings)
     rows, columns = latent_size(
         height,

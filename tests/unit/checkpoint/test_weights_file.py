@@ -12,9 +12,10 @@ from opensora_cli.core.exceptions import CheckpointError
 
 def test_it_is_rounded_and_says_whose_it_is(tmp_path: Path) -> None:
     weight = torch.linspace(0, 1, 12).view(3, 4)
-    write_weights(tmp_path / "new" / "a.safetensors", {"turned": weight.t()}, dtype=torch.float16)
-    with safe_open(tmp_path / "new" / "a.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
+    path = tmp_path / "new" / "a.safetensors"
+    write_weights(path, {"turned": weight.t()}, dtype=torch.float16, metadata={"of": "clips"})
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "of": "clips"}
         assert torch.equal(file.get_tensor("turned"), weight.t().half())
 
 

@@ -17,6 +17,7 @@ from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.data.batches import ClipBatch
+from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.clip_conditions import condition_clip, sample_mode
 from opensora_cli.engine.encode.encoding import EmptyPrompt, EncodedClip, Encoders, fresh_clip
@@ -28,6 +29,7 @@ from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
+from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
@@ -35,11 +37,14 @@ Export = Callable[[Mapping[str, Tensor], Path], None]
 """Writes weights, given by their names, to a folder."""
 
 
-def export_transformer(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write `transformer.safetensors` in half precision.
+def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAESettings | None = None) -> None:
+    """Write `transformer.safetensors` in half precision, with the scale of the latents that it was trained on, if `vae`
+    is given.
+
     Raises CheckpointError if a weight is too large for half precision, and OutputError if the file cannot be written.
     """
-    write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16)
+    metadata = None if vae is None else scale_metadata(vae)
+    write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +253,9 @@ def build_mmdit_task(
         empty_prompt=empty_prompt,
         encoders=encoders,
         device=device,
-        export=_export_of_adapter(settings, module) if settings.lora.is_on else export_transformer,
+        export=_export_of_adapter(settings, module)
+        if settings.lora.is_on
+        else partial(export_transformer, vae=settings.vae),
         # As `read_table` makes the paths of clips absolute.
         folders=[Path(table).absolute().parent for table in tables],
     )

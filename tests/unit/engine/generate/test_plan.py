@@ -7,7 +7,8 @@ import torch
 import transformers
 from tiny_world import dc_ae_settings, demo_settings, released_settings
 
-from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.engine.components import autoencoders, configs, hardware
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.hardware import GIB, Hardware
@@ -108,6 +109,19 @@ def test_two_gpus_of_24_gib(tmp_path, resolution, share):
     assert shared.mesh == MeshShape(ulysses=2)
     denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, shared)]
     assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
+
+
+@pytest.mark.usefixtures("without_estimates")
+def test_a_transformer_that_was_trained_on_latents_of_another_scale_is_refused(world, tmp_path):
+    path = tmp_path / "trained.safetensors"
+    settings = dc_ae_settings(world, tmp_path, files__transformer=str(path))
+    trained_with = settings.replace({"vae.dc_ae.scaling_factor": 0.493}).vae
+    metadata = autoencoders.scale_metadata(trained_with)
+    write_weights(path, {"any": torch.zeros(1)}, dtype=torch.float32, metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"scaling_factor=0\.493, and here they have .*=none") as caught:
+        make_plan(settings)
+    assert caught.value.hint == "use --set vae.dc_ae.scaling_factor=0.493"
+    autoencoders.require_same_scale(path, trained_with)
 
 
 @pytest.mark.usefixtures("without_estimates")

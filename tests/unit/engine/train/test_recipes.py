@@ -7,16 +7,20 @@ import tiny_clips
 import tiny_world
 import torch
 
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
+from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.strategy import Strategy
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -164,6 +168,27 @@ def test_shrunk_it_trains_and_its_loss_falls(name: str, folder: Path, tmp_path: 
     assert lengths == set(settings.data.lengths())
     assert len(lengths) == (1 if name == "image" else 2)
     assert after < 0.8 * before
+
+
+@pytest.mark.slow
+def test_what_high_compression_made_generates_at_the_scale_of_its_latents(folder: Path, tmp_path: Path) -> None:
+    training = shrunk("high_compression", folder, output=str(tmp_path / "run"), **{"loop.steps": "1"})
+    train(training)
+    files = {"transformer": str(tmp_path / "run" / "transformer.safetensors"), "vae": training.train_mmdit.files.vae}
+    changes = {
+        "model": {**training.model.model_dump(), "name": "open-sora-v2-dc-ae"},
+        "vae": training.vae.model_dump(),
+        "text": {"t5_max_length": 12, "clip_max_length": 12},
+        "files": {**files, "t5": "t5", "clip": "clip"},
+        **{"runtime.weights": str(folder), "runtime.device": "cpu", "output.path": str(tmp_path / "video.mp4")},
+        **{"video.height": SIZE, "video.width": SIZE, "video.num_frames": 8, "sampling.num_inference_steps": 1},
+    }
+    settings = load_preset("high_compression", prompt="sea").replace(changes)
+    with pytest.raises(CheckpointError, match=r"trained on latents with vae\.dc_ae\.scaling_factor=4\.0") as caught:
+        generate(settings.replace({"vae.dc_ae.scaling_factor": None}))
+    assert caught.value.hint == "use --set vae.dc_ae.scaling_factor=4.0"
+    [video] = generate(settings).videos
+    assert tuple(read_video(video.path).frames_THWC.shape) == (8, SIZE, SIZE, 3)
 
 
 @pytest.mark.slow
