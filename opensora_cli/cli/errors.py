@@ -52,6 +52,7 @@ OF_REFERENCE = {
     "guidance_img": "--image-guidance-scale",
     "sampling_option.seed": "--seed",
     "sampling_option.flow_shift": "--set",
+    "sampling_option.is_causal_vae": "--set",
     "num_sample": "--num-samples",
     "fps_save": "--fps",
     "ckpt_path": "--weights",
