@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NOBODY = 65534
+NOT_POSSIBLE = 77
+"""Exit code of a process that the system does not let confine itself."""
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Linux's Landlock
 _WRITES_OF_ABI = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hostile.confined import NOBODY
+from hostile.confined import NOBODY, NOT_POSSIBLE
 
 import opensora_cli
 
@@ -119,7 +119,9 @@ class Sandbox:
                 self.give_away(folder)
                 first = self.run(["--version"], folder)
         except EOFError as error:
-            raise NotPossibleError("the warm process ended") from error
+            if self._process.wait() == NOT_POSSIBLE:
+                raise NotPossibleError("processes cannot be confined here") from error
+            raise
         if first.code != 0:
             self.__exit__(None, None, None)
             raise NotPossibleError(f"osora --version as a user without rights: {first}\n{first.stderr}")

@@ -30,9 +30,13 @@ def main() -> None:
     os.dup2(2, 1)
     confined.adopt_orphans()
     confined.die_with_parent()
-    if os.geteuid() == 0:
-        confined.own_mounts()
-        confined.open_to_others([Path(each) for each in sys.argv[1:]])
+    try:
+        if os.geteuid() == 0:
+            confined.own_mounts()
+            confined.open_to_others([Path(each) for each in sys.argv[1:]])
+    except OSError as error:
+        print(error, file=sys.stderr)
+        sys.exit(confined.NOT_POSSIBLE)
     _import_everything()
     # Until a command begins in it, a forked process ends by SIGINT without a word.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
