@@ -166,7 +166,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """
     if device.type == "cuda":
         return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
-    return {"peak_resident_gib": round(_peak_resident_bytes() / GIB, 3)}
+    return {"peak_resident_gib": round(peak_resident_bytes() / GIB, 3)}
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -178,7 +178,8 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _peak_resident_bytes() -> int:
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process had at any time, mapped files included."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource

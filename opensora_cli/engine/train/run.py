@@ -25,7 +25,7 @@ from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
-from opensora_cli.engine.launch.rank import WatchedReporter
+from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import (
     build_batches,
@@ -46,6 +46,7 @@ from opensora_cli.engine.train.resuming import (
     with_recorded_micro_batches,
     with_recorded_threads,
 )
+from opensora_cli.engine.train.room import STEP, Room, first_step_bytes
 from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.strategy.distribution import Distribution
 from opensora_cli.engine.train.trainer import Trainer
@@ -53,6 +54,8 @@ from opensora_cli.engine.train.watching.samples import SampleVideos, open_sample
 from opensora_cli.engine.train.watching.validation import HeldOutLoss, open_validation
 from opensora_cli.engine.train.watching.watching import open_watching, remove_records, truncate_records
 from opensora_cli.settings.train import TrainSettings, TrainTarget
+
+_SMALLER = "take smaller batches or sizes: --dry-run has what each rank needs"
 
 
 class TrainResult(Document):
@@ -105,16 +108,20 @@ def train(
     """
     reporter = reporter or SilentReporter()
     if context is not None:
+        own = settings_of_ranks(settings, context)
+        taken = first_step_bytes(own, rank=context.rank, has_moments=resume is not None, reporter=reporter)
         with joined_ranks(settings, context) as (agreed_settings, distribution):
             watched = WatchedReporter(reporter)
             plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite)
-            return _Run(plan, distribution, watched).run()
+            return _Run(plan, distribution, watched, first_step_bytes=taken).run()
     plan = _checked_plan(settings, resume=resume, overwrite=overwrite)
     if settings.parallel.world_size > 1:
         refuse_before_ranks(settings)
         start_ranks(settings, flags=rank_flags)
         return None
-    return _Run(plan, Distribution(training_device(settings)), reporter).run()
+    distribution = Distribution(training_device(settings))
+    taken = first_step_bytes(settings, has_moments=resume is not None, reporter=reporter)
+    return _Run(plan, distribution, reporter, first_step_bytes=taken).run()
 
 
 def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> TrainPlan:
@@ -125,7 +132,9 @@ def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: 
 class _Run:
     """One process's part of a run, whose plan is the same on all ranks."""
 
-    def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter) -> None:
+    def __init__(
+        self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, *, first_step_bytes: int
+    ) -> None:
         self._plan = plan
         self._distribution = distribution
         self._reporter = reporter
@@ -138,6 +147,8 @@ class _Run:
         self._samples: SampleVideos | None = None
         self._validation: HeldOutLoss | None = None
         self._attention: AttentionPlan | None = None
+        per_node = plan.settings.parallel.ranks_per_node
+        self._room = Room(distribution, ranks_per_node=per_node, first_step_bytes=first_step_bytes)
         self._validation_loss: float | None = None
         """Of the weights as they are now."""
         self._done: list[str] = []
@@ -146,7 +157,7 @@ class _Run:
     def run(self) -> TrainResult:
         """Do all of it."""
         try:
-            with out_of_memory_reported(hint="take smaller batches or sizes: --dry-run has what each rank needs"):
+            with out_of_memory_reported(hint=_SMALLER):
                 return self._run()
         except (TrainingError, OutOfMemoryError) as error:
             # Only now is it known whether the last checkpoint was completed.
@@ -319,16 +330,28 @@ class _Run:
                 progress.advance(trainer.step)
             do_what_is_due()
             while trainer.step < steps:
+                self._require_room(STEP, trainer)
                 self._done, self._validation_loss = [], None
                 trainer.do_step()
                 progress.advance()
                 self._writer.warn_of_failure()
                 do_what_is_due()
 
+    def _require_room(self, what: str, trainer: Trainer[Any]) -> None:
+        """Save, and raise OutOfMemoryError, if there is too little memory for what is done next."""
+        lack = self._room.lack(what)
+        if lack is None:
+            return
+        if trainer.step:
+            self._save(trainer)
+            self._writer.wait()
+        raise OutOfMemoryError(lack, hint=f"close what else takes memory, or {_SMALLER}")
+
     def _validate(self, trainer: Trainer[Any]) -> bool:
         """Validate if it is due; return whether it was."""
         is_due = self._validation is not None and self._validation.is_due(trainer.step)
         if self._validation is not None and is_due:
+            self._require_room("a validation", trainer)
             with self._watching.clock.part("validation"):
                 figures = self._validation.run(trainer.step, trainer)
             self._validation_loss = figures["loss"]
@@ -341,6 +364,7 @@ class _Run:
         """Make sample videos if they are due; return whether they were."""
         is_due = self._samples is not None and self._samples.is_due(trainer.step)
         if self._samples is not None and is_due:
+            self._require_room("sampling", trainer)
             with self._watching.clock.part("samples"):
                 self._samples.run(trainer.step, trainer)
         return is_due
