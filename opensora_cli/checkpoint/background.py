@@ -44,7 +44,7 @@ class BackgroundJob:
         """What ended the last one, until it is taken."""
 
     def start(self, do: Callable[[], None]) -> None:
-        """Begin; the one before must have been joined."""
+        """Begin; the one before must have been joined. Without a thread for it, it is done when this returns."""
 
         def run() -> None:
             try:
@@ -52,8 +52,13 @@ class BackgroundJob:
             except BaseException as error:
                 self.error = error
 
-        self._thread = Thread(target=run, name="osora-checkpoint")
-        self._thread.start()
+        thread = Thread(target=run, name="osora-checkpoint")
+        try:
+            thread.start()
+        except RuntimeError:  # as under `ulimit -u`: what is saved must not be lost for it
+            run()
+        else:
+            self._thread = thread
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait for its end, or so long; return whether it has ended. If not, it is still there to be waited for."""

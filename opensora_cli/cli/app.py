@@ -6,6 +6,7 @@ completion load all of them.
 
 import os
 import sys
+import warnings
 from collections.abc import MutableMapping, Sequence
 from typing import Annotated
 
@@ -67,10 +68,18 @@ def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+def _silence_pillow() -> None:
+    """Ignore its warnings, of broken EXIF data and the like: where it cannot read the pixels, it raises."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; without `args` it is that of `sys.argv`."""
     guard_streams()
     if "torch" not in sys.modules:
         _wait_without_spinning(os.environ)
+    # Its threads gain nothing on a few texts, and where none can be started (`ulimit -u`) it would abort.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _silence_pillow()
     command = typer.main.get_command(app)
     return errors.run(lambda: command.main(args=args, prog_name="osora", standalone_mode=False))

@@ -7,7 +7,6 @@ import typer
 
 from opensora_cli.cli import errors, options, output
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.redaction import refused_by_torch
 from opensora_cli.settings.enums import EnvProfile
 
 _RECOMMENDED = "Recommended settings"
@@ -64,6 +63,7 @@ def env_check(
             return
         if export:
             raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
+        from opensora_cli.engine.env_check.torch_variables import refused_by_torch
         from opensora_cli.settings.env_check import EnvCheckSettings
         from opensora_cli.settings.explain import Given
         from opensora_cli.settings.layers import validate

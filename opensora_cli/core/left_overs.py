@@ -5,12 +5,14 @@ Not locks: file systems that several machines share often have none, or have the
 
 import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -122,11 +124,14 @@ def _start_of(pid: int) -> int | None:
 @cache
 def _place() -> str:
     """Return what tells apart those places where the same number may be another process: machines since their start,
-    and containers in them.
+    and containers in them. Unknown, it is one that no other process has: containers may share folder and host name.
     """
-    facts = [os.uname().nodename if hasattr(os, "uname") else os.environ.get("COMPUTERNAME", "")]
-    with suppress(OSError):
+    try:
         facts = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]
+    except OSError:
+        if sys.platform == "linux":
+            return secrets.token_hex(4)
+        facts = [platform.node(), str(uuid.getnode())]
     return hashlib.sha256(" ".join(facts).encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 

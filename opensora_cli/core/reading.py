@@ -62,6 +62,15 @@ def reading(
         raise found from error
 
 
+def lack_of_machine(error: Exception, path: str | os.PathLike[str]) -> HardwareError | None:
+    """Return the error of a machine that has no memory or no descriptors left for reading `path`; None: it has."""
+    if is_lack_of_memory(error):
+        return HardwareError(f"there is not enough memory to read {shown_path(path)}")
+    if isinstance(error, OSError) and error.errno in _OF_MACHINE:
+        return HardwareError(f"{shown_path(path)} cannot be read: {error.strerror}")
+    return None
+
+
 def refused_by_system(error: OSError) -> OsoraError | None:
     """Return the error of a file that the system denies, cannot reach or has no room for, wherever that was noticed.
 
@@ -136,14 +145,13 @@ def _explained(
     error: Exception, path: str | os.PathLike[str], *, problem: type[FileProblem], hint: str | None
 ) -> OsoraError | None:
     """Return what an error of a `reading` block means; None where it is a bug."""
+    if isinstance(error, OSError):
+        path = _inside(error.filename, path)
+    if lack := lack_of_machine(error, path):
+        return lack
     name = shown_path(path)
-    if is_lack_of_memory(error):
-        return HardwareError(f"there is not enough memory to read {name}")
     match error:
         case OSError():
-            name = _inside(error.filename, path)
-            if error.errno in _OF_MACHINE:
-                return HardwareError(f"{name} cannot be read: {error.strerror}")
             if isinstance(error, FileNotFoundError):
                 return problem(f"{name} does not exist", hint=hint)
             return problem(f"{name} cannot be read: {error.strerror or error}", hint=hint)
@@ -159,13 +167,13 @@ def _explained(
             return None
 
 
-def _inside(filename: object, path: str | os.PathLike[str]) -> str:
+def _inside(filename: object, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the file that the system names if it lies in `path`, else `path`."""
     if isinstance(filename, str | bytes | os.PathLike):
         named = Path(os.fsdecode(filename))
         if Path(path) in named.parents:
-            return shown_path(named)
-    return shown_path(path)
+            return named
+    return path
 
 
 def _kind(mode: int) -> str:

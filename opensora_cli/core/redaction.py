@@ -41,12 +41,6 @@ def is_relevant(name: str) -> bool:
     return bool(_RELEVANT.fullmatch(name))
 
 
-def refused_by_torch(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables whose values torch refuses while it is imported."""
-    name = "TORCH_DISTRIBUTED_DEBUG"
-    return [name] if environment.get(name, "OFF").upper() not in ("OFF", "INFO", "DETAIL") else []
-
-
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the relevant variables, sorted by name, as they may be printed: without secrets."""
     return {name: shown_value(name, environment[name]) for name in sorted(filter(is_relevant, environment))}

@@ -14,7 +14,7 @@ from typing import Any
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError, missing_library
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.reading import require_file
+from opensora_cli.core.reading import lack_of_machine, require_file
 
 CSV = ".csv"
 PARQUET = ".parquet"
@@ -183,6 +183,8 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except _BROKEN[path.suffix.lower()] as error:
+        if lack := lack_of_machine(error, path):
+            raise lack from error
         if isinstance(error, OSError) and error.strerror:
             raise FileProblem(f"{path} cannot be read: {error.strerror}") from error
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -17,6 +17,7 @@ from av.sidedata.sidedata import Type as SideDataType
 from av.video.reformatter import Interpolation
 
 from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.reading import lack_of_machine
 
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
@@ -172,6 +173,9 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
                 track.codec_context.thread_count = threads
             yield container, track
     except av.FFmpegError as error:
+        # Memory is also lacking for what a damaged file claims to hold.
+        if not isinstance(error, MemoryError) and (lack := lack_of_machine(error, path)):
+            raise lack from error
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
 
 

@@ -24,6 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.reading import lack_of_machine
 from opensora_cli.media.containers import VideoSource
 
 _BROKEN = (
@@ -104,7 +105,7 @@ def _decoding(path: Path) -> Iterator[None]:
     try:
         yield
     except _BROKEN as error:
-        raise _broken(path, error) from error
+        raise lack_of_machine(error, path) or _broken(path, error) from error
 
 
 @dataclass(frozen=True)

@@ -84,18 +84,19 @@ def test_a_problem_exits_with_4(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert err.startswith("error: 1 problem stops a run")
 
 
+@pytest.mark.parametrize(("name", "value"), [("TORCH_DISTRIBUTED_DEBUG", "1"), ("TORCH_LOGS", "nonsense")])
 def test_a_variable_that_torch_refuses_is_a_problem_and_hides_no_other_check(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "1")
+    monkeypatch.setenv(name, value)
     code, out, _ = run("--no-all-reduce", "--json", "--quiet", capsys=capsys)
     assert code == 4
     findings = json.loads(out)["findings"]
-    [finding] = [finding for finding in findings if finding["variable"] == "TORCH_DISTRIBUTED_DEBUG"]
-    assert (finding["severity"], finding["message"]) == ("problem", "TORCH_DISTRIBUTED_DEBUG=1")
+    [finding] = [finding for finding in findings if finding["variable"] == name]
+    assert (finding["severity"], finding["message"]) == ("problem", f"{name}={value}")
     assert "unknown" not in {finding["severity"] for finding in findings if finding["check"] == "torch"}
     # So that torch can be imported by this process.
-    assert "TORCH_DISTRIBUTED_DEBUG" not in os.environ
+    assert name not in os.environ
 
 
 def test_a_dockerfile_with_faults(capsys: pytest.CaptureFixture[str]) -> None:

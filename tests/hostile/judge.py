@@ -24,7 +24,8 @@ KINDS = (TRACEBACKS, HANGS, HALF, LOST, LEFT, PROCESSES, ALARMS, UNCLEAR)
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
 _NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored in|Fatal Python error|\.py:\d+: \w*Warning")
 _TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w{6,}$|^pwned$")
-_CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/")
+# The last is of the program that matplotlib asks for fonts, which keeps one where the system's is out of date.
+_CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/", "home/.cache/fontconfig/")
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONGEST_LINE = 2100
 _SHOWN = 2000

@@ -3,8 +3,8 @@
 from hostile.batches import batches
 from hostile.circumstances import circumstance
 from hostile.hubs import hub_case
-from hostile.inputs import Inputs
-from hostile.trial import Trials
+from hostile.inputs import BASES, Inputs
+from hostile.trial import Case, Trials
 
 
 @batches(1300, first=20)
@@ -17,3 +17,13 @@ def test_what_is_wrong_around_a_command_is_refused_or_does_no_harm(
 @batches(300, first=10)
 def test_downloads_from_a_hostile_hub_are_refused_or_whole(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(hub_case(number, inputs) for number in numbers)
+
+
+def test_where_no_thread_can_be_started_training_ends_and_is_saved(trials: Trials, inputs: Inputs) -> None:
+    """Checkpoints are written in a thread, and tokenizers have several."""
+    bases = [base for base in BASES if base.name in ("train text", "train vae")]
+    assert len(bases) == 2
+    limits = {"RLIMIT_NPROC": 1}
+    trials.run_all(
+        Case(base.name, base.argv, inputs.putting(base), limits=limits, codes=frozenset({0})) for base in bases
+    )

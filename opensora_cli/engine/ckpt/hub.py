@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -109,23 +109,18 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     """
     with _explained(name), _like_the_hub():
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        commit = info.sha or "main"
-        if not (isinstance(commit, str) and _COMMIT.fullmatch(commit)):
-            raise ValueError("no name of a commit")
-        files = {}
-        for sibling in filter(lambda sibling: wanted(sibling.rfilename), info.siblings or ()):
-            size, digest = sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-            if size is None or digest is None:  # a mirror that lists names only
-                url = huggingface_hub.hf_hub_url(name, sibling.rfilename, revision=commit)
-                found = huggingface_hub.get_hf_file_metadata(url)
-                size, digest = found.size, found.etag
-            if type(size) is not int or size < 0 or not is_digest(str(digest)):
-                raise CheckpointError(f"{name}: no valid size and hash of {sibling.rfilename}", hint=_CHECK)
-            files[sibling.rfilename] = HubFile(
-                repo=name, commit=commit, name=sibling.rfilename, size=size, digest=str(digest)
-            )
-        card: Any = info.card_data or {}
-        licence = card.get("license_name") or card.get("license")
+    commit, card = info.sha or "main", info.card_data or huggingface_hub.ModelCardData()
+    if not (isinstance(commit, str) and _COMMIT.fullmatch(commit) and isinstance(card, huggingface_hub.ModelCardData)):
+        raise _unlike_the_hub()
+    files = {}
+    for sibling in info.siblings or ():
+        if not isinstance(sibling.rfilename, str):
+            raise _unlike_the_hub()
+        if wanted(sibling.rfilename):
+            digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+            files[sibling.rfilename] = _file(name, commit, sibling.rfilename, size=sibling.size, digest=digest)
+    noted = vars(card)
+    licence = noted.get("license_name") or noted.get("license")
     return HubRepo(
         name=name,
         commit=commit,
@@ -135,13 +130,28 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     )
 
 
+def _file(repo: str, commit: str, name: str, *, size: object, digest: object) -> HubFile:
+    """Return a file as a repository lists it; a CheckpointError if there is no size and hash of it."""
+    if size is None or digest is None:  # a mirror that lists names only
+        with _explained(repo), _like_the_hub():
+            found = huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, name, revision=commit))
+        size, digest = found.size, found.etag
+    if type(size) is not int or size < 0 or not is_digest(str(digest)):
+        raise CheckpointError(f"{repo}: no valid size and hash of {name}", hint=_CHECK)
+    return HubFile(repo=repo, commit=commit, name=name, size=size, digest=str(digest))
+
+
 @contextmanager
 def _like_the_hub() -> Iterator[None]:
-    """Turn what its client and we stumble over in an answer of another form into one line."""
+    """Turn what the Hub's client stumbles over in an answer of another form into one line."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{constants.ENDPOINT} does not answer as the Hub does", hint=_CHECK) from error
+        raise _unlike_the_hub() from error
+
+
+def _unlike_the_hub() -> CheckpointError:
+    return CheckpointError(f"{constants.ENDPOINT} does not answer as the Hub does", hint=_CHECK)
 
 
 def is_digest(text: str) -> bool:

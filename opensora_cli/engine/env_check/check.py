@@ -9,7 +9,7 @@ from typing import TypeVar
 from opensora_cli.core import gpus
 from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.redaction import Redactor, is_relevant, refused_by_torch, shown_variables
+from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce, run_all_reduce
 from opensora_cli.engine.env_check.facts import HostFacts, MakePlan, WeightFacts
@@ -31,6 +31,7 @@ from opensora_cli.engine.env_check.machine import (
 )
 from opensora_cli.engine.env_check.report import Check, EnvReport, Finding, PresetNeeds, isolated
 from opensora_cli.engine.env_check.shell_files import lint_file
+from opensora_cli.engine.env_check.torch_variables import refused_by_torch
 from opensora_cli.engine.env_check.variables import Surroundings, lint_variables
 from opensora_cli.settings.env_check import EnvCheckSettings
 

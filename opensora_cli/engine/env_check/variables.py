@@ -1,4 +1,4 @@
-"""Rules for environment variables. Pure: a mapping of variables goes in, findings come out.
+"""Rules for environment variables: a mapping of variables goes in, findings come out.
 
 Most rules are a row of `_RULES`; a value with a form of its own has a function.
 """
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.redaction import refused_by_torch
 from opensora_cli.engine.env_check.allocator_options import find_faults
 from opensora_cli.engine.env_check.report import Check, Finding, Severity
+from opensora_cli.engine.env_check.torch_variables import refused_by_torch
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import ENVIRONMENT_PREFIX, read_environment
 from opensora_cli.settings.train import TrainSettings
@@ -106,6 +106,13 @@ _RULES = (
         when=lambda value: bool(refused_by_torch({"TORCH_DISTRIBUTED_DEBUG": value})),
         why="torch takes OFF, INFO and DETAIL, and cannot be imported with anything else",
         fix="OFF, INFO or DETAIL, or unset it",
+        severity=Severity.PROBLEM,
+    ),
+    _Rule(
+        name="TORCH_LOGS",
+        when=lambda value: bool(refused_by_torch({"TORCH_LOGS": value})),
+        why="torch takes names of its loggers, and cannot be imported with anything else",
+        fix="names of loggers, as in +dynamo,guards, or unset it",
         severity=Severity.PROBLEM,
     ),
     _Rule(

@@ -112,6 +112,10 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         )
     if tokenizer.pad_token_id is None:
         raise CheckpointError(f"the tokenizer in {folder} has no padding token")
+    # What its files say of lengths is first looked at when a text is read.
+    with quiet(), blamed(f"vocabulary in {folder} cannot be used", broken=(Exception,)):
+        tokenizer("a")
+        tokenizer("a", padding="max_length", truncation=True, max_length=8)
     return tokenizer
 
 

@@ -79,6 +79,24 @@ def test_that_of_another_machine_or_container_is_kept_for_a_day(tmp_path, of_the
     assert is_abandoned(left(tmp_path / name, age_s=age_s)) is expected
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes of one machine have one numbering")
+@pytest.mark.parametrize(("age_s", "expected"), [(TWO_HOURS, False), (TWO_DAYS, True)])
+def test_where_the_system_does_not_identify_itself_that_of_others_is_kept_for_a_day(
+    tmp_path, of_the_dead, age_s, expected, monkeypatch
+):
+    """Two containers that share a folder may have the same host name, and each its own process of a number."""
+
+    def refuse(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    theirs, own = left_overs._place.__wrapped__(), left_overs._place.__wrapped__()
+    assert theirs != own
+    monkeypatch.setattr(left_overs, "_place", lambda: own)
+    assert is_abandoned(left(tmp_path / changed(of_the_dead, place=theirs), age_s=age_s)) is expected
+    assert is_abandoned(left(tmp_path / changed(of_the_dead, place=own), age_s=TWO_HOURS))
+
+
 @pytest.mark.parametrize(("age_s", "expected"), [(TWO_HOURS, False), (TWO_DAYS, True)])
 def test_that_of_a_process_which_the_system_hides_is_kept_for_a_day(
     tmp_path, of_the_dead, age_s, expected, monkeypatch

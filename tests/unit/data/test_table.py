@@ -1,7 +1,9 @@
 """Reading, writing and splitting tables."""
 
 import csv
+import errno
 import math
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from hostile_files import parquet_cells, parquet_tables
 from tiny_clips import write_rows
 
-from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.data import table_files
 from opensora_cli.data.table import COLUMNS, TextColumn, read_table
 from opensora_cli.data.table_files import read_columns, split_table, write_table
@@ -40,6 +42,22 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     assert [table.motion_score(0), table.motion_score(1)] == [None, None]
     assert table.bad_rows == ()
     assert table.texts.num_empty == 1
+
+
+@KINDS
+def test_too_many_open_files_are_not_blamed_on_a_table(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"table{kind}"
+    reader = (pytest.importorskip("pyarrow.parquet"), "read_schema") if kind == ".parquet" else (Path, "open")
+    write_table(path, COLUMNS, ROWS)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(*reader, refuse)
+    with pytest.raises(HardwareError, match="cannot be read: Too many open files"):
+        read_table(path)
 
 
 def test_rows_that_make_no_sense_are_told_and_left_out(tmp_path: Path) -> None:

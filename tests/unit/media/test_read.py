@@ -1,5 +1,6 @@
 """Pictures and videos of every kind that people have, and what is said about those that cannot be read."""
 
+import errno
 import io
 import struct
 import tracemalloc
@@ -15,7 +16,7 @@ import torch
 from hostile_files import animated_gif, cut_in_tenths, picture_bombs
 from PIL import ExifTags, Image, ImageOps
 
-from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.exceptions import HardwareError, MediaError
 from opensora_cli.media.containers import decode_whole
 from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -393,3 +394,31 @@ def test_pictures_of_gigantic_sizes_are_refused_before_they_take_memory(tmp_path
         assert peak < 80 * 2**20, name
         assert str(path) in caught.value.message, name
         assert caught.value.message.isprintable(), name
+
+
+def test_too_many_open_files_are_not_blamed_on_a_picture_or_a_video(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        av.error.err_check(-errno.EMFILE)
+
+    picture, video = tmp_path / "a.png", write_video(tmp_path / "a.mp4", numbered(3))
+    Image.new("RGB", (8, 8)).save(picture)
+    monkeypatch.setattr(av, "open", refuse)
+    with pytest.raises(HardwareError, match="mp4 cannot be read: Too many open files"):
+        probe(video)
+    monkeypatch.setattr(Image, "open", refuse)
+    with pytest.raises(HardwareError, match="png cannot be read: Too many open files"):
+        probe(picture)
+
+
+def test_a_damaged_video_that_asks_for_too_much_memory_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        av.error.err_check(-errno.ENOMEM)
+
+    path = write_video(tmp_path / "a.mp4", numbered(3))
+    monkeypatch.setattr(av, "open", refuse)
+    with pytest.raises(MediaError, match="Cannot allocate memory"):
+        probe(path)

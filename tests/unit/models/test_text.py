@@ -349,6 +349,11 @@ def take_a_vocabulary_without_words(folder):
     ).save_pretrained(folder)
 
 
+def say_a_length_that_is_none(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": {}}))
+
+
 QUERY, TABLE = "encoder.block.1.layer.0.SelfAttention.q.weight", "shared.weight"
 
 
@@ -369,6 +374,8 @@ QUERY, TABLE = "encoder.block.1.layer.0.SelfAttention.q.weight", "shared.weight"
         ("t5_words", take_a_small_model, "ids up to 14, its model only 8 rows"),
         ("t5_words", take_a_vocabulary_without_words, "has no words"),
         ("clip", lambda folder: save_word_tokenizer(folder, template=None), "does not end a text with token 1"),
+        ("clip", say_a_length_that_is_none, "vocabulary in .* cannot be used"),
+        ("t5_words", say_a_length_that_is_none, "vocabulary in .* cannot be used"),
     ],
 )
 def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, message):

@@ -252,6 +252,14 @@ def test_what_is_no_object_is_not_the_hub(hub: FakeHub, tmp_path: Path, listing:
         plan_download(settings(tmp_path))
 
 
+def test_a_bug_of_ours_is_not_blamed_on_the_hub(hub: FakeHub) -> None:
+    def wanted(name: str) -> bool:
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError, match="a bug"):
+        hub_module.read_repo(MAIN, wanted=wanted)
+
+
 @pytest.mark.parametrize(
     "location",
     ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://[", "/" + "x" * 100_000, "", "\x7f", "gopher://x/"],

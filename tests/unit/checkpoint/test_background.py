@@ -1,0 +1,24 @@
+"""What is done in the background is done also where nothing can be."""
+
+import threading
+
+import pytest
+
+from opensora_cli.checkpoint.background import BackgroundJob
+
+
+def test_where_no_thread_can_be_started_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    job, done = BackgroundJob(), []
+    job.start(lambda: done.append(1))
+    assert done == [1]
+    assert job.join()
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    job.start(fail)
+    assert isinstance(job.take_error(), OSError)
