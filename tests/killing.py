@@ -119,7 +119,8 @@ class _Steps:
             def write(self, content: Any) -> int:
                 return watched(self, content)
 
-        raw = File(file, mode.replace("b", "").replace("t", ""))
+        opener = options.pop("opener", None)  # of a temporary file without a name
+        raw = File(file, mode.replace("b", "").replace("t", ""), opener=opener)
         if not buffering:
             return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)

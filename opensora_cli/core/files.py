@@ -27,52 +27,84 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; on leaving, what was written there becomes `path`.
+    """Yield a temporary name beside `path`; on leaving, the file or folder that was written there becomes `path`.
 
-    Missing parent folders are made. The temporary file is flushed to the disk before it is renamed, and removed when
+    Missing parent folders are made. What was written is flushed to the disk before it is renamed, and removed when
     the block fails or is interrupted, so `path` never holds half a result. The temporary name has another extension: a
-    writer that guesses its format from the name needs the format as an argument. Without `replace`, a file that is
-    there, or appears there meanwhile, is kept.
+    writer that guesses its format from the name needs the format as an argument. Without `replace`, what is there, or
+    appears there meanwhile, is kept, unless it is an empty folder and a folder was written. See `take_name`.
 
     Raises:
         OutputError: an operating system error while making, writing (in the block, too), flushing or renaming, with
             `path` and the cause; or `path` is a device or such; or it is there and must not be replaced.
     """
     target = Path(path)
-    with _temporary_beside(target) as temporary:
+    with temporary_beside(target) as temporary:
         yield temporary
-        _flush_to_disk(temporary)
-        if replace:
-            temporary.replace(target)
-        else:
-            with _no_replacing(target):
-                _link_or_rename(temporary, target)
-        _flush_to_disk(target.parent)
+        flush(temporary)
+        take_name(temporary, target, replace=replace)
 
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
     """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with everything in it.
-
-    A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
-    in one step. Elsewhere the old one is renamed first, and a crash in that instant leaves it under the name
-    `.osora-*.old`, which no run removes. A link to a folder is replaced by a folder of its own; what it points to
-    stays. Without `replace`, a folder that is there, or appears there meanwhile, is kept unless it is empty. Raises
-    OutputError as `atomic_path`.
+    All else, and what it raises, is as in `atomic_path`.
     """
-    target = Path(path)
-    with _temporary_beside(target) as temporary:
+    with atomic_path(path, replace=replace) as temporary:
         temporary.mkdir()
         yield temporary
-        for written in [*sorted(temporary.rglob("*")), temporary]:
-            _flush_to_disk(written)
-        if not replace:
+
+
+@contextmanager
+def temporary_beside(target: Path) -> Iterator[Path]:
+    """Yield an unused name beside `target`, whose folder is made, and at the end remove what is there.
+    Raises OutputError for an operating system error in the block, with `target`, or if that is a device or such.
+    """
+    try:
+        refuse_special(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target.parent)
+        temporary = target.parent / temporary_name()
+        try:
+            yield temporary
+        finally:
+            remove(temporary)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}", hint=_hint(error)) from error
+
+
+def take_name(temporary: Path, target: Path, *, replace: bool) -> None:
+    """Let a file or folder that is on the disk have the name `target` beside it.
+
+    A folder that is already there is replaced as a whole: on Linux, where the file system can, the two swap names
+    in one step, and the caller removes the old one. Elsewhere the old one is renamed first, and a crash in that instant
+    leaves it under the name `.osora-*.old`, which no run removes. A link to a folder is replaced by a folder of its
+    own; what it points to stays. Raises OSError, or OutputError where `target` is there and must not be replaced.
+    """
+    is_folder = temporary.is_dir()
+    if replace and is_folder and target.is_dir():
+        _swap_names(temporary, target)
+    elif replace:
+        temporary.replace(target)
+    else:
+        with _no_replacing(target):
             # The system renames a folder over nothing but an empty one.
-            with _no_replacing(target):
-                temporary.rename(target)
-            _flush_to_disk(target.parent)
-        else:
-            _take_place(temporary, target)
+            temporary.rename(target) if is_folder else _link_or_rename(temporary, target)
+    _flush_to_disk(target.parent)
+
+
+def flush(written: Path) -> None:
+    """Have the disk keep a file, or a folder and all that is in it. Raises OSError."""
+    for path in [*(sorted(written.rglob("*")) if written.is_dir() else []), written]:
+        _flush_to_disk(path)
+
+
+def remove(temporary: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it, if it is there. Raises OSError."""
+    if temporary.is_dir() and not temporary.is_symlink():
+        shutil.rmtree(temporary)
+    else:
+        temporary.unlink(missing_ok=True)
 
 
 def replace_folder(temporary: Path, target: Path) -> None:
@@ -81,18 +113,9 @@ def replace_folder(temporary: Path, target: Path) -> None:
     """
     for folder in [*sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _flush_to_disk(folder)
-    _take_place(temporary, target)
+    take_name(temporary, target, replace=True)
     if temporary.exists():
         shutil.rmtree(temporary)
-
-
-def _take_place(temporary: Path, target: Path) -> None:
-    """Swap the folders' names, or rename one where there is no other."""
-    if target.is_dir():
-        _swap_names(temporary, target)
-    else:
-        temporary.rename(target)
-    _flush_to_disk(target.parent)
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
@@ -102,26 +125,19 @@ def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace:
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
-    """Write `document` as indented UTF-8 JSON, through `atomic_path`.
+    """Make `document` the whole of `path`, through `atomic_path`. Raises as `atomic_path` and `json_bytes`."""
+    write_bytes_atomic(path, json_bytes(document))
+
+
+def json_bytes(document: object) -> bytes:
+    """Return `document` as indented UTF-8 JSON.
 
     NaN and infinity are refused, since no other JSON reader takes them.
-    Raises OutputError as `atomic_path`, and ValueError, TypeError if `document` is not JSON.
+    Raises ValueError or TypeError if `document` is not JSON.
     """
     text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
     # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
-    write_bytes_atomic(path, (text + "\n").encode("utf-8", "backslashreplace"))
-
-
-@contextmanager
-def removed_on_failure(*paths: Path | None) -> Iterator[None]:
-    """Remove files or folders if the block fails or is interrupted: what must not be there without what it writes."""
-    try:
-        yield
-    except BaseException:
-        for path in paths:
-            if path is not None:
-                _remove(path)
-        raise
+    return (text + "\n").encode("utf-8", "backslashreplace")
 
 
 def require_there(*paths: str) -> None:
@@ -182,22 +198,6 @@ def require_space(path: Path, needed: int) -> None:
 
 
 @contextmanager
-def _temporary_beside(target: Path) -> Iterator[Path]:
-    """Yield an unused name beside `target`, remove what is left there, and translate operating system errors."""
-    try:
-        refuse_special(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(target.parent)
-        temporary = target.parent / temporary_name()
-        try:
-            yield temporary
-        finally:
-            _remove(temporary)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}", hint=_hint(error)) from error
-
-
-@contextmanager
 def _no_replacing(target: Path) -> Iterator[None]:
     """Translate the error of a rename or link onto an existing name."""
     try:
@@ -243,13 +243,6 @@ def _swap_in_one_step(first: Path, second: Path) -> bool:
         return False
     failed: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return not failed
-
-
-def _remove(temporary: Path) -> None:
-    if temporary.is_dir() and not temporary.is_symlink():
-        shutil.rmtree(temporary)
-    else:
-        temporary.unlink(missing_ok=True)
 
 
 def _flush_to_disk(path: Path) -> None:

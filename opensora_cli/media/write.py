@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
 from itertools import chain, islice
@@ -13,10 +13,10 @@ import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic
 from opensora_cli.media.containers import EXACT_COLOURS
 from opensora_cli.media.files import media_path
 from opensora_cli.media.pictures import gif_bytes, save_png, webp_bytes
+from opensora_cli.media.results import Describe, published
 
 
 class MediaFormat(StrEnum):
@@ -47,6 +47,7 @@ def write_media(
     format: MediaFormat | str,
     metadata: Mapping[str, str] | None = None,
     replace: bool = True,
+    describe: Describe | None = None,
 ) -> Path:
     """Write exactly these frames, whole or not at all, and return the file or folder; same frames, same bytes.
 
@@ -65,15 +66,24 @@ def write_media(
         metadata: stored in the file, in an MP4 and in a PNG under these keys, elsewhere as JSON. In an MP4, `prompt` is
             also the title, and the rest the comment, unless given.
         replace: whether what is there gives way; else it is kept, also if it appears meanwhile.
+        describe: called once all frames are written, and returns the sidecar; both or neither, see `published`.
 
     Raises:
-        OutputError: it cannot be written or must not be replaced, or H.264 cannot have this size.
+        OutputError: one of them cannot be written or must not be replaced, or H.264 cannot have this size.
     """
     if not fps > 0:
         raise ValueError(f"fps={fps} must be over 0")
     tags = {key: _storable(value) for key, value in (metadata or {}).items()}
+    kind = MediaFormat(format)
     try:
-        return _write(_frames(pieces), Path(path), fps=fps, kind=MediaFormat(format), tags=tags, replace=replace)
+        frames = _frames(pieces)
+        # The second tells a picture from a sequence.
+        start = [*islice(frames, 2 if kind == MediaFormat.PNG else 1)]
+        target = media_path(path, format=kind, num_frames=len(start))
+        _refuse(target, kind, start)
+        with published(target, replace=replace, describe=describe) as temporary:
+            _write(chain(start, frames), temporary, fps=fps, kind=kind, tags=tags, is_sequence=len(start) > 1)
+        return target
     except _PiecesError as failed:
         error = failed.error
     raise error
@@ -109,6 +119,23 @@ def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         raise ValueError("there are no frames")
 
 
+def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> None:
+    """Raise OutputError for what only fails at the end, or would replace more than it should."""
+    height, width, _ = start[0].shape
+    if kind == MediaFormat.MP4 and (height % 2 or width % 2):
+        raise OutputError(
+            f"cannot write {target}: H.264 needs an even width and height, not {width}x{height}",
+            hint="choose an even size, or --format gif, webp or png",
+        )
+    if len(start) > 1 and target.is_dir():
+        others = sorted(entry.name for entry in target.iterdir() if not _is_sequence_frame(entry))
+        if others:
+            raise OutputError(
+                f"cannot write {target}: it holds other files than a sequence of frames, such as {others[0]}",
+                hint="choose another name with --out",
+            )
+
+
 def _write(
     frames: Iterator[torch.Tensor],
     path: Path,
@@ -116,52 +143,47 @@ def _write(
     fps: float,
     kind: MediaFormat,
     tags: Mapping[str, str],
-    replace: bool,
-) -> Path:
-    if kind == MediaFormat.PNG:
-        return _write_png(frames, path, tags, replace=replace)
-    if kind == MediaFormat.MP4:
-        _write_mp4(frames, path, fps=fps, tags=tags, replace=replace)
-    elif kind == MediaFormat.GIF:
-        write_bytes_atomic(path, gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags), replace=replace)
-    else:
-        write_bytes_atomic(path, webp_bytes(frames, fps=fps, metadata=tags), replace=replace)
-    return path
-
-
-def _write_mp4(
-    frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str], replace: bool
+    is_sequence: bool,
 ) -> None:
-    first_HWC = next(frames)
-    height, width, _ = first_HWC.shape
-    if height % 2 or width % 2:
-        raise OutputError(
-            f"cannot write {path}: H.264 needs an even width and height, not {width}x{height}",
-            hint="choose an even size, or --format gif, webp or png",
-        )
+    if is_sequence:
+        path.mkdir()
+        for number, frame in enumerate(frames, start=1):
+            save_png(frame, path / f"frame_{number:04d}.png", tags)
+    elif kind == MediaFormat.PNG:
+        save_png(next(frames), path, tags)
+    elif kind == MediaFormat.MP4:
+        _write_mp4(frames, path, fps=fps, tags=tags)
+    elif kind == MediaFormat.GIF:
+        path.write_bytes(gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags))
+    else:
+        path.write_bytes(webp_bytes(frames, fps=fps, metadata=tags))
+
+
+def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str]) -> None:
     rate = Fraction(fps).limit_denominator(1001)
-    with atomic_path(path, replace=replace) as temporary:
-        try:
-            # use_metadata_tags: without it MP4 keeps only the few keys that iTunes knows.
-            options = {"movflags": "+faststart+use_metadata_tags"}
-            with av.open(str(temporary.absolute()), mode="w", format="mp4", options=options) as container:
-                container.metadata.update(_mp4_tags(tags))
-                track = container.add_stream("libx264", rate=rate, options={"crf": _CRF, "x264-params": _X264})
-                track.width, track.height, track.pix_fmt = width, height, "yuv420p"
-                track.codec_context.thread_count = _X264_THREADS
-                track.codec_context.thread_type = "FRAME"
-                track.codec_context.colorspace = Colorspace.ITU709
-                track.codec_context.color_primaries = ColorPrimaries.BT709
-                track.codec_context.color_trc = ColorTrc.BT709
-                track.codec_context.color_range = ColorRange.MPEG
-                for index, frame in enumerate(chain([first_HWC], frames)):
-                    container.mux(track.encode(_yuv_frame(frame, index, rate)))
-                container.mux(track.encode(None))
-        except av.FFmpegError as error:
-            # PyAV makes an OSError of some system errors only; a full disk is not among them.
-            if error.errno is None or error.errno not in errno.errorcode:
-                raise
-            raise OSError(error.errno, os.strerror(error.errno)) from error
+    try:
+        # use_metadata_tags: without it MP4 keeps only the few keys that iTunes knows.
+        options = {"movflags": "+faststart+use_metadata_tags"}
+        with av.open(str(path.absolute()), mode="w", format="mp4", options=options) as container:
+            container.metadata.update(_mp4_tags(tags))
+            first_HWC = next(frames)
+            track = container.add_stream("libx264", rate=rate, options={"crf": _CRF, "x264-params": _X264})
+            track.height, track.width, _ = first_HWC.shape
+            track.pix_fmt = "yuv420p"
+            track.codec_context.thread_count = _X264_THREADS
+            track.codec_context.thread_type = "FRAME"
+            track.codec_context.colorspace = Colorspace.ITU709
+            track.codec_context.color_primaries = ColorPrimaries.BT709
+            track.codec_context.color_trc = ColorTrc.BT709
+            track.codec_context.color_range = ColorRange.MPEG
+            for index, frame in enumerate(chain([first_HWC], frames)):
+                container.mux(track.encode(_yuv_frame(frame, index, rate)))
+            container.mux(track.encode(None))
+    except av.FFmpegError as error:
+        # PyAV makes an OSError of some system errors only; a full disk is not among them.
+        if error.errno is None or error.errno not in errno.errorcode:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno)) from error
 
 
 def _yuv_frame(frame_HWC: torch.Tensor, index: int, rate: Fraction) -> av.VideoFrame:
@@ -182,33 +204,6 @@ def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
     others = "; ".join(f"{key}: {value}" for key, value in tags.items() if key not in ("prompt", "title", "comment"))
     shown = {"title": tags.get("prompt", ""), "comment": others}
     return {key: value for key, value in shown.items() if value} | dict(tags)
-
-
-def _write_png(frames: Iterator[torch.Tensor], path: Path, tags: Mapping[str, str], *, replace: bool) -> Path:
-    # The second tells a picture from a sequence.
-    start = [*islice(frames, 2)]
-    target = media_path(path, format=MediaFormat.PNG, num_frames=len(start))
-    if len(start) == 1:
-        with atomic_path(target, replace=replace) as temporary:
-            save_png(start[0], temporary, tags)
-    else:
-        _write_png_sequence(chain(start, frames), target, tags, replace=replace)
-    return target
-
-
-def _write_png_sequence(
-    frames: Iterable[torch.Tensor], folder: Path, tags: Mapping[str, str], *, replace: bool
-) -> None:
-    if folder.is_dir():
-        others = sorted(entry.name for entry in folder.iterdir() if not _is_sequence_frame(entry))
-        if others:
-            raise OutputError(
-                f"cannot write {folder}: it holds other files than a sequence of frames, such as {others[0]}",
-                hint="choose another name with --out",
-            )
-    with atomic_folder(folder, replace=replace) as temporary:
-        for number, frame in enumerate(frames, start=1):
-            save_png(frame, temporary / f"frame_{number:04d}.png", tags)
 
 
 def _is_sequence_frame(path: Path) -> bool:

@@ -9,19 +9,18 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.files import removed_on_failure
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.denoise import DenoisedSample
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import media_tags, write_sidecar
+from opensora_cli.engine.generate.outputs import media_tags, sidecar_document
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.engine.generate.targets import SampleFiles, read_made, refuse_existing
+from opensora_cli.engine.generate.targets import SampleFiles, read_made
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -45,7 +44,7 @@ class GeneratedVideo(Document):
     @classmethod
     def of_earlier_run(cls, sample: SampleFiles) -> "GeneratedVideo":
         """Return a result that the same request has made before."""
-        psnr = (read_made(sample) or {}).get("given_frames_psnr_db")
+        psnr = read_made(sample).get("given_frames_psnr_db")
         return cls(
             path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr, made_before=True
         )
@@ -155,9 +154,20 @@ def _decode_and_save(
                 del piece_THWC
         # Shown from here on: until now saving went along with decoding.
         saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
-        # Again: hours may have passed since the first check, and another run may have used the name.
-        if not plan.settings.output.overwrite:
-            refuse_existing(sample)
+
+    def describe(num_bytes: int) -> dict[str, object] | None:
+        if sample.sidecar is None:
+            return None
+        decode_s = record.timings_s[DECODE] - decoded_s
+        save_s = time.perf_counter() - start - decode_s
+        return sidecar_document(
+            plan,
+            sample,
+            num_bytes=num_bytes,
+            timings_s={**record.timings_s, "denoise": denoised.denoise_s, DECODE: decode_s, _SAVE: save_s},
+            peak_memory_gib=peak_memory_gib(plan.hardware.device),
+            given_frames_psnr_db=psnr.db,
+        )
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_media(
@@ -166,19 +176,10 @@ def _decode_and_save(
             fps=plan.settings.video.fps,
             format=plan.settings.output.resolved_format,
             metadata=media_tags(plan, sample),
+            # Also where another run has used the name in the hours since the first check.
             replace=plan.settings.output.overwrite,
+            describe=describe,
         )
-        # A video on its own would stand in the way of the run that goes on from its latents.
-        with removed_on_failure(sample.media, sample.sidecar):
-            decode_s = record.timings_s[DECODE] - decoded_s
-            save_s = time.perf_counter() - start - decode_s
-            write_sidecar(
-                plan,
-                sample,
-                timings_s={**record.timings_s, "denoise": denoised.denoise_s, DECODE: decode_s, _SAVE: save_s},
-                peak_memory_gib=peak_memory_gib(plan.hardware.device),
-                given_frames_psnr_db=psnr.db,
-            )
     return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr.db)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import choose_model_early, find_weights, needed_components
-from opensora_cli.engine.generate.targets import num_samples, read_made, refuse_existing, sample_files
+from opensora_cli.engine.generate.targets import num_samples, read_made, sample_files
 from opensora_cli.media.files import readable_file
+from opensora_cli.media.results import refuse_existing
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
@@ -88,6 +89,6 @@ def _refuse_named(settings: GenerateSettings, *, remake: bool) -> None:
         return
     for index in range(num_samples(settings)):
         sample = sample_files(settings, index)
-        made = None if remake else read_made(sample)
-        if made is None or (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
-            refuse_existing(sample)
+        made = {} if remake else read_made(sample)
+        if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
+            refuse_existing(sample.media, sample.sidecar)

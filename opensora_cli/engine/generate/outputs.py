@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from safetensors.torch import save
 
 import opensora_cli
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.files import nearest_existing, write_bytes_atomic, write_json_atomic
+from opensora_cli.core.files import nearest_existing, write_bytes_atomic
 from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target, size
+from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
@@ -171,33 +172,39 @@ def _deciding(settings: GenerateSettings) -> dict[str, Any]:
 
 def _sha256(path: str | Path) -> str:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        state = os.stat(path)
+        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
     except OSError:
         return ""  # where it is read, what is wrong is reported
 
 
-def write_sidecar(
+@lru_cache(maxsize=256)
+def _sha256_in(path: str, *state: int) -> str:
+    """Return the hash of a file in this state: a run asks for it each time that it looks for names."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sidecar_document(
     plan: ExecutionPlan,
     sample: SampleFiles,
     *,
+    num_bytes: int,
     timings_s: Mapping[str, float],
     peak_memory_gib: Mapping[str, float],
     given_frames_psnr_db: float | None,
-) -> None:
-    """Write the sidecar of `sample`, if one is wanted; an OutputError if that fails.
+) -> dict[str, object]:
+    """Return the sidecar of `sample`, whose media has `num_bytes`.
 
     `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
     `hardware.peak_memory_gib` of the run so far.
     """
-    if sample.sidecar is None:
-        return
     exchange = plan.planned_exchange
     settings = plan.settings
-    document = {
+    return {
         "schema": SIDECAR_SCHEMA,
         "file": sample.media.name,
-        "bytes": size(sample.media),
+        "bytes": num_bytes,
         REQUEST_KEY: sample.request_sha256,
         "prompt": settings.prompt,
         "full_prompt": full_prompt(settings),
@@ -225,7 +232,6 @@ def write_sidecar(
         "versions": versions(),
         "settings": used_settings(sample_settings(plan, sample)),
     }
-    write_json_atomic(sample.sidecar, document)
 
 
 def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:

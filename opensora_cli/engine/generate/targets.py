@@ -1,7 +1,6 @@
 """The names of results: which are free, claimed, or made before by the same request. Needs no torch."""
 
 import hashlib
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,13 +15,12 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.folder_lock import locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem
+from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 REQUEST_KEY = "request_sha256"
 """Of sidecars and saved latents: the hash of everything that decides their bits."""
-
-_REPLACE_HINT = "use --overwrite, another --seed or another --out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +48,8 @@ class SampleFiles:
 
     @property
     def is_free(self) -> bool:
-        """Whether no file has one of these names; an OutputError names one that no file can have."""
-        return not any(is_there(path) for path in (self.media, self.sidecar, self.latents) if path is not None)
+        """Whether nothing is `in_the_way`, and there are no latents; an OutputError names one that no file can have."""
+        return in_the_way(self.media, self.sidecar) is None and not (self.latents and is_there(self.latents))
 
 
 def num_samples(settings: GenerateSettings) -> int:
@@ -79,7 +77,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
         seed=seed,
         target=target,
         media=media,
-        sidecar=media.with_name(f"{media.name}.json") if output.metadata else None,
+        sidecar=sidecar_path(media) if output.metadata else None,
         latents=target.with_name(f"{target.stem}.latents.safetensors") if keeps_latents else None,
         saved=None if settings.from_latents is None else Path(settings.from_latents),
     )
@@ -140,13 +138,13 @@ def find_target(
             if sample.is_free or settings.output.overwrite:
                 keep()
                 return sample
-            if not remake and _made_by(sample) == request:
+            if not remake and read_made(sample).get(REQUEST_KEY) == request:
                 return replace(sample, made_before=True)
             if not remake and _request_of_latents(sample) == request:
                 keep()
                 return replace(sample, saved=sample.latents)
             if has_one_name:
-                refuse_existing(sample)
+                refuse_existing(sample.media, sample.sidecar)
                 raise OutputError(
                     f"{sample.latents} is there from a run that did not finish",
                     hint=f"go on with osora generate --from-latents {shlex.quote(str(sample.latents))}, or start again "
@@ -158,63 +156,32 @@ def _own_files(settings: GenerateSettings, index: int, request: str) -> SampleFi
     """Return the files of a sample in a folder that the same request has made or begun, or else the first ones."""
     first = sample_files(settings, index)
     sample = first
-    while not sample.is_free:
-        if request in (_made_by(sample), _request_of_latents(sample)):
+    while any(is_there(path) for path in (sample.media, sample.sidecar, sample.latents) if path is not None):
+        if request in (_described(sample).get(REQUEST_KEY), _request_of_latents(sample)):
             return sample
         sample = sample_files(settings, index, number=sample.number + 1)
     return first
 
 
-def _made_by(sample: SampleFiles) -> str | None:
-    """Return the request whose result is there and whole; None where there is none."""
-    return (read_made(sample) or {}).get(REQUEST_KEY)
-
-
-def refuse_existing(sample: SampleFiles) -> None:
-    """Raise OutputError if the result or the sidecar of `sample` is there."""
-    for path in filter(None, (sample.media, sample.sidecar)):
-        if is_there(path):
-            raise OutputError(f"{path} exists already", hint=_REPLACE_HINT)
-
-
-def read_made(sample: SampleFiles) -> Mapping[str, Any] | None:
-    """Return the sidecar of a result that is there and whole; None where there is none, or it is damaged."""
-    if sample.sidecar is None:
-        return None
+def read_made(sample: SampleFiles) -> Mapping[str, Any]:
+    """Return the sidecar of a result that is there and whole; empty where there is none, or it is damaged."""
+    document = _described(sample)
     try:
-        document: object = json.loads(sample.sidecar.read_text(encoding="utf-8"))
-        if not isinstance(document, dict) or document.get("schema") != SIDECAR_SCHEMA:
-            return None
-        is_of_this = document.get("file") == sample.media.name and document.get("bytes") == size(sample.media)
-        return document if is_of_this else None
-    except (OSError, ValueError, RecursionError):
-        return None
+        return document if document.get("bytes") == result_bytes(sample.media) else {}
+    except OSError:
+        return {}
 
 
-def size(media: Path) -> int:
-    """Return the bytes of a result: of a file, or of all files of a folder. Raises OSError if it is not there."""
-    if media.is_dir():
-        return sum(entry.stat().st_size for entry in media.iterdir())
-    return media.stat().st_size
-
-
-def is_there(path: Path) -> bool:
-    """Return whether a file or a link has this name; an OutputError if none can have it."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError as error:
-        raise OutputError(f"cannot write {path}: a part of this path is a file", hint="choose another --out") from error
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise OutputError(f"cannot write {path}: {cause}", hint="choose another --out") from error
-    return True
+def _described(sample: SampleFiles) -> Mapping[str, Any]:
+    """Return the sidecar of `sample`, whatever became of its media; empty where there is none."""
+    document = {} if sample.sidecar is None else read_sidecar(sample.sidecar)
+    is_of_this = (document.get("schema"), document.get("file")) == (SIDECAR_SCHEMA, sample.media.name)
+    return document if is_of_this else {}
 
 
 def _request_of_latents(sample: SampleFiles) -> str | None:
-    """Return the request of which only latents are there; None where there are none, or a result or sidecar too."""
-    if sample.latents is None or any(is_there(path) for path in (sample.media, sample.sidecar) if path is not None):
+    """Return the request of which latents are there, and no whole result; None where there are none, or others'."""
+    if sample.latents is None or in_the_way(sample.media, sample.sidecar) is not None:
         return None
     try:
         with safe_open(sample.latents, framework="numpy") as file:

@@ -1,11 +1,11 @@
 """What a request to `osora vae` is refused for before torch is imported; the engine checks all of it again."""
 
-import os
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.engine.components.weights import find_autoencoder
 from opensora_cli.media.files import readable_file
+from opensora_cli.media.results import refuse_existing, sidecar_path
 from opensora_cli.settings.vae_reconstruct import EncodeSettings, ReconstructSettings
 
 ENDINGS = ("mp4", "png")
@@ -55,8 +55,8 @@ def result_stems(settings: ReconstructSettings) -> list[Path]:
     for path in (stem.with_name(f"{stem.name}.{ending}") for stem in stems for ending in ENDINGS):
         if path.absolute() in sources:
             raise OutputError(f"{path} is one of the files to be reconstructed", hint="use another --out")
-        if os.path.lexists(path) and not settings.output.overwrite:
-            raise OutputError(f"{path} exists already", hint="use --overwrite, or another --out")
+        if not settings.output.overwrite:
+            refuse_existing(path, sidecar_path(path) if settings.output.metadata else None)
     return stems
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
-from opensora_cli.core.files import removed_on_failure, write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
@@ -190,33 +189,41 @@ class _Job:
         height, width = self._cropped_size(facts)
         clip = self.autoencoder.grid.longest_clip(self.settings.clip.num_frames)
         frames_HWC = (centre(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
+        output = stem.with_name(f"{stem.name}.{_ending(facts)}")
         with self.reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
             comparing = _Comparing(progress)
-            output = write_media(
+
+            def compared() -> Reconstructed:
+                return Reconstructed(
+                    file=file,
+                    output=output,
+                    num_frames=len(comparing.psnr_db),
+                    height=height,
+                    width=width,
+                    source_num_frames=facts.num_frames,
+                    source_height=facts.height,
+                    source_width=facts.width,
+                    psnr_db=round(fmean(comparing.psnr_db), 3),
+                    ssim=round(fmean(comparing.ssim), 5),
+                    frame_psnr_db=tuple(comparing.psnr_db),
+                    frame_ssim=tuple(comparing.ssim),
+                )
+
+            def describe(num_bytes: int) -> dict[str, object] | None:
+                if not self.settings.output.metadata:
+                    return None
+                return self._sidecar_document(compared(), num_bytes=num_bytes, seconds=time.perf_counter() - start)
+
+            write_media(
                 (comparing.side_by_side(*self._round_trip(window)) for window in windows(frames_HWC, clip)),
-                stem.with_name(f"{stem.name}.{_ending(facts)}"),
+                output,
                 fps=facts.fps or _PICTURE_FPS,
                 format=_ending(facts),
+                replace=self.settings.output.overwrite,
+                describe=describe,
             )
-        row = Reconstructed(
-            file=file,
-            output=output,
-            num_frames=len(comparing.psnr_db),
-            height=height,
-            width=width,
-            source_num_frames=facts.num_frames,
-            source_height=facts.height,
-            source_width=facts.width,
-            psnr_db=round(fmean(comparing.psnr_db), 3),
-            ssim=round(fmean(comparing.ssim), 5),
-            frame_psnr_db=tuple(comparing.psnr_db),
-            frame_ssim=tuple(comparing.ssim),
-        )
+        row = compared()
         self._report_crop(row)
-        if self.settings.output.metadata:
-            sidecar = _sidecar(output)
-            with removed_on_failure(output, sidecar):
-                write_json_atomic(sidecar, self._sidecar_document(row, seconds=time.perf_counter() - start))
         return row
 
     def _cropped_size(self, facts: MediaFacts) -> tuple[int, int]:
@@ -249,10 +256,11 @@ class _Job:
         if row.num_frames != row.source_num_frames:
             self.reporter.note(f"{row.file}: the first {row.num_frames} of its {row.source_num_frames} frames")
 
-    def _sidecar_document(self, row: Reconstructed, *, seconds: float) -> dict[str, object]:
+    def _sidecar_document(self, row: Reconstructed, *, num_bytes: int, seconds: float) -> dict[str, object]:
         return {
             "schema": SIDECAR_SCHEMA,
             **row.to_json(),
+            "bytes": num_bytes,
             "frame_psnr_db": [round(value, 3) for value in row.frame_psnr_db],
             "frame_ssim": [round(value, 5) for value in row.frame_ssim],
             "autoencoder": self.settings.vae.kind.value,
@@ -317,10 +325,6 @@ def centre(frame_HWC: Tensor, height: int, width: int) -> Tensor:
 def _ending(facts: MediaFacts) -> str:
     video, picture = ENDINGS
     return picture if facts.fps is None else video
-
-
-def _sidecar(output: Path) -> Path:
-    return output.with_name(f"{output.name}.json")
 
 
 def _make_folder(settings: ReconstructSettings) -> None:

@@ -78,7 +78,7 @@ class TestCtrlC:
             pytest.param(load, "load_vae", marks=SLOW),
             (decode, "decode_latents"),
             pytest.param(decode, "write_media", marks=SLOW),
-            (decode, "write_sidecar"),
+            (decode, "sidecar_document"),
         ],
     )
     def test_after_the_latents(self, world, tmp_path, monkeypatch, reporter, expected, module, function):
@@ -233,6 +233,7 @@ class TestFailures:
     def test_full_disk_while_saving_the_sidecar(self, world, tmp_path, monkeypatch, overwrite):
         if overwrite == "true":
             generate(released_settings(world, tmp_path))
+        before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
         real = core_files._flush_to_disk
 
         def full(path):
@@ -243,7 +244,8 @@ class TestFailures:
         monkeypatch.setattr(core_files, "_flush_to_disk", full)
         with pytest.raises(OutputError, match="No space left"):
             generate(released_settings(world, tmp_path, output__overwrite=overwrite))
-        assert names(tmp_path) == [LATENTS]
+        assert names(tmp_path) == sorted([LATENTS, *before])
+        assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
 
     def test_full_disk_while_saving_the_latents(self, world, tmp_path, monkeypatch, reporter):
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,5 +1,6 @@
 """Whole generations with a shrunken model: every mode and preset, the same bytes twice, what lies beside a result."""
 
+import hashlib
 import json
 import math
 import socket
@@ -452,6 +453,52 @@ def test_a_png_sequence_is_made_before(world, tmp_path):
     assert generate(settings).lines() == [str(tmp_path / "raining-sea_seed42_2")]
 
 
+@pytest.mark.parametrize("target", ["", "boat.mp4"], ids=["folder", "named"])
+def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, reporter, target):
+    """A kill may leave one: no request counts it as made, any takes its name without a flag, and `--from` takes it."""
+    settings = released_settings(world, tmp_path / target)
+    video = generate(settings).videos[0]
+    content = video.path.read_bytes()
+    saved = GenerateRequest(saved=read_sidecar(video.sidecar))
+    for made in (settings, settings.replace({"sampling.num_inference_steps": 3}), saved):
+        video.path.unlink()
+        if isinstance(made, GenerateRequest):
+            [again] = generate_from_request(made, reporter=reporter).videos
+        else:
+            plan_generation(made, reporter=reporter)
+            [again] = generate(made).videos
+        assert (again.path, again.made_before) == (video.path, False)
+        assert names(tmp_path) == [video.path.name, video.sidecar.name]
+    assert video.path.read_bytes() == content
+    assert not [note for note in reporter.notes if "exists already" in note or "made before" in note]
+
+
+def test_overwriting_finds_the_unfinished_result_of_its_own_request(world, tmp_path):
+    """Not that of another one, whose name comes first."""
+    settings = released_settings(world, tmp_path)
+    other = settings.replace({"sampling.num_inference_steps": 3})
+    video = [generate(each).videos[0] for each in (settings, other)][1]
+    assert video.path.name == "raining-sea_seed42_2.mp4"
+    video.path.unlink()
+    [file] = choose_outputs(make_plan(with_mode(other.replace({"output.overwrite": True}), SilentReporter())))
+    assert (file.media, file.made_before) == (video.path, False)
+
+
+def test_references_are_hashed_once_for_all_looks_at_the_names(world, tmp_path, monkeypatch):
+    digest, hashed = hashlib.file_digest, []
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(file.name) or digest(file, name))
+    picture = tmp_path / "given.png"
+    picture.write_bytes(world.picture.read_bytes())
+    settings = released_settings(world, tmp_path / "out", condition__references=str(picture), sampling__num_samples="2")
+    plan_generation(settings, reporter=SilentReporter())
+    assert not generate(settings).videos[0].made_before
+    assert generate(settings).videos[0].made_before
+    assert hashed == [str(picture)]
+    picture.write_bytes(world.other_picture.read_bytes())
+    assert not choose_outputs(make_plan(with_mode(settings, SilentReporter())))[0].made_before
+    assert hashed == [str(picture)] * 2
+
+
 def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
     settings = released_settings(world, tmp_path)
     video = generate(settings).videos[0].path
@@ -464,7 +511,7 @@ def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
         f"made before by the same request: {video}",
         f"{video} exists already: the result would be raining-sea_seed42_2.mp4",
         f"made before by the same request: {video}",
-        f"{video} exists already; use --overwrite, another --seed or another --out",
+        f"{video} exists already; use --overwrite, or another --out",
     ]
     assert names(tmp_path) == before
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import killing
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
 from opensora_cli.data.scenes import render_scene, sample_scene
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
+from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, reconstruct, windows
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.similarity import psnr_db, ssim
@@ -315,14 +317,14 @@ def test_an_interruption_says_what_was_finished(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_full_disk_leaves_no_result_without_its_sidecar(
+def test_a_full_disk_leaves_no_result_without_its_sidecar_and_the_old_ones_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
-    """Nor the sidecar of a result that was replaced."""
     files = [write_video(tmp_path / "a.mp4", 5), write_picture(tmp_path / "b.png")]
     settings = tiny_settings(tmp_path, "hunyuan", files, **{"output.overwrite": overwrite})
     if overwrite:
         reconstruct(settings)
+    before = killing.tree(tmp_path / "out")
     flush = core_files._flush_to_disk
 
     def full(path: Path) -> None:
@@ -337,7 +339,23 @@ def test_a_full_disk_leaves_no_result_without_its_sidecar(
         f"{file}: cannot write {folder / name}: No space left on device"
         for file, name in zip(files, ("a_reconstructed.mp4.json", "b_reconstructed.png.json"), strict=True)
     ]
-    assert list(folder.iterdir()) == []
+    assert killing.tree(folder) == (before if overwrite else {})
+
+
+def test_a_sidecar_without_its_result_is_replaced_without_a_flag(tmp_path: Path) -> None:
+    """A kill may leave one; any other file of this name is refused, early."""
+    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
+    result, sidecar = (tmp_path / "out" / f"a_reconstructed.png{ending}" for ending in ("", ".json"))
+    reconstruct(settings)
+    result.unlink()
+    reconstruct(settings)
+    assert json.loads(sidecar.read_text(encoding="utf-8"))["bytes"] == result.stat().st_size
+    result.unlink()
+    sidecar.write_text("mine", encoding="utf-8")
+    with pytest.raises(OutputError, match=r"a_reconstructed\.png\.json exists already"):
+        refuse_early(settings)
+    reconstruct(settings.replace({"output.metadata": False}))
+    assert sidecar.read_text(encoding="utf-8") == "mine"
 
 
 def test_existing_results_are_kept(tmp_path: Path) -> None:

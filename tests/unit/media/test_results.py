@@ -1,0 +1,264 @@
+"""A result and its sidecar are there together, also after a kill; what is left of a kill is finished without a flag."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import killing
+import pytest
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.media import results
+from opensora_cli.media.results import in_the_way, published, read_sidecar, refuse_existing, result_bytes, sidecar_path
+
+
+def publish(media: Path, content: str, *, replace: bool = False, folder: bool = False) -> None:
+    """Publish a result of one file, or of a folder with two, whose sidecar has the content too."""
+    document = {"schema": "osora.test/1", "content": content}
+    with published(media, replace=replace, describe=lambda size: {**document, "bytes": size}) as temporary:
+        if folder:
+            temporary.mkdir()
+            (temporary / "frame_0001.png").write_text(content)
+            (temporary / "frame_0002.png").write_text(content)
+        else:
+            temporary.write_text(content)
+
+
+def state(media: Path) -> str:
+    """Return what is there: `old` or `new`, `old sidecar` or `new sidecar` alone, or nothing."""
+    document = read_sidecar(sidecar_path(media))
+    if not os.path.lexists(media):
+        assert document or not sidecar_path(media).exists()
+        return f"{document['content']} sidecar" if document else "nothing"
+    files = [media] if media.is_file() else sorted(media.iterdir())
+    assert len(files) == (2 if media.is_dir() else 1)
+    assert {file.read_text() for file in files} == {document["content"]}
+    assert document["bytes"] == result_bytes(media)
+    return str(document["content"])
+
+
+def states_of_killed(work: Path, *, folder: bool, over_old: bool) -> list[str]:
+    """Return what was there after each death; what was unfinished has been finished without a flag."""
+    media, found = work / "a.mp4", list[str]()
+
+    def prepare() -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        if over_old:
+            publish(media, "old", folder=folder)
+
+    def check() -> None:
+        found.append(state(media))
+        if found[-1] not in ("old", "new"):
+            publish(media, "new", folder=folder)
+            assert state(media) == "new"
+        visible = [path.name for path in work.iterdir() if not path.name.startswith(".osora-")]
+        assert sorted(visible) == [media.name, sidecar_path(media).name]
+
+    killing.kill_at_every_step(prepare, lambda: publish(media, "new", replace=over_old, folder=folder), check)
+    return found
+
+
+def test_a_kill_at_any_step_leaves_a_pair_or_a_sidecar_alone(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    # In a process of its own: it forks, and counts what it writes.
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert len(report) == 4
+    for case, found in report.items():
+        assert len(found) > 10, case
+        orders = (
+            ["old", "old sidecar", "new sidecar", "new"] if case.endswith("old") else ["nothing", "new sidecar", "new"]
+        )
+        assert found == sorted(found, key=orders.index), case
+        assert set(found) == set(orders), case
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("over_old", [False, True])
+@pytest.mark.parametrize("step", ["set aside", "sidecar", "media"])
+def test_a_step_that_fails_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, over_old: bool, folder: bool
+) -> None:
+    media, rename, replace, failed = tmp_path / "a.mp4", Path.rename, Path.replace, list[str]()
+
+    def fail(*_: object, **__: object) -> None:
+        failed.append(step)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if over_old:
+        publish(media, "old", folder=folder)
+    with monkeypatch.context() as patch:
+        if step == "set aside":
+            patch.setattr(Path, "rename", lambda *names: fail() if names[0] == media else rename(*names))
+        elif step == "sidecar":
+            first = lambda *names: fail() if names[1].suffix == ".json" and not failed else replace(*names)  # noqa: E731
+            patch.setattr(Path, "replace", first)
+        else:
+            patch.setattr(results, "take_name", fail)
+        if step == "set aside" and not over_old:
+            publish(media, "old", folder=folder)
+            assert (state(media), failed) == ("old", [])
+            return
+        with pytest.raises(OutputError, match="No space left"):
+            publish(media, "new", replace=over_old, folder=folder)
+    assert state(media) == ("old" if over_old else "nothing")
+    assert sorted(os.listdir(tmp_path)) == (["a.mp4", "a.mp4.json"] if over_old else [])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_waits_until_both_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_name = results.take_name
+
+    def interrupted(*names: Path, replace: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        take_name(*names, replace=replace)
+
+    monkeypatch.setattr(results, "take_name", interrupted)
+    for content in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            publish(tmp_path / "a.mp4", content, replace=True)
+        assert state(tmp_path / "a.mp4") == content
+    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json"]
+
+
+def test_an_error_while_it_is_described_leaves_what_was_there(tmp_path: Path) -> None:
+    media = tmp_path / "a.mp4"
+    publish(media, "old")
+
+    def describe(_: int) -> dict[str, object]:
+        raise KeyboardInterrupt
+
+    def write() -> None:
+        with published(media, replace=True, describe=describe) as temporary:
+            temporary.write_text("new")
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert state(media) == "old"
+    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json"]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mp4.json"])
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_what_others_made_is_kept_unless_it_is_to_be_replaced(tmp_path: Path, name: str, meanwhile: bool) -> None:
+    media, theirs = tmp_path / "a.mp4", tmp_path / name
+
+    def write(*, replace: bool) -> None:
+        def describe(size: int) -> dict[str, object]:
+            theirs.write_text("theirs")
+            return {"schema": "osora.test/1", "content": "mine", "bytes": size}
+
+        with published(media, replace=replace, describe=describe) as temporary:
+            temporary.write_text("mine")
+
+    if not meanwhile:
+        theirs.write_text("theirs")
+    with pytest.raises(OutputError, match=f"{name} exists already") as caught:
+        write(replace=False)
+    assert caught.value.hint == "use --overwrite, or another --out"
+    assert theirs.read_text() == "theirs"
+    assert os.listdir(tmp_path) == [name]
+    write(replace=True)
+    assert state(media) == "mine"
+
+
+def test_media_that_appear_in_the_last_instant_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    media, take_name = tmp_path / "a.mp4", results.take_name
+
+    def late(*names: Path, replace: bool) -> None:
+        media.write_text("theirs")
+        take_name(*names, replace=replace)
+
+    monkeypatch.setattr(results, "take_name", late)
+    with pytest.raises(OutputError, match=r"a\.mp4 exists already"):
+        publish(media, "mine")
+    assert media.read_text() == "theirs"
+    assert os.listdir(tmp_path) == ["a.mp4"]
+
+
+@pytest.mark.parametrize("before", ["pair", "sidecar", "theirs"])
+def test_where_no_sidecar_is_wanted_an_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    media, sidecar = tmp_path / "a.mp4", tmp_path / "a.mp4.json"
+    publish(media, "old")
+    if before == "theirs":
+        sidecar.write_text("theirs")
+    elif before == "sidecar":
+        media.unlink()
+    there = killing.tree(tmp_path)
+
+    def write() -> None:
+        with published(media, replace=before != "sidecar", describe=lambda _: None) as temporary:
+            temporary.write_text("new")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "take_name", fail)
+        with pytest.raises(OutputError, match="No space left"):
+            write()
+    assert killing.tree(tmp_path) == there
+    write()
+    kept = {"a.mp4.json": b"theirs"} if before == "theirs" else {}
+    assert killing.tree(tmp_path) == {"a.mp4": b"new", **kept}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_folder_never_gives_way_to_a_file_nor_a_file_to_a_folder(tmp_path: Path, folder: bool) -> None:
+    media = tmp_path / "a"
+    publish(media, "old", folder=not folder)
+    with pytest.raises(OutputError, match="is no result of this format"):
+        publish(media, "new", replace=True, folder=folder)
+    assert state(media) == "old"
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.json"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_a_link_points_to_stays(tmp_path: Path, folder: bool) -> None:
+    media = tmp_path / "out" / "a"
+    publish(tmp_path / "mine", "old", folder=folder)
+    media.parent.mkdir()
+    media.symlink_to(tmp_path / "mine")
+    publish(media, "new", replace=True, folder=folder)
+    assert not media.is_symlink()
+    assert (state(media), state(tmp_path / "mine")) == ("new", "old")
+
+
+def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path: Path) -> None:
+    media, sidecar = tmp_path / "a.mp4", tmp_path / "a.mp4.json"
+    publish(media, "old")
+    ours = sidecar.read_text()
+    assert in_the_way(media, sidecar) == in_the_way(media, None) == media
+    media.unlink()
+    assert in_the_way(media, sidecar) is None
+    refuse_existing(media, sidecar)
+    for text in ("", "{", "[]", "[" * 100_000, '{"schema": "osora.test/1"}', ours.replace("osora.", "other.")):
+        sidecar.write_text(text)
+        assert (in_the_way(media, sidecar), in_the_way(media, None)) == (sidecar, None)
+    sidecar.unlink()
+    sidecar.mkdir()
+    assert in_the_way(media, sidecar) == sidecar
+
+
+if __name__ == "__main__":
+    os.fsync = lambda _: None  # a killed process loses nothing that it wrote: why wait
+    report = {
+        f"{kind} over {before}": states_of_killed(
+            Path(sys.argv[1]) / kind / before, folder=kind == "folder", over_old=before == "old"
+        )
+        for kind in ("file", "folder")
+        for before in ("nothing", "old")
+    }
+    print(json.dumps(report))
