@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeGuard
 
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.readable import reading, reading_file
+from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.checkpoint.stream import Entry
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import write_json_atomic
@@ -235,11 +235,11 @@ def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> st
     """Return the SHA-256 of a file in hexadecimal digits.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or is no regular file.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(2**20))
-    with reading(path), path.open("rb", buffering=0) as file:
+    with reading_file(path), path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             if advance is not None:

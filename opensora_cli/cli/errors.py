@@ -238,6 +238,8 @@ def _run(command: Callable[[], object], context: RankContext | None) -> int:
         return failure.exit_code
     if code == INTERRUPTED:  # Typer's own, of a command line that was being read, or help that was being printed
         raise KeyboardInterrupt
+    if code == OsoraError.exit_code:  # Typer's own, of a shell that it cannot complete for
+        return HardwareError.exit_code
     return code if isinstance(code, int) else 0
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import shellingham
 import typer
 
 import opensora_cli
@@ -95,6 +96,17 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "generate" in out
     assert "--install-completion" in out
+
+
+def test_completion_for_a_shell_that_is_not_known_is_no_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_shell() -> None:
+        raise shellingham.ShellDetectionFailure
+
+    monkeypatch.setattr(shellingham, "detect_shell", no_shell)
+    assert main(["--show-completion"]) == 4
+    assert "not supported" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

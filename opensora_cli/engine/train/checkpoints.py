@@ -224,7 +224,8 @@ def _best(folders: list[Path]) -> Path | None:
     for folder in folders:
         try:
             running = json.loads((folder / RUNNING_STATES_FILE).read_text(encoding="utf-8"))
-            scores[folder] = (running["score_of"], float(running["score"]))
+            if running["score_of"] in (VALIDATION_LOSS, TRAINING_LOSS):
+                scores[folder] = (running["score_of"], float(running["score"]))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     if not scores:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from opensora_cli.core.exceptions import OutputError, missing_library
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.reading import require_file
 from opensora_cli.engine.train.watching.lines import Line
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _MOST_WAITING = 10_000
+_MOVE_OUT = "move it out of the run's folder"
 
 
 class JsonLog:
@@ -68,13 +70,14 @@ class JsonLog:
 
 
 def cut_back(path: Path, *, step: int) -> None:
-    """Remove the lines after a step from a log. Raises OutputError if it cannot be read or written."""
+    """Remove the lines after a step from a log. Raises FileProblem if it cannot be read or written."""
     if path.exists():
+        require_file(path, hint=_MOVE_OUT)
         try:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise OutputError(f"cannot read {path}: {reason}", hint="move it out of the run's folder") from error
+            raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
         kept = "".join(line for line in lines if _step_of(line) <= step)
         write_bytes_atomic(path, kept.encode())
 

@@ -14,7 +14,7 @@ from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
 from opensora_cli.engine.ckpt.verify import verify
 from opensora_cli.engine.train import checkpoints as checkpoints_module
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
 from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer
 from opensora_cli.engine.train.state import restore, tensors_of
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -219,6 +219,14 @@ class TestKept:
         self.run(tmp_path, CheckpointSettings(keep=1, keep_best=False), [1.0, 2.0], validated=False)
         # What was never finished is no checkpoint of a run.
         assert names(tmp_path) == ["epoch0-global_step0", "epoch0-global_step2", "notes"]
+
+    @pytest.mark.parametrize("score_of", [["validation loss"], {}, 3], ids=str)
+    def test_a_checkpoint_with_broken_scores_is_not_the_best(self, tmp_path, score_of):
+        self.run(tmp_path, CheckpointSettings(keep=2), [1.0, 2.0], validated=False)
+        states = tmp_path / "epoch0-global_step1" / "running_states.json"
+        states.write_text(json.dumps({**json.loads(states.read_text()), "score": 0.1, "score_of": score_of}))
+        remove_old(tmp_path, CheckpointSettings(keep=1))
+        assert names(tmp_path) == ["epoch0-global_step2"]
 
 
 class TestRestore:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +10,7 @@ import tiny_training
 import torch
 from toy_training import Listener, ToyTask, toy_trainer
 
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.exceptions import FileProblem, HardwareError
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
@@ -237,6 +238,11 @@ class TestLines:
         cut_back(path, step=2)
         assert [line["step"] for line in read(path)] == [1, 2]
         cut_back(tmp_path / "not_there.jsonl", step=2)
+
+    def test_a_pipe_is_not_cut_but_refused(self, tmp_path):
+        os.mkfifo(tmp_path / "log.jsonl")
+        with pytest.raises(FileProblem, match=r"log\.jsonl is not a file: it is a pipe"):
+            cut_back(tmp_path / "log.jsonl", step=2)
 
 
 def events(folder):
