@@ -89,7 +89,7 @@ def test_a_rank_holds_what_was_estimated(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "variant"), product(STRATEGIES, VARIANTS), ids=str)
+@pytest.mark.parametrize(("case", "variant"), list(product(STRATEGIES, VARIANTS)), ids=str)
 def test_every_strategy_and_stage(
     case: tuple[int, dict[str, object]], variant: str, tmp_path: Path, pool: Pool
 ) -> None:
