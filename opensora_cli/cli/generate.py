@@ -59,6 +59,7 @@ def generate(
     prompt: options.Prompt = None,
     prompt_text: options.PromptText = None,
     negative_prompt: options.NegativePrompt = None,
+    refine: options.Refine = False,
     res: options.Resolution = None,
     aspect_ratio: options.Aspect = None,
     width: options.Width = None,

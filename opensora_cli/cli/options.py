@@ -57,6 +57,10 @@ PromptText = Annotated[
     str | None,
     typer.Option("--prompt-text", metavar="TEXT", help="The prompt, also where a file has that name."),
 ]
+Refine = Annotated[
+    bool,
+    typer.Option("--refine", help="Have the prompt rewritten by the language model at OSORA_REFINE_URL."),
+]
 NegativePrompt = Annotated[
     str | None, typer.Option("--negative-prompt", metavar="TEXT", help="What it should not show.")
 ]
@@ -103,7 +107,7 @@ MotionScore = Annotated[
     typer.Option(
         "--motion-score",
         metavar="N",
-        help="How much should move, as in 4; none leaves it out of the prompt.",
+        help="How much should move, as in 4; none leaves it out of the prompt, auto asks the server of --refine.",
         rich_help_panel=_VIDEO,
     ),
 ]

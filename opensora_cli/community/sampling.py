@@ -1,6 +1,7 @@
 """Sampling: conditions, sizes, prompts and their refinement, results as files."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.generate.chat import ChatServer
 from opensora_cli.engine.generate.references import collect_references_batch as collect_references_batch
 from opensora_cli.engine.generate.refinement import refine
 from opensora_cli.media.names import prompt_part
@@ -19,6 +22,7 @@ from opensora_cli.sampling import sizes
 from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition
 from opensora_cli.sampling.text import add_fps_info_to_text as add_fps_info_to_text
+from opensora_cli.settings.prompts import RefineSettings
 
 
 def process_and_save(
@@ -135,4 +139,6 @@ def refine_prompts(
 
 def refine_prompt(prompt: str, retry_times: int = 3, type: str = "t2v", image_path: str | Path | None = None) -> str:
     """Return a prompt as a language model writes it out, or a motion score; see `refinement.refine`."""
-    return refine(prompt, type, image=image_path, tries=retry_times)
+    timeout_s, reporter = RefineSettings().timeout_s, SilentReporter()
+    server = ChatServer.named_in(os.environ, timeout_s=timeout_s, tries=retry_times, reporter=reporter)
+    return refine(prompt, type, server=server, references=() if image_path is None else [image_path])

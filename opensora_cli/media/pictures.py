@@ -47,6 +47,7 @@ _GIF_PALETTE_PIXELS = 1 << 14
 _GIF_SHORTEST_MS = 20
 """Browsers show anything shorter at ten frames a second."""
 
+_JPEG_QUALITY = 90
 _WEBP_QUALITY = 90
 
 _UPRIGHT: Mapping[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
@@ -164,6 +165,15 @@ def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -
         info.add_text(key, value)
     with path.open("wb") as file:
         iio.imwrite(file, frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info)
+
+
+def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
+    """Return a uint8 RGB frame as a JPEG file, made smaller where a side has over `longest_side` pixels."""
+    picture = Image.fromarray(frame_HWC.numpy())
+    picture.thumbnail((longest_side, longest_side))
+    stream = io.BytesIO()
+    picture.save(stream, format="JPEG", quality=_JPEG_QUALITY)
+    return stream.getvalue()
 
 
 def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, str]) -> bytes:

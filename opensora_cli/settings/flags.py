@@ -32,6 +32,7 @@ class Flags(TypedDict, total=False):
     """
 
     negative_prompt: Annotated[str | None, Flag("negative_prompt")]
+    refine: Annotated[bool | None, Flag("refine.prompt")]
     from_latents: Annotated[_File | None, Flag("from_latents")]
     res: Annotated[str | None, Flag("video.resolution")]
     aspect_ratio: Annotated[str | None, Flag("video.aspect_ratio")]

@@ -33,6 +33,7 @@ from opensora_cli.settings.enums import (
     VAEKind,
 )
 from opensora_cli.settings.explain import nearest
+from opensora_cli.settings.prompts import PromptSuffixSettings, RefineSettings, with_asked_score
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
 MAX_SEED = 2**62
@@ -145,13 +146,6 @@ class ConditionSettings(Section):
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
 
-class PromptSuffixSettings(Section):
-    """What is added to a prompt, as in the captions that the model was trained on."""
-
-    motion_score: int | None = Field(default=4, ge=0, le=100, description="how much should move; none: left out")
-    add_fps: bool = Field(default=True, description="add the frames per second")
-
-
 class OutputSettings(Section):
     """Where results go."""
 
@@ -203,12 +197,18 @@ class GenerateSettings(Section):
     video: VideoSettings = VideoSettings()
     sampling: SamplingSettings = SamplingSettings()
     condition: ConditionSettings = ConditionSettings()
+    refine: RefineSettings = RefineSettings()
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     precision: Tf32Settings = Tf32Settings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_motion_score(cls, sections: object) -> object:
+        return with_asked_score(sections)
 
     @field_validator("loras", mode="before")
     @classmethod

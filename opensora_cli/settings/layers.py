@@ -19,6 +19,8 @@ Layer = Mapping[str, Given]
 S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_PREFIX = "OSORA_"
+SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
+"""Of the server that rewrites prompts: settings are saved beside every result, and its key must not be."""
 _SHORT_VARIABLES = {"OSORA_WEIGHTS": "runtime.weights"}
 
 
@@ -47,10 +49,10 @@ def read_environment(
         if name in variables:
             layer[variables[name]] = Given(value, name)
             continue
-        if name in foreign:
+        if name in foreign or name in SERVER_VARIABLES:
             continue
         # The prefix is not ours alone: what has no __ and looks like none of ours is left in peace.
-        close = nearest(name, variables, cutoff=0.6 if "__" in name else 0.85)
+        close = nearest(name, [*variables, *SERVER_VARIABLES], cutoff=0.6 if "__" in name else 0.85)
         if close or "__" in name:
             raise RequestError(
                 f"{name} in the environment is not a setting", hint=f"did you mean {close}?" if close else "unset it"

@@ -96,7 +96,9 @@ def load_generate_settings(
     given = _given(request, report)
     resolution = given.get("video.resolution")
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
-    return validate(GenerateSettings, given, below=_preset(preset))
+    settings = validate(GenerateSettings, given, below=_preset(preset))
+    _refuse_idle_refinement(request.overrides, settings)
+    return settings
 
 
 def source_of(request: GenerateRequest, key: str) -> str | None:
@@ -113,6 +115,13 @@ def _refuse_two_sizes(overrides: Layer) -> None:
         if pixels and (size := overrides.get(key)) is not None:
             shown = f"--set {key}={size.value}" if size.source == "--set" else f"{size.source} {size.value}"
             raise RequestError(f"{shown} has no effect with a width and height in pixels: drop it, or these")
+
+
+def _refuse_idle_refinement(overrides: Layer, settings: GenerateSettings) -> None:
+    switches = ("refine.prompt", "refine.motion_score")
+    for key, given in overrides.items():
+        if key.startswith("refine.") and key not in switches and not settings.refine.is_on:
+            raise RequestError(f"{key}={given.value} has no effect without --refine and --motion-score auto: drop it")
 
 
 def load_preset(name: str, *, prompt: str) -> GenerateSettings:
@@ -168,6 +177,9 @@ def _given(request: GenerateRequest, report: Callable[[str], None] = lambda line
     if not request.overrides.keys().isdisjoint(("video.resolution", "video.aspect_ratio")):
         # A size in pixels below would win over the one that was asked for.
         below = {key: given for key, given in below.items() if key not in ("video.height", "video.width")}
+    if "prompt" in request.overrides:
+        # Of an earlier run's prompt.
+        below.pop("refine.original", None)
     return {**below, **request.overrides}
 
 

@@ -42,6 +42,7 @@ _SAME = {
     "save_dir": "output.path",
     "num_sample": "sampling.num_samples",
     "prompt": "prompt",
+    "prompt_refine": "refine.prompt",
     "ref": "condition.references",
 }
 _IMPLIED: dict[str, tuple[object, ...]] = {
@@ -53,7 +54,6 @@ _IMPLIED: dict[str, tuple[object, ...]] = {
     # Without references it is t2v, with them what suits them.
     "cond_type": ("t2v",),
     "offload_model": (True, False),
-    "prompt_refine": (False,),
     "prompt_as_path": (False,),
     "save_prefix": ("",),
     "sampling_option.method": ("i2v",),
@@ -72,13 +72,12 @@ _REASONS = {
     "model.fused_qkv": "the layout of a file is found out",
     "model.strict_load": "loading is always strict",
     "model.use_liger_rope": "the layout of a file is found out",
-    "motion_score": "must be a number here: --motion-score N",
+    "motion_score": "must be a number here, or auto: --motion-score N",
     "num_samples": "the prompt is given on the command line",
     "num_workers": _ONE_BY_ONE,
     "pretrained_lora_path": "give it with --lora",
     "prefetch_factor": _ONE_BY_ONE,
     "prompt_as_path": "files are named after prompt and seed",
-    "prompt_refine": "see opensora_cli.community.sampling.refine_prompt",
     "sampling_option.height": "resolution and aspect_ratio win over it",
     "sampling_option.is_causal_vae": "follows from vae.kind",
     "sampling_option.seed": "the noise always has a seed: --seed N",
@@ -201,6 +200,9 @@ def _sampling(values: ReferenceValues) -> Iterator[tuple[str, object]]:
     if score is None or str(score).isdigit():
         values.take("motion_score")
         yield "prompt_suffix.motion_score", score
+    elif score == "dynamic":
+        values.take("motion_score")
+        yield "refine.motion_score", True
     if _has_dc_ae(values) and values.has(f"{option}.is_causal_vae"):
         yield "video.causal_lengths", values.take(f"{option}.is_causal_vae")
     elif values.peek(f"{option}.is_causal_vae") is True:

@@ -37,6 +37,11 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     yield from (f"runtime.{name}" for name in _unset(settings.runtime))
     if not settings.loras:
         yield "loras"
+    # What was asked for is in the prompt and the motion score by now.
+    if settings.refine.original is None:
+        yield "refine"
+    else:
+        yield from (f"refine.{name}" for name in type(settings.refine).model_fields if name != "original")
     yield from _unused_of_autoencoder(settings)
     video = settings.video
     if video.height is None or video.width is None:

@@ -1,15 +1,13 @@
 """Names of sampling, called as the community calls them."""
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from chat_server import KEY, serving
 from closeness import assert_close
 from tiny_autoencoders import VAES
 from tiny_clips import write_clip
@@ -143,47 +141,11 @@ def test_files_are_read_at_a_size(tmp_path: Path):
         read_from_path(picture, (8, 8), transform_name="rand_size_crop")
 
 
-class Server:
-    """What answers as OpenAI's interface does."""
-
-    def __init__(self, *answers: object) -> None:
-        self.asked = asked = []
-        self.keys = keys = []
-        waiting = list(answers)
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                keys.append(self.headers["Authorization"])
-                answer = waiting.pop(0)
-                self.send_response(answer if isinstance(answer, int) else 200)
-                self.end_headers()
-                self.wfile.write(json.dumps({"choices": [{"message": {"content": answer}}]}).encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    started: list[Server] = []
-
-    def start(*answers: object) -> Server:
-        started.append(Server(*answers))
-        monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{started[-1].http.server_port}/v1/")
-        monkeypatch.setenv("OPENAI_MODEL", "small")
-        monkeypatch.setenv("OPENAI_API_KEY", "secret")
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        return started[-1]
-
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    yield start
-    for server in started:
-        server.http.shutdown()
-        server.http.server_close()
+@pytest.fixture(name="serving")
+def start_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    monkeypatch.setattr("opensora_cli.engine.generate.chat.sleep", lambda _: None)
+    with serving(monkeypatch, tmp_path / "cache") as start:
+        yield start
 
 
 class TestPrompts:
@@ -203,37 +165,36 @@ class TestPrompts:
     def test_prompts_are_refined_one_by_one(self, serving, kind):
         server = serving("A boat on the sea.", " A car. ")
         assert refine_prompts(["boat", "car"], retry_times=1, type=kind) == ["A boat on the sea.", "A car."]
-        assert [asked["messages"][1]["content"] for asked in server.asked] == [
-            [{"type": "text", "text": prompt}] for prompt in ("boat", "car")
-        ]
+        assert [asked["messages"][1]["content"] for asked in server.asked] == ["boat", "car"]
         assert {asked["model"] for asked in server.asked} == {"small"}
-        assert server.keys == ["Bearer secret"] * 2
+        assert server.keys == [f"Bearer {KEY}"] * 2
 
     def test_the_picture_is_sent_along(self, serving, tmp_path):
         server = serving("It drives off.")
         picture = save_sample(torch.zeros(3, 1, 8, 8), save_path=tmp_path / "a")
         assert refine_prompt("car", type="i2v", image_path=picture) == "It drives off."
         sent = server.asked[0]["messages"][1]["content"][1]["image_url"]["url"]
-        assert sent.startswith("data:image/png;base64,")
+        assert sent.startswith("data:image/jpeg;base64,")
 
     def test_busy_servers_are_asked_again(self, serving):
         serving(503, "", "A boat.")
         assert refine_prompt("a boat", retry_times=3) == "A boat."
         serving(503, 503)
         with pytest.raises(HardwareError, match="no answer after 2 tries: 503"):
-            refine_prompt("a boat", retry_times=2)
+            refine_prompt("another boat", retry_times=2)
 
     def test_refusals_are_final_and_show_no_key(self, serving):
         server = serving(401)
-        with pytest.raises(RequestError, match="the server refuses: 401") as caught:
+        with pytest.raises(HardwareError, match="refuses: 401") as caught:
             refine_prompt("a boat")
         assert len(server.asked) == 1
-        assert "secret" not in str(caught.value)
+        assert KEY not in str(caught.value)
 
     def test_without_a_server_the_variables_are_named(self, monkeypatch):
-        monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-        with pytest.raises(RequestError, match="OPENAI_BASE_URL and OPENAI_MODEL") as caught:
+        monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
+        with pytest.raises(RequestError, match="OSORA_REFINE_URL is not set") as caught:
             refine_prompt("a boat")
-        assert "export OPENAI_BASE_URL=" in caught.value.hint
+        assert "export OSORA_REFINE_URL=" in caught.value.hint
+        monkeypatch.setenv("OSORA_REFINE_URL", "http://127.0.0.1:1")
         with pytest.raises(RequestError, match="'t2x' must be one of t2v, t2i, i2v, motion_score"):
             refine_prompt("a boat", type="t2x")

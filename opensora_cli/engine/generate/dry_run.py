@@ -9,6 +9,7 @@ from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode
+from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.run import resolve_generate_settings
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts
@@ -25,6 +26,7 @@ def plan_from_request(
     if context is not None:
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
+    note_plan(settings, reporter)
     warn_of_missing_weights(settings, reporter)
     hardware = planned_hardware(settings, reporter) if context is None else None
     plan = plan_generation(settings, reporter=reporter, hardware=hardware)

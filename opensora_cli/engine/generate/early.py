@@ -6,6 +6,7 @@ from pathlib import Path
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import choose_model_early, find_weights, needed_components
+from opensora_cli.engine.generate.refinement import require_refinement
 from opensora_cli.engine.generate.targets import num_samples, read_made, sample_files
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
@@ -14,7 +15,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_runtime_settings
 
 _SAMPLED = frozenset(
-    {"prompt", "negative_prompt", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
+    {"prompt", "negative_prompt", "refine", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
     | {"runtime.attention"}
 )
 """Settings that have no effect on latents that are there."""
@@ -28,8 +29,8 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
     What is noted of the files of settings is reported where the request is refused, and else by the run.
 
     Raises:
-        RequestError: a key is unknown, or a value breaks a rule.
-        FileProblem: settings, a reference, saved latents or an adapter are missing.
+        RequestError: a key is unknown, or a value breaks a rule, or no server is named that the prompt is for.
+        FileProblem: settings, a reference, saved latents, an adapter or instructions are missing.
         CheckpointError: weights are missing, and this is no dry run.
         OutputError: a named result exists already, and this is no dry run.
     """
@@ -44,6 +45,7 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
             if ":" not in lora.path and not Path(lora.path).exists():
                 raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
         if not dry_run:
+            require_refinement(settings)
             find_weights(settings).require(needed_components(settings))
             _refuse_named(settings, remake=request.profiled_runs > 0)
     except (OsoraError, ValueError):

@@ -136,7 +136,9 @@ def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str])
     settings = plan.settings
     latents = settings.from_latents
     used = used_settings(settings)
-    values = {key: value for key, value in used.items() if key not in ("files", "runtime", "output", "condition")}
+    values = {
+        key: value for key, value in used.items() if key not in ("files", "runtime", "output", "condition", "refine")
+    }
     parts = {
         **values,
         "memory": settings.memory.fp8_storage,
@@ -166,7 +168,7 @@ def _request_of_saved(settings: GenerateSettings) -> str | None:
 
 
 def _deciding(settings: GenerateSettings) -> dict[str, Any]:
-    places = ("files", "runtime", "output", "memory", "parallel")
+    places = ("files", "runtime", "output", "memory", "parallel", "refine")
     return {key: value for key, value in used_settings(settings).items() if key not in places}
 
 
@@ -207,6 +209,7 @@ def sidecar_document(
         "bytes": num_bytes,
         REQUEST_KEY: sample.request_sha256,
         "prompt": settings.prompt,
+        "original_prompt": settings.refine.original,
         "full_prompt": full_prompt(settings),
         "negative_prompt": settings.negative_prompt,
         "seed": sample.seed,

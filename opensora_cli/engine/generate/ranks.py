@@ -21,6 +21,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, rank_counts, settings_of_ranks
@@ -294,6 +295,8 @@ def planned_on_ranks(
         HardwareError: there is no such device, or the ranks don't find each other.
     """
     settings = settings_of_ranks(settings, context)
+    if context.is_main:
+        settings = refined(settings, reporter=reporter)
     with joined(context, device_type=device_type(settings.runtime.device)) as device:
         settings = agreed(with_mode(settings, reporter) if context.is_main else settings)
         hardware = rank_hardware(settings, device=str(device))

@@ -45,6 +45,7 @@ from opensora_cli.engine.generate.references import (
     references_of,
     with_mode,
 )
+from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.generate.text import encode_text
@@ -120,6 +121,7 @@ def generate_from_request(
     origins = _Origins(choice, source_of(request, "runtime.threads") if context is None else None)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
+        settings = refined(settings, reporter=reporter)
         made = _check_before_ranks(settings, reporter, remake=request.profiled_runs > 0)
         if made is None:
             origins.note(reporter)
@@ -189,6 +191,7 @@ def _generate(settings: GenerateSettings, run: _Run) -> GenerateResult:
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
+    settings = refined(settings, reporter=run.reporter)
     return _carry_out(make_plan(with_mode(settings, run.reporter)), run)
 
 

@@ -64,7 +64,8 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
     if output.named_format is None:
         # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
         again = "" if number == 1 else f"_{number}"
-        target = named / f"{file_stem(settings.prompt, seed=seed)}{again}.{kind}"
+        # By what was typed: that is how a result is looked for.
+        target = named / f"{file_stem(settings.refine.original or settings.prompt, seed=seed)}{again}.{kind}"
     elif num_samples(settings) > 1:
         target = named.with_stem(f"{named.stem}_{index:03d}")
     else:

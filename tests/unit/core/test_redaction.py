@@ -20,6 +20,7 @@ REDACTOR = Redactor(
         ("HF_TOKEN=hf_abcdefghijklmnop", "HF_TOKEN=<hidden>"),
         ("token hf_abcdefghijklmnop is no good", "token <hidden> is no good"),
         ("MY_API_KEY=1", "MY_API_KEY=<hidden>"),
+        ("OSORA_REFINE_KEY=1 OSORA_REFINE_MODEL=small", "OSORA_REFINE_KEY=<hidden> OSORA_REFINE_MODEL=small"),
         ("MASTER_ADDR=10.0.0.7", "MASTER_ADDR=<hidden>"),
         ("NCCL_HOSTID=rack4-7 NCCL_COMM_ID=10.0.0.7:99", "NCCL_HOSTID=<hidden> NCCL_COMM_ID=<hidden>"),
         (

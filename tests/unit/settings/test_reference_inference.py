@@ -121,6 +121,11 @@ def test_every_value_has_its_place(folder: Path) -> None:
     assert not [line for line in lines if line.startswith("sampling_option")]
 
 
+def test_a_language_model_is_asked_as_there(folder: Path) -> None:
+    settings, _ = loaded(own(folder, "prompt_refine = True\nmotion_score = 'dynamic'"))
+    assert (settings.refine.prompt, settings.refine.motion_score) == (True, True)
+
+
 def test_what_is_not_written_is_as_there(folder: Path) -> None:
     path = folder / "bare.py"
     path.write_text(

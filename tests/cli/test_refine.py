@@ -1,0 +1,137 @@
+"""`osora generate --refine`: from the server's answer to the file, its sidecar, and the same file again."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import KEY, ChatStub, serving
+from tiny_world import World, make_world, released_overrides
+
+from opensora_cli.cli import app
+from opensora_cli.engine.generate import chat, run
+from opensora_cli.settings.generate import GenerateSettings
+
+Start = Callable[..., ChatStub]
+Osora = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    monkeypatch.setattr(chat, "sleep", lambda _: None)
+    with serving(monkeypatch, tmp_path / "cache") as start:
+        yield start
+
+
+@pytest.fixture
+def osora(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Osora:
+    """Run a shrunken `osora generate`; returns exit code, stdout and stderr."""
+
+    def call(*more: str) -> tuple[int, str, str]:
+        settings = released_overrides(world, tmp_path / "out")
+        weights, path = settings.pop("runtime.weights"), settings.pop("output.path")
+        given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        code = app.main(["generate", "--model", "open-sora-v2", "--weights", weights, "--out", path, *given, *more])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def sidecar(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(Path(f"{path}.json").read_text())
+    return document
+
+
+def test_both_prompts_are_kept_and_the_same_file_is_made_again_without_asking(
+    start: Start, osora: Osora, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub = start("raining, a grey sea under clouds", "9")
+    request = "raining, sea", "--seed", "3", "--refine", "--motion-score", "auto"
+    code, stdout, stderr = osora(*request)
+    video = tmp_path / "out" / "raining-sea_seed3.mp4"
+    assert (code, stdout) == (0, f"{video}\n")
+    assert "refined prompt: raining, a grey sea under clouds" in stderr
+    assert "motion score: 9" in stderr
+    written = sidecar(video)
+    assert (written["prompt"], written["original_prompt"]) == ("raining, a grey sea under clouds", "raining, sea")
+    assert written["full_prompt"].endswith("9 motion score.")
+    assert written["settings"]["refine"] == {"original": "raining, sea"}
+    assert KEY not in Path(f"{video}.json").read_text() + stdout + stderr
+    # The same request: the cache answers, and the result is there.
+    assert "made before by the same request" in osora(*request)[2]
+    again = tmp_path / "again" / video.name
+    assert app.main(["generate", "--from", f"{video}.json", "--out", f"{again.parent}"]) == 0
+    assert again.read_bytes() == video.read_bytes()
+    assert sidecar(again)["original_prompt"] == "raining, sea"
+    assert len(stub.asked) == 2
+    # Another prompt has nothing to do with what was typed then.
+    assert app.main(["generate", "--from", f"{video}.json", "a boat", "--out", f"{again.parent}"]) == 0
+    assert sidecar(again.parent / "a-boat_seed3.mp4")["original_prompt"] is None
+    capsys.readouterr()
+
+
+def test_a_run_does_not_fail_where_the_server_does(start: Start, osora: Osora, tmp_path: Path) -> None:
+    start(500, 500, 500)
+    code, _, stderr = osora("raining, sea", "--seed", "3", "--refine")
+    assert code == 0
+    assert "the prompt stays as it is: " in stderr
+    written = sidecar(tmp_path / "out" / "raining-sea_seed3.mp4")
+    assert (written["prompt"], written["original_prompt"]) == ("raining, sea", None)
+    assert "refine" not in written["settings"]
+
+
+def test_a_plan_asks_nothing(start: Start, osora: Osora) -> None:
+    stub = start()
+    code, _, stderr = osora("raining, sea", "--refine", "--dry-run")
+    assert code == 0
+    assert "nothing is asked for a plan" in stderr
+    assert stub.paths == []
+
+
+def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, started = start("raining, a grey sea"), []
+    monkeypatch.setattr(run, "start_ranks", lambda settings, **_: started.append(settings))
+    assert osora("raining, sea", "--refine", "--gpus", "2", "--device", "cpu")[0] == 0
+    [settings] = started
+    assert isinstance(settings, GenerateSettings)
+    assert (settings.prompt, settings.refine.is_on) == ("raining, a grey sea", False)
+    assert len(stub.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--refine"], 2, "OSORA_REFINE_URL is not set"),
+        (["--motion-score", "auto"], 2, "OSORA_REFINE_URL is not set"),
+        (["--set", "refine.instructions=mine"], 2, "refine.instructions=mine has no effect without --refine"),
+        (["--set", "refine.tries=0", "--refine"], 2, "refine.tries=0 must be at least 1"),
+        (["--motion-score", "fast"], 2, "prompt_suffix.motion_score=fast must be a whole number"),
+    ],
+)
+def test_bad_requests(osora: Osora, monkeypatch: pytest.MonkeyPatch, more: list[str], code: int, words: str) -> None:
+    monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
+    found, stdout, stderr = osora("raining, sea", *more)
+    assert (found, stdout) == (code, "")
+    assert words in stderr
+
+
+def test_missing_instructions(start: Start, osora: Osora, tmp_path: Path) -> None:
+    stub = start()
+    code, _, stderr = osora("raining, sea", "--refine", "--set", f"refine.instructions={tmp_path}")
+    assert code == 3
+    assert f"{tmp_path}/t2v.txt does not exist" in stderr
+    assert stub.paths == []
+
+
+def test_a_misspelled_variable_is_noticed(osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSORA_REFINE_ULR", "http://localhost")
+    code, _, stderr = osora("raining, sea", "--refine")
+    assert code == 2
+    assert "did you mean OSORA_REFINE_URL?" in stderr

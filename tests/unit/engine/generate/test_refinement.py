@@ -1,0 +1,262 @@
+"""Prompts that are rewritten before anything is made: what is asked and kept, and what happens without an answer."""
+
+import json
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from chat_server import ChatStub, serving
+from PIL import Image
+from tiny_world import RecordingReporter
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.engine.generate import chat, ranks
+from opensora_cli.engine.generate.refinement import KINDS, _jpeg_of, note_plan, read_instructions, refined
+from opensora_cli.media.write import write_media
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.load import load_preset
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path) -> Iterator:
+    monkeypatch.setattr(chat, "sleep", lambda _: None)
+    with serving(monkeypatch, tmp_path / "cache") as start:
+        yield start
+
+
+def settings_of(**changes: object) -> GenerateSettings:
+    given = {"refine.prompt": True, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return load_preset("256px", prompt="a boat").replace(given)
+
+
+def run(settings: GenerateSettings) -> tuple[GenerateSettings, RecordingReporter]:
+    reporter = RecordingReporter()
+    return refined(settings, reporter=reporter), reporter
+
+
+def picture(path: Path, *, width: int = 40, height: int = 20) -> str:
+    Image.new("RGB", (width, height)).save(path)
+    return str(path)
+
+
+def system_of(stub: ChatStub, number: int = 0) -> str:
+    return stub.asked[number]["messages"][0]["content"]
+
+
+class TestRefined:
+    def test_the_answer_takes_the_place_of_the_prompt_which_is_kept(self, start):
+        stub = start("A red boat crosses a calm lake.")
+        settings, reporter = run(settings_of())
+        assert settings.prompt == "A red boat crosses a calm lake."
+        assert settings.refine.model_dump() == {
+            **settings_of().refine.model_dump(),
+            "prompt": False,
+            "original": "a boat",
+        }
+        assert reporter.notes == ["refined prompt: A red boat crosses a calm lake."]
+        assert reporter.warnings == []
+        assert system_of(stub) == read_instructions("t2v", None)
+        # It is done: nothing is asked again.
+        assert refined(settings, reporter=RecordingReporter()) == settings
+
+    def test_nothing_is_asked_where_nothing_is_wanted(self, start):
+        stub = start()
+        settings = settings_of(refine__prompt=False)
+        assert run(settings)[0] is settings
+        assert stub.paths == []
+
+    @pytest.mark.parametrize(
+        ("answer", "prompt"),
+        [
+            ('  "A boat,\n\n sailing."\n', "A boat, sailing."),
+            ("“A boat.”", "A boat."),
+            ('"Stop" says a sign, "go" another', '"Stop" says a sign, "go" another'),
+            ("<think>\nA boat?\n</think>\nA boat.", "A boat."),
+            ("A boat?</think>A boat.", "A boat."),
+            ("A b\x1b[31moat\x00.", "A b[31moat."),
+            ("Ein Böötchen 🚤 на воде", "Ein Böötchen 🚤 на воде"),
+        ],
+    )
+    def test_answers_are_cleaned(self, start, answer, prompt):
+        start(answer)
+        assert run(settings_of())[0].prompt == prompt
+
+    @pytest.mark.parametrize(
+        "answers",
+        [
+            [500] * 3,
+            [401],
+            [""] * 3,
+            ["x" * 10_001] * 3,
+            [b"nonsense"] * 3,
+            ["half \udc00"] * 3,
+            [302],
+            ["<think>What"] * 3,
+        ],
+    )
+    def test_without_an_answer_the_prompt_stays_with_a_warning(self, start, answers):
+        stub = start(*answers)
+        settings, reporter = run(settings_of())
+        assert settings == settings_of(refine__prompt=False)
+        [warning] = reporter.warnings
+        assert warning.startswith(f"the prompt stays as it is: {stub.url} ")
+        # Nothing of it is kept: the next run asks again.
+        assert run(settings_of())[0].prompt == "a boat"
+        assert len(stub.asked) > len(answers)
+
+    def test_kinds(self, start, tmp_path):
+        stub = start("One.", "Two.", "Three.")
+        run(settings_of())
+        run(settings_of(video__num_frames=1))
+        files = (picture(tmp_path / "a.png"), picture(tmp_path / "b.png", width=3000, height=1500))
+        run(settings_of(condition__references=files))
+        assert [system_of(stub, number) for number in range(3)] == [read_instructions(kind, None) for kind in KINDS[:3]]
+        _, *shown = stub.asked[2]["messages"][1]["content"]
+        assert len(shown) == 2
+
+    def test_pictures_are_made_small_and_of_videos_the_first_frame_is_shown(self, tmp_path):
+        large = picture(tmp_path / "large.png", width=3000, height=1500)
+        assert Image.open(BytesIO(_jpeg_of(large))).size == (1024, 512)
+        frames = torch.zeros(3, 16, 32, 3, dtype=torch.uint8)
+        frames[1:] = 255
+        write_media([frames], tmp_path / "a.gif", format="gif", fps=10)
+        with Image.open(BytesIO(_jpeg_of(tmp_path / "a.gif"))) as shown:
+            assert (shown.size, shown.getpixel((5, 5))) == ((32, 16), (0, 0, 0))
+
+    def test_a_missing_reference_is_refused_as_in_any_run(self, start, tmp_path):
+        start()
+        with pytest.raises(FileProblem, match=r"none\.png does not exist"):
+            run(settings_of(condition__references=(str(tmp_path / "none.png"),)))
+
+    def test_a_prompt_is_rewritten_from_the_original_again(self, start):
+        stub = start("A ship.")
+        settings, _ = run(settings_of(prompt="A red boat.", refine__original="a boat"))
+        assert stub.asked[0]["messages"][1]["content"] == "a boat"
+        assert (settings.prompt, settings.refine.original) == ("A ship.", "a boat")
+        start(400)
+        settings, _ = run(settings_of(prompt="A red boat!", refine__original="another boat"))
+        assert (settings.prompt, settings.refine.original) == ("A red boat!", "another boat")
+
+
+class TestMotionScore:
+    @pytest.mark.parametrize(("answer", "score"), [("7", 7), ("Score: 15.", 15), ("<think>3 or 4</think> 4", 4)])
+    def test_it_becomes_the_suffix(self, start, answer, score):
+        stub = start(answer)
+        settings, reporter = run(settings_of(refine__prompt=False, refine__motion_score=True))
+        assert (settings.prompt_suffix.motion_score, settings.prompt) == (score, "a boat")
+        assert (settings.refine.is_on, settings.refine.original) == (False, None)
+        assert reporter.notes == [f"motion score: {score}"]
+        assert system_of(stub) == read_instructions("motion_score", None)
+
+    @pytest.mark.parametrize("answer", ["0", "16", "much", "1 to 5", "-3 4", "9" * 5000, ""])
+    def test_what_is_no_score_leaves_that_of_the_settings(self, start, answer):
+        start(answer, answer, answer)
+        settings, reporter = run(settings_of(refine__prompt=False, refine__motion_score=True))
+        assert settings.prompt_suffix.motion_score == 4
+        assert reporter.warnings[0].startswith("the motion score stays 4: ")
+
+    def test_it_is_chosen_for_the_rewritten_prompt(self, start):
+        stub = start("A fast boat.", "12")
+        settings, _ = run(settings_of(refine__motion_score=True))
+        assert [each["messages"][1]["content"] for each in stub.asked] == ["a boat", "A fast boat."]
+        assert (settings.prompt, settings.prompt_suffix.motion_score) == ("A fast boat.", 12)
+
+
+class TestCache:
+    def test_the_same_is_asked_once(self, start, tmp_path):
+        stub = start("One.", "Two.", "Three.", "Four.", "Five.", "Six.")
+        assert run(settings_of())[0].prompt == run(settings_of())[0].prompt == "One."
+        assert run(settings_of(prompt="a ship"))[0].prompt == "Two."
+        assert run(settings_of(video__num_frames=1))[0].prompt == "Three."
+        file = picture(tmp_path / "a.png")
+        assert run(settings_of(condition__references=(file,)))[0].prompt == "Four."
+        # By its content.
+        other = picture(tmp_path / "b.png")
+        assert run(settings_of(condition__references=(other,)))[0].prompt == "Four."
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        (folder / "t2v.txt").write_text("Be bold.")
+        assert run(settings_of(refine__instructions=str(folder)))[0].prompt == "Five."
+        assert system_of(stub, 4) == "Be bold."
+        (folder / "t2v.txt").write_text("Be bolder.")
+        assert run(settings_of(refine__instructions=str(folder)))[0].prompt == "Six."
+        assert len(stub.asked) == 6
+
+    def test_another_model_is_asked_itself(self, start):
+        for model, answer in (("small", "One."), ("large", "Two."), (None, "Three.")):
+            start(answer, model=model)
+            assert run(settings_of())[0].prompt == answer
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"{", b"[]", b'{"schema": "osora.refined/1", "answer": ""}', b'{"answer": "A boat."}', b"\xff"]
+    )
+    def test_torn_files_are_asked_again_and_replaced(self, start, tmp_path, content):
+        start("One.", "Two.")
+        run(settings_of())
+        [file] = (tmp_path / "cache" / "osora" / "refined").iterdir()
+        file.write_bytes(content)
+        assert run(settings_of())[0].prompt == "Two."
+        assert json.loads(file.read_text())["answer"] == "Two."
+
+    def test_a_cache_that_cannot_be_written_costs_a_warning(self, start, tmp_path):
+        (tmp_path / "cache").write_text("no folder")
+        start("One.")
+        settings, reporter = run(settings_of())
+        assert settings.prompt == "One."
+        assert reporter.warnings[0].startswith("the answer is not kept for the next time: ")
+
+
+class TestRequirements:
+    def test_a_server_must_be_named(self, monkeypatch):
+        monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
+        with pytest.raises(RequestError, match="OSORA_REFINE_URL is not set"):
+            run(settings_of())
+
+    @pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff", b"x" * 200_000])
+    def test_instructions_must_be_there(self, start, tmp_path, content):
+        stub = start()
+        if content is not None:
+            (tmp_path / "t2v.txt").write_bytes(content)
+        with pytest.raises(FileProblem, match=r"t2v\.txt") as raised:
+            run(settings_of(refine__instructions=str(tmp_path)))
+        assert raised.value.exit_code == 3
+        assert stub.paths == []
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_there_are_some_for_every_kind(self, kind):
+        text = read_instructions(kind, None)
+        assert text.startswith(("You write prompts", "The user describes"))
+        assert len(text) > 200
+
+    def test_a_plan_asks_nothing_and_says_so(self, start, tmp_path, monkeypatch):
+        stub, reporter = start(), RecordingReporter()
+        note_plan(settings_of(refine__motion_score=True), reporter)
+        [note] = reporter.notes
+        assert note.startswith(f"refine: nothing is asked for a plan; a run asks {stub.url}, with the instructions in ")
+        assert note.endswith("motion_score.txt")
+        assert stub.paths == []
+        monkeypatch.delenv("OSORA_REFINE_URL")
+        note_plan(settings_of(), reporter)
+        assert reporter.warnings[0].startswith("a run would be refused: OSORA_REFINE_URL is not set")
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_of_ranks_that_others_have_started_the_first_asks(start, monkeypatch, is_main):
+    stub, met = start("A red boat."), []
+
+    def meeting(*_, **__):
+        met.append(len(stub.asked))
+        raise InterruptedError
+
+    monkeypatch.setattr(ranks, "settings_of_ranks", lambda settings, _: settings)
+    monkeypatch.setattr(ranks, "joined", meeting)
+    context = SimpleNamespace(is_main=is_main)
+    with (
+        pytest.raises(InterruptedError),
+        ranks.planned_on_ranks(settings_of(runtime__device="cpu"), context, RecordingReporter()),
+    ):
+        pass
+    assert met == [int(is_main)]
