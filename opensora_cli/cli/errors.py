@@ -55,6 +55,7 @@ OF_REFERENCE = {
     "sampling_option.is_causal_vae": "--set",
     "num_sample": "--num-samples",
     "fps_save": "--fps",
+    "prompt_refine": "--refine",
     "ckpt_path": "--weights",
 }
 """What the scripts of the reference implementation call it, without dashes, and what it is here."""

@@ -395,7 +395,7 @@ def end_at(step, monkeypatch):
     monkeypatch.setattr(core_files, "_flush_to_disk", watched(core_files._flush_to_disk))
     monkeypatch.setattr(Path, "replace", watched(Path.replace))
     # Nothing more is written by a process that was killed.
-    monkeypatch.setattr(core_files, "_remove", watched(core_files._remove))
+    monkeypatch.setattr(core_files, "remove", watched(core_files.remove))
 
 
 @pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
