@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
 
 if TYPE_CHECKING:
+    from opensora_cli.settings.base import Section
+    from opensora_cli.settings.layers import Layer
     from opensora_cli.settings.load import GenerateRequest
 
 _PROFILED_RUNS = 3
@@ -123,22 +125,16 @@ def generate(
     if profile_runs is not None and not profile:
         raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     with errors.interruptible():
-        from opensora_cli.api.request import generate_request
         from opensora_cli.settings.explain import Given
-        from opensora_cli.settings.flags import FLAGS, given_flags, option_of
+        from opensora_cli.settings.flags import FLAGS, given_flags
 
         runs = (profile_runs or _PROFILED_RUNS) if profile else 0
         # Those that are settings have the names of their parameters; a switch that is off was not given.
         flags = {name: typed[name] for name in FLAGS if typed[name] is not False}
         source, words = ("PROMPT", prompt) if prompt_text is None else ("--prompt-text", prompt_text)
         named = {} if words is None else {"prompt": Given(words, source)}
-        request = generate_request(
-            named | given_flags(flags, called=option_of),
-            assignments=set_ or [],
-            sidecar=from_,
-            config=config,
-            profiled_runs=runs,
-        )
+        given = named | given_flags(flags)
+        request = _request(given, assignments=set_ or [], sidecar=from_, config=config, profiled_runs=runs)
         _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -178,6 +174,33 @@ def _hint_of_file(prompt: str) -> str | None:
     if ending in _TEXT_ENDINGS:
         return "give the words themselves, in quotes"
     return f"a picture or a video is given with --ref {name}" if ending else "give the words themselves, in quotes"
+
+
+def _request(
+    given: "Layer", *, assignments: Sequence[str], sidecar: Path | None, config: Path | None, profiled_runs: int
+) -> "GenerateRequest":
+    """Return what was asked for, with the variables of the environment; `given` are the options and the prompt."""
+    from opensora_cli.settings.generate import GenerateSettings
+    from opensora_cli.settings.layers import collect_overrides
+    from opensora_cli.settings.load import GenerateRequest, read_sidecar
+
+    return GenerateRequest(
+        overrides=collect_overrides(GenerateSettings, given, assignments),
+        saved=read_sidecar(sidecar) if sidecar else None,
+        config=config,
+        environment=os.environ,
+        others=_other_settings(),
+        profiled_runs=profiled_runs,
+    )
+
+
+def _other_settings() -> tuple[type["Section"], ...]:
+    """Return training's settings, whose variables are not refused; imported only where there are variables of osora."""
+    if not any(name.startswith("OSORA_") for name in os.environ):
+        return ()
+    from opensora_cli.settings.train import TrainSettings
+
+    return (TrainSettings,)
 
 
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
