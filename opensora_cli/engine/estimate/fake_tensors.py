@@ -4,7 +4,7 @@ Every operation of the real modules then costs microseconds and allocates nothin
 would have allocated.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -29,6 +29,8 @@ _ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.i
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+_Replacements = Mapping[Any, Callable[..., Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -51,7 +53,7 @@ def fake_device(device_type: str) -> Iterator[torch.device]:
     records nothing.
     """
     is_cpu = device_type == "cpu"
-    kernels = _HostKernels() if is_cpu else _CudaKernels()
+    kernels = _Kernels(_ON_HOST if is_cpu else _ON_CUDA)
     with torch.inference_mode(False), torch.no_grad(), OutlineMode(), kernels:  # type: ignore[no-untyped-call]
         yield HOST if is_cpu else torch.device("meta")
 
@@ -61,7 +63,7 @@ def fake_tensors(device_type: str, *, gradients: bool = False) -> Iterator[torch
     """Do the same with torch's fake tensors, many times slower; `gradients` lets autograd record what is done."""
     is_cpu = device_type == "cpu"
     # A tensor that `torch.tensor` makes on the meta device is not fake, and let in.
-    kernels = _CpuKernels() if is_cpu else _CudaKernels()  # type: ignore[no-untyped-call]
+    kernels = _CpuKernels() if is_cpu else _Kernels(_ON_CUDA)  # type: ignore[no-untyped-call]
     with (
         torch.inference_mode(False),  # in which torch would let no fake tensor in
         torch.set_grad_enabled(gradients),
@@ -150,19 +152,18 @@ class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
 
-class _HostKernels(TorchFunctionMode):
-    """Does what torch does on a CPU above its operations, where it sees that none of the tensors is on one."""
+class _Kernels(TorchFunctionMode):
+    """Replaces functions by others that make the tensors that kernels of the device make."""
+
+    def __init__(self, replacements: _Replacements) -> None:
+        super().__init__()
+        self._replacements = replacements
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, or one that makes the same tensors."""
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return _fused_attention(*args[:3])
-        if func is functional.group_norm:
-            return _group_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._replacements.get(func, func)(*args, **(kwargs or {}))
 
 
 def _group_norm(
@@ -173,22 +174,7 @@ def _group_norm(
     return torch.native_group_norm(clip, weight, bias, batch, channels, prod(size), num_groups, eps)[0]
 
 
-class _CudaKernels(TorchFunctionMode):
-    """Replaces what makes other tensors on a device that is not known to have CUDA's kernels."""
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, or one that makes the same tensors."""
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return _fused_attention(*args[:3])
-        if func is functional.rms_norm:
-            return _fused_rms_norm(args[0])
-        return func(*args, **kwargs)
-
-
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
     """Return what flash attention and the memory-efficient one make: the output and, for a while, one sum a query.
 
     A mask changes nothing.
@@ -197,8 +183,20 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out
 
 
-def _fused_rms_norm(rows: Tensor) -> Tensor:
+def _fused_rms_norm(rows: Tensor, *_: object, **__: object) -> Tensor:
     """Return what the kernel makes: a copy of rows that are not contiguous, one number a row, and the output."""
     rows = rows.contiguous()
     rows.new_empty(rows.shape[:-1], dtype=torch.float32)
     return torch.empty_like(rows)
+
+
+# What torch does on a CPU above its operations, where it sees that none of the tensors is on one.
+_ON_HOST: _Replacements = {
+    functional.scaled_dot_product_attention: _fused_attention,
+    functional.group_norm: _group_norm,
+}
+# What makes other tensors on a device that is not known to have CUDA's kernels.
+_ON_CUDA: _Replacements = {
+    functional.scaled_dot_product_attention: _fused_attention,
+    functional.rms_norm: _fused_rms_norm,
+}
