@@ -25,7 +25,7 @@ from typing import IO, Literal
 from opensora_cli.core.exceptions import HardwareError, OsoraError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, shown_path
 from opensora_cli.core.ranks import LOG_VARIABLE, RankContext
-from opensora_cli.core.signals import end_with_parent
+from opensora_cli.core.signals import end_with_parent, held_back
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
 """Set by our launcher: the file descriptor of a rank's end."""
@@ -347,10 +347,9 @@ class _Link:
         os._exit(HardwareError.exit_code)
 
     def send(self, message: object) -> None:
-        if self._channel is None:
-            return
-        with self._sending, suppress(OSError):
-            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        if self._channel is not None:
+            with held_back(), self._sending, suppress(OSError):  # half a line would spoil the next one
+                self._channel.sendall(json.dumps(message).encode() + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
