@@ -68,8 +68,7 @@ RELEASED_SIZES = {
     "vae.sample_size": "32",
     "vae.sample_tsize": "32",
 }
-DC_AE_SIZES = {
-    **SIZES,
+TINY_DC_AE = {
     "model.in_channels": "8",
     "vae.dc_ae.latent_channels": "8",
     "vae.dc_ae.block_types": "res,res,efficientvit",
@@ -77,6 +76,10 @@ DC_AE_SIZES = {
     "vae.dc_ae.encoder_depth_list": "1,1,1",
     "vae.dc_ae.decoder_depth_list": "1,1,1",
     "vae.dc_ae.temporal": "true,true,false",
+}
+DC_AE_SIZES = {
+    **SIZES,
+    **TINY_DC_AE,
     # Tiles of 4 latents a side and 4 latent frames.
     "vae.dc_ae.spatial_tile_size": "16",
     "vae.dc_ae.temporal_tile_size": "16",

@@ -60,13 +60,7 @@ HUNYUAN = {
     "train_mmdit.files.vae": "hunyuan.safetensors",
 }
 DC_AE = {
-    "model.in_channels": "8",
-    "vae.dc_ae.latent_channels": "8",
-    "vae.dc_ae.block_types": "res,res,efficientvit",
-    "vae.dc_ae.width_list": "8,8,32",
-    "vae.dc_ae.encoder_depth_list": "1,1,1",
-    "vae.dc_ae.decoder_depth_list": "1,1,1",
-    "vae.dc_ae.temporal": "true,true,false",
+    **tiny_world.TINY_DC_AE,
     "vae.dc_ae.scaling_factor": "4",
     "train_mmdit.files.vae": "dc_ae.safetensors",
 }
