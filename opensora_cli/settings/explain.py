@@ -1,7 +1,7 @@
 """Errors of settings in words: the setting, its value, the rule, and the way out."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
@@ -61,6 +61,11 @@ def _origin(key: str, given: Mapping[str, Given]) -> Given | None:
     while key and key not in given:
         key = key.rpartition(".")[0]
     return given.get(key)
+
+
+def either(choices: Sequence[str]) -> str:
+    """Return choices as a sentence has them: `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
 
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:

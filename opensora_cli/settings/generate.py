@@ -4,7 +4,6 @@ Rules that need no file and no hardware live here, so that `--dry-run` and the l
 """
 
 import re
-from pathlib import PurePath
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -28,18 +27,15 @@ from opensora_cli.settings.enums import (
     Fit,
     ModelChoice,
     ModelName,
-    OutputFormat,
     ReferenceRate,
     VAEKind,
 )
-from opensora_cli.settings.explain import nearest
+from opensora_cli.settings.explain import either, nearest
+from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.prompts import PromptSuffixSettings, RefineSettings, with_asked_score
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
 MAX_SEED = 2**62
-
-# Endings that people type and that would otherwise quietly become the name of a folder.
-_FOREIGN_ENDINGS = frozenset({"apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"})
 
 
 class VideoSettings(Section):
@@ -146,41 +142,6 @@ class ConditionSettings(Section):
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
 
-class OutputSettings(Section):
-    """Where results go."""
-
-    path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
-    format: OutputFormat | None = Field(default=None, description="none: from the file's ending, else mp4")
-    overwrite: bool = Field(default=False, description="replace existing files")
-    metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
-    save_latents: bool = Field(default=True, description="save the latents before decoding")
-
-    @property
-    def named_format(self) -> OutputFormat | None:
-        """The format that the ending of `path` names; None where `path` is a folder."""
-        ending = PurePath(self.path).suffix.lower().removeprefix(".")
-        return OutputFormat(ending) if ending in list(OutputFormat) else None
-
-    @property
-    def resolved_format(self) -> OutputFormat:
-        """The format to write."""
-        return self.format or self.named_format or OutputFormat.MP4
-
-    @model_validator(mode="after")
-    def _ending_agrees(self) -> Self:
-        named = self.named_format
-        if named and self.format and named is not self.format:
-            raise ValueError(
-                f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
-            )
-        if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
-            raise ValueError(
-                f"output.path={self.path} must end in {_either([f'.{known}' for known in OutputFormat])} to be a file: "
-                "use one of these, or name a folder"
-            )
-        return self
-
-
 class GenerateSettings(Section):
     """Everything that decides what `osora generate` makes."""
 
@@ -263,7 +224,7 @@ def _model_problems(settings: GenerateSettings) -> list[str]:
     problems = []
     if not vae.kind.generates:
         fitting = [kind.value for kind in VAEKind if kind.generates]
-        problems.append(f"vae.kind={vae.kind} is not made for generating: use {_either(fitting)}")
+        problems.append(f"vae.kind={vae.kind} is not made for generating: use {either(fitting)}")
     channels = vae.grid.latent_channels * model.patch_size**2
     if model.in_channels != channels:
         problems.append(
@@ -281,20 +242,20 @@ def _size_problems(settings: GenerateSettings) -> list[str]:
     multiple = settings.size_multiple
     if video.height is not None and video.width is not None:
         return [
-            f"video.{name}={value} must be a multiple of {multiple}: use {_either(_near_multiples(value, multiple))}"
+            f"video.{name}={value} must be a multiple of {multiple}: use {either(_near_multiples(value, multiple))}"
             for name, value in (("height", video.height), ("width", video.width))
             if value % multiple
         ]
     problems = []
     if video.resolution not in video.resolutions:
-        fix = f"use {_either(video.resolutions)}"
+        fix = f"use {either(video.resolutions)}"
         if settings.model.name is ModelName.DEMO:
             fix += f", or get the released model: {DOWNLOAD_COMMAND}"
         problems.append(f"video.resolution={video.resolution} is not a size of the {settings.model.name} model: {fix}")
     if video.aspect_ratio not in video.aspect_ratios:
         problems.append(
             f"video.aspect_ratio={video.aspect_ratio} is not one of the {settings.model.name} model: "
-            f"use {_either(video.aspect_ratios)}"
+            f"use {either(video.aspect_ratios)}"
         )
     return problems
 
@@ -344,7 +305,7 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
     problems = []
     if references > mode.max_references:
         problems.append(
-            f"condition.mode={mode.name} takes {_either([str(n + 1) for n in range(mode.max_references)])} "
+            f"condition.mode={mode.name} takes {either([str(n + 1) for n in range(mode.max_references)])} "
             f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
         )
     if mode.needs_reference and not settings.model.cond_embed:
@@ -384,7 +345,7 @@ def _parallel_problems(settings: GenerateSettings) -> list[str]:
         fitting = [str(degree) for degree in range(1, model.num_heads + 1) if model.num_heads % degree == 0]
         problems.append(
             f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={model.num_heads}: "
-            f"use {_either(fitting)}"
+            f"use {either(fitting)}"
         )
     heads = model.num_heads // tensor
     if parallel.ulysses_degree is not None and parallel.ulysses_degree > heads:
@@ -402,7 +363,3 @@ def _near_multiples(value: int, multiple: int) -> list[str]:
 
 def _files(count: int) -> str:
     return "1 file is" if count == 1 else f"{count} files are"
-
-
-def _either(choices: list[str] | tuple[str, ...]) -> str:
-    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))

@@ -1,0 +1,48 @@
+"""Settings of where the results of `osora generate` go."""
+
+from pathlib import PurePath
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from opensora_cli.settings.base import Section
+from opensora_cli.settings.enums import OutputFormat
+from opensora_cli.settings.explain import either
+
+# Endings that people type and that would otherwise quietly become the name of a folder.
+_FOREIGN_ENDINGS = frozenset({"apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"})
+
+
+class OutputSettings(Section):
+    """Where results go."""
+
+    path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
+    format: OutputFormat | None = Field(default=None, description="none: from the file's ending, else mp4")
+    overwrite: bool = Field(default=False, description="replace existing files")
+    metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
+    save_latents: bool = Field(default=True, description="save the latents before decoding")
+
+    @property
+    def named_format(self) -> OutputFormat | None:
+        """The format that the ending of `path` names; None where `path` is a folder."""
+        ending = PurePath(self.path).suffix.lower().removeprefix(".")
+        return OutputFormat(ending) if ending in list(OutputFormat) else None
+
+    @property
+    def resolved_format(self) -> OutputFormat:
+        """The format to write."""
+        return self.format or self.named_format or OutputFormat.MP4
+
+    @model_validator(mode="after")
+    def _ending_agrees(self) -> Self:
+        named = self.named_format
+        if named and self.format and named is not self.format:
+            raise ValueError(
+                f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
+            )
+        if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
+            raise ValueError(
+                f"output.path={self.path} must end in {either([f'.{known}' for known in OutputFormat])} to be a file: "
+                "use one of these, or name a folder"
+            )
+        return self
