@@ -240,6 +240,8 @@ def _run(command: Callable[[], object], context: RankContext | None) -> int:
     if code == INTERRUPTED:  # Typer's own, of a command line that was being read, or help that was being printed
         raise KeyboardInterrupt
     if code == OsoraError.exit_code:  # Typer's own, of a shell that it cannot complete for
+        hint = "run it from bash, zsh, fish or PowerShell"
+        output.print_failure(("no shell was found above this process that can complete commands",), hint=hint)
         return HardwareError.exit_code
     return code if isinstance(code, int) else 0
 

@@ -106,7 +106,7 @@ def test_completion_for_a_shell_that_is_not_known_is_no_bug(
 
     monkeypatch.setattr(shellingham, "detect_shell", no_shell)
     assert main(["--show-completion"]) == 4
-    assert "not supported" in capsys.readouterr().err
+    assert "error: no shell was found" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
