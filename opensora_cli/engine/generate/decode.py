@@ -1,10 +1,12 @@
-"""From latents to results on disk: decode, and save what is decoded as it comes."""
+"""From latents to results: decode, and save what is decoded as it comes, or hold it in memory."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,7 +14,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
-from opensora_cli.engine.estimate.offload import DECODE
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.denoise import DenoisedSample
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import media_tags, sidecar_document
@@ -24,6 +26,8 @@ from opensora_cli.engine.generate.targets import SampleFiles, read_made
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+
+V = TypeVar("V")
 
 _SAVE = "save"
 _HOST = torch.device("cpu")
@@ -50,7 +54,77 @@ class GeneratedVideo(Document):
         )
 
 
-def decode_and_save(
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What making one sample took, and what came of what was given."""
+
+    timings_s: Mapping[str, float]
+    """Seconds of each stage; of the whole run for loading and text."""
+    peak_memory_gib: Mapping[str, float]
+    """As `hardware.peak_memory_gib`, of the run so far."""
+    given_frames_psnr_db: float | None
+    """How well the given frames came back; None where none were given."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVideo:
+    """One finished sample in memory."""
+
+    plan: ExecutionPlan
+    sample: SampleFiles
+    """Where it would be."""
+    frames_THWC: torch.Tensor
+    """uint8 RGB, on the CPU."""
+    figures: Figures
+
+
+class Decoding:
+    """A sample that is being decoded."""
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        sample: SampleFiles,
+        denoised: DenoisedSample,
+        references: Sequence[Reference],
+        autoencoder: Autoencoder,
+        record: RunRecord,
+    ) -> None:
+        self.plan = plan
+        self.sample = sample
+        self.record = record
+        self._latents_CTHW, self._denoise_s = denoised.latents_CTHW, denoised.denoise_s
+        self._autoencoder = autoencoder
+        self._psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
+        self._decoded_s = record.timings_s.setdefault(DECODE, 0.0)
+
+    def pieces(self) -> Generator[torch.Tensor]:
+        """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU; once."""
+        tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
+        with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
+            for piece_THWC in decode_latents(
+                self.plan, self._autoencoder, self._latents_CTHW, on_tile=progress.advance
+            ):
+                self._psnr.add(piece_THWC)
+                yield piece_THWC
+                # Not needed any more, while the next is decoded.
+                del piece_THWC
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds that decoding took so far."""
+        return self.record.timings_s[DECODE] - self._decoded_s
+
+    def figures(self) -> Figures:
+        """Return what is known once all pieces are there."""
+        return Figures(
+            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self.decode_s},
+            peak_memory_gib(self.plan.hardware.device),
+            self._psnr.db,
+        )
+
+
+def decode_samples(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
     denoised: Sequence[DenoisedSample],
@@ -58,12 +132,13 @@ def decode_and_save(
     models: LoadedModels,
     record: RunRecord,
     *,
+    finish: Callable[[Decoding], V],
     ranks: Ranks | None = None,
-) -> tuple[GeneratedVideo, ...]:
-    """Decode and save every sample; the latents that this run saved are removed once their result is complete.
+) -> tuple[V, ...]:
+    """Decode every sample, and let `finish` take it, as `save` and `hold` do.
 
-    `references` are what was given, to measure how well it came back. `ranks` share the tiles: rank 0 saves, and the
-    others return nothing. None: there is only this one.
+    `references` are what was given, to measure how well it came back. `ranks` share the tiles: rank 0 takes them, and
+    the others return nothing. None: there is only this one.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
@@ -82,42 +157,15 @@ def decode_and_save(
         if ranks is not None and not ranks.is_main:
             return ()
         for sample, latents in zip(files, denoised, strict=True):
+
+            def decode(plan: ExecutionPlan, sample: SampleFiles = sample, latents: DenoisedSample = latents) -> V:
+                with models.autoencoder(plan, record) as autoencoder:
+                    return finish(Decoding(plan, sample, latents, references, autoencoder, record))
+
             # With what was enough for one sample, the next ones go on.
-            video, plan = _finish(plan, sample, latents, references, models, record)
+            video, plan = retried(decode, plan, DECODE, models, record, together=False)
             videos.append(video)
     return tuple(videos)
-
-
-def _finish(
-    plan: ExecutionPlan,
-    sample: SampleFiles,
-    denoised: DenoisedSample,
-    references: Sequence[Reference],
-    models: LoadedModels,
-    record: RunRecord,
-) -> tuple[GeneratedVideo, ExecutionPlan]:
-    """Decode and save one sample; the plan is the one that had enough memory."""
-
-    def save(plan: ExecutionPlan) -> GeneratedVideo:
-        with models.autoencoder(plan, record) as autoencoder:
-            return _decode_and_save(plan, sample, denoised, references, autoencoder, record)
-
-    video, plan = retried(save, plan, DECODE, models, record, together=False)
-    record.complete(sample.media, sample.latents)
-    if video.given_frames_psnr_db is not None:
-        _report_given_frames(video.given_frames_psnr_db, sample.seed, record.reporter)
-    return video, plan
-
-
-def _report_given_frames(psnr_db: float, seed: int, reporter: Reporter) -> None:
-    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
-    if psnr_db < LOW_PSNR_DB:
-        reporter.warn(
-            f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
-            "something else; a reference like the model's own videos comes back better"
-        )
-    else:
-        reporter.note(came)
 
 
 def _decode_for_rank_0(
@@ -131,56 +179,88 @@ def _decode_for_rank_0(
             progress.advance()
 
 
-def _decode_and_save(
-    plan: ExecutionPlan,
-    sample: SampleFiles,
-    denoised: DenoisedSample,
-    references: Sequence[Reference],
-    autoencoder: Autoencoder,
-    record: RunRecord,
-) -> GeneratedVideo:
-    """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither."""
-    psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
-    tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
-    start, decoded_s = time.perf_counter(), record.timings_s.setdefault(DECODE, 0.0)
+def hold(decoding: Decoding) -> HeldVideo:
+    """Return a sample in memory."""
+    frames_THWC = torch.cat([*decoding.pieces()])
+    figures = decoding.figures()
+    _report_given_frames(figures.given_frames_psnr_db, decoding.sample.seed, decoding.record.reporter)
+    return HeldVideo(decoding.plan, decoding.sample, frames_THWC, figures)
+
+
+def save(decoding: Decoding) -> GeneratedVideo:
+    """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither.
+
+    Then the latents that were saved for it are removed.
+    """
+    plan, sample, record = decoding.plan, decoding.sample, decoding.record
+    start = time.perf_counter()
 
     def decoded() -> Generator[torch.Tensor]:
-        with record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            for piece_THWC in decode_latents(plan, autoencoder, denoised.latents_CTHW, on_tile=progress.advance):
-                psnr.add(piece_THWC)
+        with closing(decoding.pieces()) as pieces:
+            for piece_THWC in pieces:
                 with record.timed(_SAVE):
                     yield piece_THWC
-                # Not needed any more, while the next is decoded.
                 del piece_THWC
         # Shown from here on: until now saving went along with decoding.
         saving.enter_context(record.reporter.stage(_SAVE, unit="video"))
 
+    def figures() -> Figures:
+        known = decoding.figures()
+        save_s = time.perf_counter() - start - decoding.decode_s
+        return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
+
+    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
+        write_video(pieces, plan, sample, figures)
+    record.complete(sample.media, sample.latents)
+    psnr_db = decoding.figures().given_frames_psnr_db
+    _report_given_frames(psnr_db, sample.seed, record.reporter)
+    return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr_db)
+
+
+def write_video(
+    pieces_tHWC: Iterable[torch.Tensor], plan: ExecutionPlan, sample: SampleFiles, figures: Callable[[], Figures]
+) -> None:
+    """Write a result and its sidecar, which has the `figures` that are known once all pieces are written.
+
+    Both or neither; see `write_media`, whose errors these are.
+    """
+
     def describe(num_bytes: int) -> dict[str, object] | None:
         if sample.sidecar is None:
             return None
-        decode_s = record.timings_s[DECODE] - decoded_s
-        save_s = time.perf_counter() - start - decode_s
+        known = figures()
         return sidecar_document(
             plan,
             sample,
             num_bytes=num_bytes,
-            timings_s={**record.timings_s, "denoise": denoised.denoise_s, DECODE: decode_s, _SAVE: save_s},
-            peak_memory_gib=peak_memory_gib(plan.hardware.device),
-            given_frames_psnr_db=psnr.db,
+            timings_s=known.timings_s,
+            peak_memory_gib=known.peak_memory_gib,
+            given_frames_psnr_db=known.given_frames_psnr_db,
         )
 
-    with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
-        write_media(
-            pieces,
-            sample.target,
-            fps=plan.settings.video.fps,
-            format=plan.settings.output.resolved_format,
-            metadata=media_tags(plan, sample),
-            # Also where another run has used the name in the hours since the first check.
-            replace=plan.settings.output.overwrite,
-            describe=describe,
+    write_media(
+        pieces_tHWC,
+        sample.target,
+        fps=plan.settings.video.fps,
+        format=plan.settings.output.resolved_format,
+        metadata=media_tags(plan, sample),
+        # Also where another run has used the name in the hours since the first check.
+        replace=plan.settings.output.overwrite,
+        describe=describe,
+    )
+
+
+def _report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:
+    if psnr_db is None:
+        return
+    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if psnr_db < LOW_PSNR_DB:
+        reporter.warn(
+            f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
+            "something else; a reference like the model's own videos comes back better"
         )
-    return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr.db)
+    else:
+        reporter.note(came)
 
 
 def decode_latents(

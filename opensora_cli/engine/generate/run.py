@@ -5,30 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.threads import threads_used
-from opensora_cli.engine.components.hardware import (
-    limited_memory,
-    peak_memory_gib,
-    start_peak_memory,
-    tf32_products,
-)
-from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
-from opensora_cli.engine.components.weights import Component, choose_model
-from opensora_cli.engine.estimate.offload import ON_DEVICE, TEXT
-from opensora_cli.engine.generate.decode import GeneratedVideo, decode_and_save
-from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples, saved_samples
-from opensora_cli.engine.generate.documents import GenerateResult, reread_line
+from opensora_cli.engine.components.weights import choose_model
+from opensora_cli.engine.estimate.offload import ON_DEVICE
+from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, save
+from opensora_cli.engine.generate.denoise import DenoisedSample, saved_samples
+from opensora_cli.engine.generate.documents import GenerateResult
 from opensora_cli.engine.generate.early import refuse_sampled
-from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
 from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
@@ -39,16 +32,10 @@ from opensora_cli.engine.generate.ranks import (
     require_devices,
     start_ranks,
 )
-from opensora_cli.engine.generate.references import (
-    Reference,
-    reference_latents,
-    references_of,
-    with_mode,
-)
+from opensora_cli.engine.generate.references import Reference, references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
-from opensora_cli.engine.generate.text import encode_text
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import ModelChoice
@@ -181,22 +168,45 @@ def generate(
     return _generate(settings, run)
 
 
+def hold_video(settings: GenerateSettings, models: LoadedModels, *, reporter: Reporter | None = None) -> HeldVideo:
+    """Make the first sample that `settings` describe with `models`, and return it in memory; no file is written.
+
+    Errors are those of `generate`, but for an OutputError and what Ctrl-C lists.
+    """
+    reporter = reporter or SilentReporter()
+    plan = models.planned(_plan_here(settings, reporter))
+    require_weights(plan, reporter)
+    require_room(plan, reporter)
+    references = references_of(plan, reporter)
+    files = [dataclasses.replace(sample_files(plan.settings, 0), latents=None)]
+    saved = saved_samples(plan, files, None)
+    plan = plan.with_threads()
+    record = RunRecord(reporter, keeps_results=False)
+    with computing(plan, reporter):
+        [video] = make_videos(plan, files, references, models, record, finish=hold, saved=saved)
+    return video
+
+
 def _generate(settings: GenerateSettings, run: _Run) -> GenerateResult:
     if run.context is not None:
         reporter = WatchedReporter(run.reporter, on_device=ON_DEVICE)
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return _carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
+    return _carry_out(_plan_here(settings, run.reporter), run)
+
+
+def _plan_here(settings: GenerateSettings, reporter: Reporter) -> ExecutionPlan:
+    """Return the plan of one process that has no others."""
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    settings = refined(settings, reporter=run.reporter)
-    return _carry_out(make_plan(with_mode(settings, run.reporter)), run)
+    return make_plan(with_mode(refined(settings, reporter=reporter), reporter))
 
 
 def _carry_out(plan: ExecutionPlan, run: _Run) -> GenerateResult:
-    _require_weights(plan, run.reporter)
+    require_weights(plan, run.reporter)
     found = () if run.profiled_runs else _agreed(plan, run.ranks, lambda: choose_outputs(plan))
     if found and all(sample.made_before for sample in found):
         return _made_before(plan, found, run.reporter)
@@ -237,8 +247,7 @@ def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Re
 
 
 def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
-    plan.require_fit()
-    _note_plan(plan, run.reporter)
+    require_room(plan, run.reporter)
     references = references_of(plan, run.reporter) if run.is_main else []
 
     def claimed() -> tuple[SampleFiles, ...]:
@@ -249,8 +258,6 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     if all(sample.made_before for sample in chosen):  # by another run, since this one looked first
         return _made_before(plan, chosen, run.reporter)
     run.origins.note(run.reporter)
-    if plan.attention is not None:
-        run.reporter.note(f"attention: {plan.attention.line()}")
     kept = []
     for sample in chosen:
         if sample.made_before:
@@ -261,17 +268,12 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     files = [sample for sample in chosen if not sample.made_before]
     saved = saved_samples(plan, files, run.ranks)
     plan = plan.with_threads(by=run.origins.threads)
-    assert plan.threads is not None
-    start_peak_memory(plan.hardware.device)
     times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
-    with (
-        threads_used(plan.threads, run.reporter),
-        tf32_products(plan.settings.precision.tf32, plan.hardware.device, note=run.reporter.note),
-    ):
+    with computing(plan, run.reporter):
         trials = [] if times is None else _trials(plan, files, references, saved, run, times)
         record = RunRecord(run.reporter, block_times=times)
         with run.new_models() as models:
-            videos = _make_videos(plan, files, references, saved, models, record, run.ranks)
+            videos = _saved_videos(plan, files, references, saved, models, record, run.ranks)
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         model=plan.settings.model.name,
@@ -284,17 +286,6 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
         attention=plan.attention,
         settings=plan.settings,
     )
-
-
-def _note_plan(plan: ExecutionPlan, reporter: Reporter) -> None:
-    if plan.mesh.size > 1:
-        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
-        if plan.planned_exchange is not None:
-            reporter.note(f"exchange: {plan.planned_exchange.line()}")
-    if plan.offload.lines():
-        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
-    for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
-        reporter.note(f"memory: {line}")
 
 
 def _trials(
@@ -316,7 +307,7 @@ def _trials(
         with temporary_folder() as folder, run.new_models() as models:
             trial = _into(plan, folder)
             trial_files = [sample_files(trial.settings, sample.index) for sample in files]
-            _make_videos(trial, trial_files, references, saved, models, record, run.ranks)
+            _saved_videos(trial, trial_files, references, saved, models, record, run.ranks)
         timings.append(record.timings_s)
         if not number:
             times.clear()
@@ -335,7 +326,7 @@ def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> Accelera
     return AccelerationReport.of(stages, times.spreads(), runs=len(runs))
 
 
-def _make_videos(
+def _saved_videos(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
     references: Sequence[Reference],
@@ -344,25 +335,13 @@ def _make_videos(
     record: RunRecord,
     ranks: Ranks | None,
 ) -> tuple[GeneratedVideo, ...]:
-    """Do every stage once; return the results."""
+    """Make and save the videos; return the results."""
     output = plan.settings.output
-    missing = [sample for sample in files if sample.index not in saved]
-    denoised = dict(saved)
     # Without a sidecar nobody knows which request has made a result. Rank 0 alone keeps anything.
     may_repeat = output.metadata and not output.overwrite
     is_main = ranks is None or ranks.is_main
-    with (
-        torch.inference_mode(),
-        record.rescue(files, may_repeat=may_repeat) if is_main else nullcontext(),
-        limited_memory(plan.hardware.device, plan.settings.memory.limit),
-    ):
-        if missing:
-            embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
-            given = reference_latents(plan, references, models, record)
-            made = denoise_samples(plan, missing, embeds, given, models, record, ranks=ranks)
-            denoised |= {sample.index: latents for sample, latents in zip(missing, made, strict=True)}
-        latents = [denoised[sample.index] for sample in files]
-        return decode_and_save(plan, files, latents, references, models, record, ranks=ranks)
+    with record.rescue(files, may_repeat=may_repeat) if is_main else nullcontext():
+        return make_videos(plan, files, references, models, record, finish=save, saved=saved, ranks=ranks)
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:
@@ -380,16 +359,3 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remak
     check_outputs(files, plan, create=False)
     references_of(plan, SilentReporter())
     return None
-
-
-def _require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
-    if not plan.fits and any(component in plan.weights.missing for component in plan.components):
-        # Before 40 GB are downloaded that do not fit.
-        try:
-            plan.require_fit()
-        except HardwareError as error:
-            reporter.warn(f"with its weights this would not run here either: {error.message}")
-    plan.weights.require(plan.components)
-    if borrowed := plan.weights.borrowed():
-        folder = plan.weights.path(Component.TRANSFORMER).parent
-        reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")

@@ -1,0 +1,110 @@
+"""From a plan to finished videos: every stage once, each freeing the models that the next has no room for."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.threads import threads_used
+from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
+from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.offload import TEXT
+from opensora_cli.engine.generate.decode import Decoding, decode_samples
+from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
+from opensora_cli.engine.generate.documents import reread_line
+from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.references import Reference, reference_latents
+from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.text import encode_text
+
+V = TypeVar("V")
+
+
+def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
+    """Raise HardwareError if there is not enough memory, and note how the plan makes do with what there is."""
+    plan.require_fit()
+    if plan.mesh.size > 1:
+        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
+        if plan.planned_exchange is not None:
+            reporter.note(f"exchange: {plan.planned_exchange.line()}")
+    if plan.offload.lines():
+        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
+        reporter.note(f"memory: {line}")
+
+
+def require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
+    """Raise CheckpointError if weights are missing, with a warning where they would not fit either."""
+    if not plan.fits and any(component in plan.weights.missing for component in plan.components):
+        # Before 40 GB are downloaded that do not fit.
+        try:
+            plan.require_fit()
+        except HardwareError as error:
+            reporter.warn(f"with its weights this would not run here either: {error.message}")
+    plan.weights.require(plan.components)
+    if borrowed := plan.weights.borrowed():
+        folder = plan.weights.path(Component.TRANSFORMER).parent
+        reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
+
+
+@contextmanager
+def computing(plan: ExecutionPlan, reporter: Reporter) -> Iterator[None]:
+    """Compute inside the block as a plan with threads says: with so many, in its precision, in no more memory."""
+    assert plan.threads is not None
+    device = plan.hardware.device
+    if plan.attention is not None:
+        reporter.note(f"attention: {plan.attention.line()}")
+    start_peak_memory(device)
+    with (
+        threads_used(plan.threads, reporter),
+        tf32_products(plan.settings.precision.tf32, device, note=reporter.note),
+        limited_memory(device, plan.settings.memory.limit),
+        torch.inference_mode(),
+    ):
+        yield
+
+
+def make_videos(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    references: Sequence[Reference],
+    models: LoadedModels,
+    record: RunRecord,
+    *,
+    finish: Callable[[Decoding], V],
+    saved: Mapping[int, DenoisedSample] | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[V, ...]:
+    """Do every stage once, inside `computing`; return what `finish` makes of each sample, in the order of `files`.
+
+    Args:
+        plan: of the run.
+        files: the samples.
+        references: what is given.
+        models: that are lent to the stages.
+        record: times and shows them.
+        finish: see `decode_samples`.
+        saved: by index, samples that are not sampled, since their latents are there.
+        ranks: that share the work; None: there is only this one.
+
+    Raises:
+        CheckpointError: weights are broken or do not fit the settings.
+        OutputError: latents or a result cannot be written.
+        HardwareError: out of memory.
+    """
+    denoised = dict(saved or {})
+    missing = [sample for sample in files if sample.index not in denoised]
+    if missing:
+        embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
+        given = reference_latents(plan, references, models, record)
+        made = denoise_samples(plan, missing, embeds, given, models, record, ranks=ranks)
+        denoised |= {sample.index: latents for sample, latents in zip(missing, made, strict=True)}
+    latents = [denoised[sample.index] for sample in files]
+    return decode_samples(plan, files, latents, references, models, record, finish=finish, ranks=ranks)
