@@ -11,7 +11,7 @@ products of cuBLAS do), the CUDA context, and what an allocator rounds up or can
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from opensora_cli.engine.estimate.decoder import FakeDecoder
 from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
+from opensora_cli.engine.estimate.remembered import remembered
 from opensora_cli.engine.estimate.text import text_memory
 from opensora_cli.engine.estimate.transformer import (
     FakeSequenceParallel,
@@ -138,7 +139,7 @@ def estimate_generation(
     return tuple(stages)
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _denoising(
     config: MMDiTConfig,
     sizes: GenerationSizes,
@@ -199,7 +200,7 @@ def _denoising(
             return need
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _decoding(
     settings: VAESettings,
     tiling: Tiling,
@@ -229,7 +230,7 @@ def _decoding(
             return need
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _encoding(
     settings: VAESettings,
     tiling: Tiling,

@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
-from opensora_cli.engine.estimate import generation, text
+from opensora_cli.engine.estimate import generation, remembered, text
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module, fake_tensors
 from opensora_cli.engine.estimate.outlines import OutlineMode
 from opensora_cli.engine.generate.plan import make_plan
@@ -204,9 +204,7 @@ def test_the_arithmetic_of_clip_is_that_of_its_layers(changes, tmp_path):
 
 def operations(changes, monkeypatch):
     """Return how many operations a plan of the demo runs on outlines, none of them remembered."""
-    for name in ("_denoising", "_decoding", "_encoding"):
-        getattr(generation, name).cache_clear()
-    count = 0
+    known, count = dict[str, Need](), 0
     dispatch = OutlineMode.__torch_dispatch__
 
     def counted(*args, **options):
@@ -215,6 +213,7 @@ def operations(changes, monkeypatch):
         return dispatch(*args, **options)
 
     with monkeypatch.context() as patch:
+        patch.setattr(remembered, "known_needs", lambda: known)
         patch.setattr(OutlineMode, "__torch_dispatch__", counted)
         make_plan(load_preset("demo", prompt="any").replace({"runtime.device": "cpu", **SMALL, **changes}))
     return count
