@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -19,6 +20,7 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit import MMDiT
+from opensora_cli.models.mmdit.layout import QKV, HeadSizes, plan_layout
 from opensora_cli.models.text import folder as folders
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -84,6 +86,14 @@ DC_AE_SIZES = {
     "vae.dc_ae.spatial_tile_size": "16",
     "vae.dc_ae.temporal_tile_size": "16",
 }
+FLUX_SIZES = {
+    **SIZES,
+    "model.in_channels": "16",
+    "vae.flux_ae.z_channels": "4",
+    "vae.flux_ae.ch": "32",
+    "vae.flux_ae.ch_mult": "1,1",
+    "vae.flux_ae.num_res_blocks": "1",
+}
 DEMO_SIZES = {**SIZES, **HUNYUAN_SIZES, "vae.block_out_channels": "4,4,8", "vae.sample_tsize": "16"}
 
 
@@ -118,6 +128,7 @@ class World:
     """Folders of weights, and reference files."""
 
     released: Path
+    """Those of the video model and of the one for pictures."""
     dc_ae: Path
     demo: Path
     picture: Path
@@ -147,6 +158,20 @@ def dc_ae_settings(world: World, output: Path, *, prompt: str = "raining, sea", 
         "prompt": prompt,
     }
     return _settings(ModelName.OPEN_SORA_V2_DC_AE, overrides, changes)
+
+
+def flux_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
+    """Return a shrunken preset of the model for pictures: 24 x 40, in 12 x 20 latents."""
+    overrides = {
+        **FLUX_SIZES,
+        "video.height": "24",
+        "video.width": "40",
+        "sampling.num_inference_steps": "2",
+        "runtime.weights": str(world.released),
+        "output.path": str(output),
+        "prompt": prompt,
+    }
+    return _settings(ModelName.FLUX1_DEV, overrides, changes)
 
 
 def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
@@ -200,6 +225,9 @@ def make_world(folder: Path) -> World:
         save_weights(root / files.vae, new_autoencoder(settings.vae))
         save_t5(root / files.t5)
         save_clip(root / files.clip)
+    pictures = flux_settings(world, folder)
+    save_weights(world.released / pictures.files.transformer, MMDiT(mmdit_config(pictures.model)), fused=True)
+    save_weights(world.released / pictures.files.vae, new_autoencoder(pictures.vae))
     (world.demo / "vocabulary.json").write_text(json.dumps({"places": ["sea", "desert"], "weathers": ["raining"]}))
     write_media([moving_frames(1)], world.picture, fps=24, format="png")
     write_media([moving_frames(1).flip(1)], world.other_picture, fps=24, format="png")
@@ -214,13 +242,23 @@ def moving_frames(count: int, *, height: int = 24, width: int = 40) -> torch.Ten
     return ((torch.stack(channels, dim=-1) + 1) * 127.5).to(torch.uint8)
 
 
-def save_weights(path: Path, module: torch.nn.Module, *, dtype: torch.dtype = torch.float32) -> None:
-    """Write random weights under the module's own names, which are the released ones; none is zero."""
+def save_weights(
+    path: Path, module: torch.nn.Module, *, dtype: torch.dtype = torch.float32, fused: bool = False
+) -> None:
+    """Write random weights under the module's own names, which are the released ones; none is zero.
+
+    A `fused` transformer has q, k and v in one tensor, and its rotary pairs interleaved.
+    """
     generator = torch.Generator().manual_seed(5)
     state = {
         key: (tensor + 0.05 * torch.randn(tensor.shape, generator=generator)).to(dtype)
         for key, tensor in module.state_dict().items()
     }
+    if fused:
+        sizes = HeadSizes.of_config(cast(MMDiT, module).config)
+        shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+        plan = plan_layout(shapes, sizes, qkv=QKV.FUSED, reorder=False)
+        state = {name: torch.cat([state[piece.key] for piece in pieces]) for name, pieces in plan.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, path)
 

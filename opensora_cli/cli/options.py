@@ -97,7 +97,8 @@ NumFrames = Annotated[
     typer.Option(
         "--num-frames",
         metavar="N",
-        help="Frames: a multiple of 4, plus 1; with open-sora-v2-dc-ae a multiple of 4. 1 makes a picture.",
+        help="Frames: a multiple of 4, plus 1; with open-sora-v2-dc-ae a multiple of 4. 1 makes a picture; flux1-dev "
+        "makes no more.",
         rich_help_panel=_VIDEO,
     ),
 ]
@@ -185,7 +186,11 @@ Out = Annotated[
 ]
 Format = Annotated[
     OutputFormat | None,
-    typer.Option("--format", help="Kind of file. Default: from the file name, else mp4.", rich_help_panel=_OUTPUT),
+    typer.Option(
+        "--format",
+        help="Kind of file. Default: from the file name, else mp4, and png of a picture.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=_OUTPUT)]
 NoMetadata = Annotated[

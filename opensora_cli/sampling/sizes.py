@@ -110,6 +110,21 @@ def training_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[in
     return _size_table(resolution, multiple=multiple, training=True)
 
 
+def nearest_training_size(resolution: str, aspect_ratio: str | float, *, multiple: int = 16) -> tuple[str, int, int]:
+    """Return the ratio whose size for training is nearest in shape, and that (height, width).
+
+    `aspect_ratio` is a name, or width / height; a named one that the table has is its own. Of those that it lacks, most
+    have the size of another one. Other arguments and errors are those of `inference_sizes`.
+    """
+    table = training_sizes(resolution, multiple=multiple)
+    if isinstance(aspect_ratio, str) and aspect_ratio in table:
+        nearest = aspect_ratio
+    else:
+        shape = math.log(ratio_value(aspect_ratio) if isinstance(aspect_ratio, str) else aspect_ratio)
+        nearest = min(table, key=lambda ratio: abs(math.log(table[ratio][1] / table[ratio][0]) - shape))
+    return nearest, *table[nearest]
+
+
 def image_size(resolution: str, aspect_ratio: str, *, multiple: int = 16) -> tuple[int, int]:
     """Return the (height, width) in pixels to sample at; arguments as in `inference_sizes`.
 

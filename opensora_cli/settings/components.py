@@ -36,7 +36,7 @@ class Tf32Settings(Section):
 class ModelSettings(Section):
     """Name and sizes of the MMDiT. The defaults are those of the released 11B model."""
 
-    name: ModelName = Field(default=ModelName.OPEN_SORA_V2, description="which video model")
+    name: ModelName = Field(default=ModelName.OPEN_SORA_V2, description="which model")
     in_channels: PositiveInt = Field(
         default=64, description="channels of a packed token: latent channels x patch_size squared"
     )

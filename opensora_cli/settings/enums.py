@@ -4,12 +4,14 @@ from enum import StrEnum
 
 
 class ModelName(StrEnum):
-    """A video model."""
+    """A model."""
 
     DEMO = "demo"
     OPEN_SORA_V2 = "open-sora-v2"
     OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
     """Over the latents of the video DC-AE."""
+    FLUX1_DEV = "flux1-dev"
+    """For pictures."""
 
 
 class ModelChoice(StrEnum):
@@ -19,6 +21,7 @@ class ModelChoice(StrEnum):
     DEMO = "demo"
     OPEN_SORA_V2 = "open-sora-v2"
     OPEN_SORA_V2_DC_AE = "open-sora-v2-dc-ae"
+    FLUX1_DEV = "flux1-dev"
 
 
 class VAEKind(StrEnum):
@@ -32,8 +35,8 @@ class VAEKind(StrEnum):
     """For pictures, and video frame by frame: 1x8x8."""
 
     @property
-    def generates(self) -> bool:
-        """Whether the video models generate with it."""
+    def makes_videos(self) -> bool:
+        """Whether models generate videos with it, and not pictures alone."""
         return self is not VAEKind.FLUX_AE
 
 

@@ -22,6 +22,7 @@ _PRESETS = {
     ModelName.DEMO: ("demo",),
     ModelName.OPEN_SORA_V2: ("256px", "768px"),
     ModelName.OPEN_SORA_V2_DC_AE: ("high_compression",),
+    ModelName.FLUX1_DEV: ("flux1_dev",),
 }
 """The presets that each model's settings start from: one of each resolution, or one for all."""
 MAX_SETTINGS_BYTES = 500_000

@@ -27,6 +27,7 @@ from opensora_cli.settings.enums import (
     Fit,
     ModelChoice,
     ModelName,
+    OutputFormat,
     ReferenceRate,
     VAEKind,
 )
@@ -178,6 +179,11 @@ class GenerateSettings(Section):
         return LoraFile.of_list(value)
 
     @property
+    def output_format(self) -> OutputFormat:
+        """What results are written as."""
+        return self.output.resolved_format(num_frames=self.video.num_frames)
+
+    @property
     def num_latent_frames(self) -> int:
         """Latent frames of the video."""
         return (self.video.num_frames - 1) // self.vae.grid.time_compression_ratio + 1
@@ -222,9 +228,11 @@ def _prompt_problems(settings: GenerateSettings) -> list[str]:
 def _model_problems(settings: GenerateSettings) -> list[str]:
     model, vae = settings.model, settings.vae
     problems = []
-    if not vae.kind.generates:
-        fitting = [kind.value for kind in VAEKind if kind.generates]
-        problems.append(f"vae.kind={vae.kind} is not made for generating: use {either(fitting)}")
+    if not vae.kind.makes_videos and settings.video.num_frames > 1 and settings.video.max_frames > 1:
+        problems.append(
+            f"vae.kind={vae.kind} makes pictures, and video.num_frames={settings.video.num_frames}: "
+            f"use video.num_frames=1, or vae.kind={either([kind.value for kind in VAEKind if kind.makes_videos])}"
+        )
     channels = vae.grid.latent_channels * model.patch_size**2
     if model.in_channels != channels:
         problems.append(
@@ -263,6 +271,9 @@ def _size_problems(settings: GenerateSettings) -> list[str]:
 def _length_problems(settings: GenerateSettings) -> list[str]:
     video, grid = settings.video, settings.vae.grid
     ratio, end = grid.time_compression_ratio, video.max_frames + 1
+    if video.max_frames == 1:
+        makes = f"video.num_frames={video.num_frames} must be 1 with the {settings.model.name} model"
+        return [] if video.num_frames == 1 else [f"{makes}, which makes pictures"]
     if grid.is_causal and video.causal_lengths:
         return [f"video.causal_lengths=true has no effect with vae.kind={settings.vae.kind}, which is causal: drop it"]
     if grid.is_causal:

@@ -25,6 +25,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_settings
 from opensora_cli.settings.reference_inference import read_reference_generation
+from opensora_cli.settings.used import idle_guidance
 
 SIDECAR_SCHEMA = "osora.generate/1"
 MACHINE_KEYS = frozenset(
@@ -98,6 +99,7 @@ def load_generate_settings(
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
     settings = validate(GenerateSettings, given, below=_preset(preset))
     _refuse_idle_refinement(request.overrides, settings)
+    _refuse_idle_guidance(request.overrides, settings)
     return settings
 
 
@@ -122,6 +124,17 @@ def _refuse_idle_refinement(overrides: Layer, settings: GenerateSettings) -> Non
     for key, given in overrides.items():
         if key.startswith("refine.") and key not in switches and not settings.refine.is_on:
             raise RequestError(f"{key}={given.value} has no effect without --refine and --motion-score auto: drop it")
+
+
+def _refuse_idle_guidance(overrides: Layer, settings: GenerateSettings) -> None:
+    idle = idle_guidance(settings)
+    for key, given in overrides.items():
+        if key in idle:
+            shown = key if given.source == "--set" else given.source
+            raise RequestError(
+                f"{shown} has no effect with the distilled model {settings.model.name}, whose guidance is an input: "
+                "drop it, or use --set sampling.embedded_guidance=X"
+            )
 
 
 def load_preset(name: str, *, prompt: str) -> GenerateSettings:

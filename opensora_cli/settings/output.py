@@ -17,7 +17,9 @@ class OutputSettings(Section):
     """Where results go."""
 
     path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
-    format: OutputFormat | None = Field(default=None, description="none: from the file's ending, else mp4")
+    format: OutputFormat | None = Field(
+        default=None, description="none: from the file's ending, else mp4, and png of a picture"
+    )
     overwrite: bool = Field(default=False, description="replace existing files")
     metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
     save_latents: bool = Field(default=True, description="save the latents before decoding")
@@ -28,10 +30,9 @@ class OutputSettings(Section):
         ending = PurePath(self.path).suffix.lower().removeprefix(".")
         return OutputFormat(ending) if ending in list(OutputFormat) else None
 
-    @property
-    def resolved_format(self) -> OutputFormat:
-        """The format to write."""
-        return self.format or self.named_format or OutputFormat.MP4
+    def resolved_format(self, *, num_frames: int) -> OutputFormat:
+        """Return the format to write."""
+        return self.format or self.named_format or (OutputFormat.PNG if num_frames == 1 else OutputFormat.MP4)
 
     @model_validator(mode="after")
     def _ending_agrees(self) -> Self:

@@ -51,6 +51,13 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     yield from _unused_of_sampling(settings)
 
 
+def idle_guidance(settings: GenerateSettings) -> tuple[str, ...]:
+    """Return the settings of guidance by branches where the model is distilled, and has none."""
+    if not settings.model.guidance_embed:
+        return ()
+    return ("negative_prompt", *(f"sampling.{name}" for name in (*_GUIDANCE, "temporal_image_scaling")))
+
+
 def _unset(section: Section) -> list[str]:
     return [name for name in type(section).model_fields if getattr(section, name) is None]
 
@@ -60,6 +67,9 @@ def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
     yield from (f"vae.{name}" for name in type(vae).model_fields if vae.owner(name) not in (None, vae.kind))
     if vae.kind is VAEKind.DC_AE:
         sizes = "vae.dc_ae.spatial_tile_size", "vae.dc_ae.temporal_tile_size", "vae.dc_ae.tile_overlap_factor"
+    elif vae.kind is VAEKind.FLUX_AE:
+        # A tile of time is a frame, whatever its size.
+        sizes = "vae.flux_ae.tile_size", "vae.temporal_tiling", "vae.flux_ae.tile_overlap_factor"
     else:
         sizes = "vae.sample_size", "vae.sample_tsize", "vae.tile_overlap_factor"
     tiled = vae.spatial_tiling, vae.temporal_tiling
@@ -70,9 +80,8 @@ def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
 
 def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
-    if settings.model.guidance_embed:
-        yield from (f"sampling.{name}" for name in (*_GUIDANCE, "temporal_image_scaling"))
-    else:
+    yield from idle_guidance(settings)
+    if not settings.model.guidance_embed:
         yield "sampling.embedded_guidance"
     if not mode.needs_reference:
         yield from ("condition.references", "condition.fit")

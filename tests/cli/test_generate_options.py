@@ -96,9 +96,20 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["generate", "sea", "--preset", "786px"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: preset '786px' is not one of 256px, 768px, demo, high_compression\n"
+        "error: preset '786px' is not one of 256px, 768px, demo, flux1_dev, high_compression\n"
     )
     assert main(["generate", "sea", "--preset", "gone.yaml"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [(["--guidance-scale", "5"], "--guidance-scale"), (["--set", "negative_prompt=fog"], "negative_prompt")],
+)
+def test_guidance_by_branches_and_a_distilled_model(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], args: list[str], named: str
+) -> None:
+    assert main(["generate", "sea", "--model", "flux1-dev", "--num-frames", "1", *args]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {named} has no effect with the distilled model flux1-dev")
 
 
 @pytest.mark.parametrize("args", [["--res", "768px"], ["--aspect-ratio", "1:1"]], ids=" ".join)

@@ -18,6 +18,7 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import encode_references, references_of
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.layout import converter
+from opensora_cli.settings.components import FluxAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
 VAE_KINDS = {"dc_ae": "dc_ae", "hunyuan_vae": "hunyuan"}
@@ -35,15 +36,18 @@ DROPPED = 3
 them, for models that were trained on repeated pictures. The released one was not, and here nothing is dropped."""
 
 
+def sizes_of_model(config):
+    return {key: value for key, value in config["mmdit"].items() if key not in ("fused_qkv", "use_liger_rope")}
+
+
 def settings_of(config, vae, case, references):
     """Return what asks osora for a recorded case; `vae` are the sizes of its autoencoder."""
     kind = VAE_KINDS[config["vae"]]
     sizes = {key: value for key, value in vae.items() if key not in ("in_channels", "out_channels")}
-    not_ours = ("fused_qkv", "use_liger_rope")
     return GenerateSettings.model_validate(
         {
             "prompt": "any",
-            "model": {key: value for key, value in config["mmdit"].items() if key not in not_ours},
+            "model": sizes_of_model(config),
             "vae": {"kind": kind, "spatial_tiling": False, **({kind: sizes} if kind == "dc_ae" else sizes)},
             "video": {
                 **{name: case[name] for name in ("height", "width", "num_frames")},
@@ -51,6 +55,29 @@ def settings_of(config, vae, case, references):
             },
             "sampling": {ours: case[theirs] for theirs, ours in SAMPLING.items()},
             "condition": {"mode": case["mode"], "references": references},
+            "runtime": {"device": "cpu", "dtype": "float32"},
+        }
+    )
+
+
+def settings_of_pictures(config, sizes):
+    """Return what asks osora for the recorded pictures; `sizes` are those of the autoencoder."""
+    return GenerateSettings.model_validate(
+        {
+            "prompt": "any",
+            "model": {"name": "flux1-dev", **sizes_of_model(config)},
+            "vae": {"kind": "flux_ae", "spatial_tiling": False, "flux_ae": sizes},
+            "video": {
+                "num_frames": config["num_frames"],
+                "resolution": config["img_resolution"],
+                "resolutions": [config["img_resolution"]],
+                "aspect_ratio": config["aspect_ratio"],
+            },
+            "sampling": {
+                "num_inference_steps": config["num_steps"],
+                "embedded_guidance": config["guidance"],
+                "seed": config["seed"],
+            },
             "runtime": {"device": "cpu", "dtype": "float32"},
         }
     )
@@ -127,3 +154,32 @@ def test_from_noise_to_video(name, golden, assert_close, tmp_path, monkeypatch):
         [frames_THWC] = decode.decode_latents(plan, vae, latents_1CTHW[0])
         assert len(frames_THWC) == case["num_frames"]
         assert_close(seen["to_uint8"][:, kept], expected["video"][0], what=f"{title}: video")
+
+
+@torch.inference_mode()
+def test_from_noise_to_picture(golden, assert_close, monkeypatch):
+    monkeypatch.setattr(fitting, "estimate_generation", small_stages)
+    seen = {}
+    spy_on(decode, "to_uint8", seen, monkeypatch)
+    file = golden("pipeline_image")
+    vae_file = golden(file.config["vae"])
+    sizes = {key: value for key, value in vae_file.config.items() if key in FluxAESettings.model_fields}
+    plan = make_plan(settings_of_pictures(file.config, sizes))
+    assert (plan.height, plan.width) == (file.config["height"], file.config["width"])
+    assert plan.timesteps == pytest.approx(file.inputs["timesteps"].tolist(), rel=1e-6)
+    transformer, vae = MMDiT(mmdit_config(plan.settings.model)), new_autoencoder(plan.settings.vae)
+    weights = converter(transformer.config, interleaved=True)(file.params)
+    transformer.load_state_dict(dict(weights), strict=True)
+    vae.load_state_dict(vae_file.params, strict=True)
+    for index, noise_CTHW in enumerate(file.inputs["noise"]):
+        assert plan.latent_shape == noise_CTHW.shape
+        # A row for each picture, and none for a negative prompt.
+        embeds = PromptEmbeds(file.inputs["txt"][index:], file.inputs["y_vec"][index:])
+        if index:
+            # Recorded as a batch, whose further rows are not those of any seed.
+            monkeypatch.setattr(denoise, "noise_latents", lambda *_, noise=noise_CTHW, **__: noise[None])
+        latents_1CTHW = denoise.sample_latents(plan, transformer, embeds, None, seed=plan.settings.sampling.seed)
+        assert_close(latents_1CTHW[0], file.outputs["latents"][index], what=f"latents {index}")
+        [frames_THWC] = decode.decode_latents(plan, vae, latents_1CTHW[0])
+        assert tuple(frames_THWC.shape) == (1, plan.height, plan.width, 3)
+        assert_close(seen["to_uint8"], file.outputs["picture"][index], what=f"picture {index}")

@@ -9,7 +9,7 @@ from opensora_cli.data.buckets import NO_BUCKET, Samples, map_target_fps
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.sampling.guidance import oscillating_scale
 from opensora_cli.sampling.schedule import flow_timesteps
-from opensora_cli.sampling.sizes import image_size, inference_sizes, training_sizes
+from opensora_cli.sampling.sizes import image_size, inference_sizes, nearest_training_size, training_sizes
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.data import DataSettings
 
@@ -42,6 +42,19 @@ def test_image_size_is_the_inference_table(rows):
         if not row["training"]:
             size = image_size(row["resolution"], row["aspect_ratio"], multiple=row["spatial_multiple"])
             assert size == (row["height"], row["width"]), row
+
+
+def test_sizes_of_pictures(golden_json):
+    """Which the reference asks for; where its table lacks the ratio, it ends with an error."""
+    taken = {}
+    for row in golden_json("pipeline_tables")["text_to_image"]:
+        asked = row["img_resolution"], row["aspect_ratio"], row["spatial_multiple"]
+        ratio, *size = nearest_training_size(asked[0], asked[1], multiple=asked[2])
+        if row["height"] is None:
+            taken[asked] = ratio, *size
+        else:
+            assert (ratio, *size) == (row["aspect_ratio"], row["height"], row["width"]), row
+    assert taken == {("256px", "4:3", 32): ("3:2", 224, 288)}
 
 
 def test_schedules(rows):

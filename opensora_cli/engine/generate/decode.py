@@ -242,7 +242,7 @@ def write_video(
         pieces_tHWC,
         sample.target,
         fps=plan.settings.video.fps,
-        format=plan.settings.output.resolved_format,
+        format=plan.settings.output_format,
         metadata=media_tags(plan, sample),
         # Also where another run has used the name in the hours since the first check.
         replace=plan.settings.output.overwrite,

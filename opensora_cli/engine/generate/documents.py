@@ -186,7 +186,7 @@ class PlanDocument(Document):
             budget += "fits" if self.fits else "does not fit"
         return [
             f"model     {self.model} on {self.device} ({self.device_name}), {self.dtype}",
-            f"video     {self.num_samples} x {self.width}x{self.height}, {self.num_frames} frames at {self.fps} fps",
+            self._what(),
             f"latents   {channels}x{frames}x{rows}x{columns}, {gib_or_less(plan.latent_bytes)} a sample",
             f"tokens    {self.video_tokens} video + {self.text_tokens} text",
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
@@ -204,6 +204,12 @@ class PlanDocument(Document):
             *(f"missing   {name}" for name in self.missing_weights),
             *self._first_files(),
         ]
+
+    def _what(self) -> str:
+        size = f"{self.num_samples} x {self.width}x{self.height}"
+        if self.num_frames == 1:
+            return f"picture   {size}"
+        return f"video     {size}, {self.num_frames} frames at {self.fps} fps"
 
     def _mapped(self) -> str:
         sizes = ((stage.name, stage.mapped_bytes) for stage in self.plan.stages)

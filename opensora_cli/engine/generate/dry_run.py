@@ -47,8 +47,8 @@ def plan_generation(
     _note_names(plan, reporter)
     references_of(plan, reporter)
     warn_about_planned_prompts(plan, reporter)
-    if plan.fitting.ignored is not None:
-        reporter.note(plan.fitting.ignored)
+    for line in filter(None, (plan.size_note, plan.fitting.ignored)):
+        reporter.note(line)
     return plan
 
 

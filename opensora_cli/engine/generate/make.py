@@ -36,6 +36,8 @@ def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
             reporter.note(f"exchange: {plan.planned_exchange.line()}")
     if plan.offload.lines():
         reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    if plan.size_note is not None:
+        reporter.note(plan.size_note)
     for line in filter(None, (reread_line(plan), plan.fitting.ignored)):
         reporter.note(f"memory: {line}")
 

@@ -146,7 +146,7 @@ def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str])
         "condition": {**used["condition"], "references": list(references)},
         "sampling": {**values["sampling"], "seed": seed, "num_samples": 1},
         "latents": None if latents is None else _sha256(latents),
-        "format": settings.output.resolved_format,
+        "format": settings.output_format,
         "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],

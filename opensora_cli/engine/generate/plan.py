@@ -26,7 +26,7 @@ from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
-from opensora_cli.sampling.sizes import image_size
+from opensora_cli.sampling.sizes import image_size, nearest_training_size
 from opensora_cli.settings.enums import DType, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -44,6 +44,8 @@ class ExecutionPlan:
     guidance: Guidance
     height: int
     width: int
+    size_note: str | None = None
+    """What is special about that size; None: it is what was asked for."""
     latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
     timesteps: tuple[float, ...]
@@ -254,7 +256,7 @@ def make_plan(
     weights = find_weights(settings)
     if settings.from_latents is None and Component.TRANSFORMER in weights.paths:
         require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
-    height, width = _pixel_size(settings)
+    height, width, size_note = _pixel_size(settings)
     rows, columns = latent_size(
         height,
         width,
@@ -301,6 +303,7 @@ def make_plan(
         guidance=guidance,
         height=height,
         width=width,
+        size_note=size_note,
         latent_shape=latent_shape,
         timesteps=tuple(
             flow_timesteps(
@@ -374,11 +377,23 @@ def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: Condition
     )
 
 
-def _pixel_size(settings: GenerateSettings) -> tuple[int, int]:
-    video = settings.video
+def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
+    """Return height, width, and what is special about them."""
+    video, multiple = settings.video, settings.size_multiple
     if video.height is not None and video.width is not None:
-        return video.height, video.width
-    return image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple)
+        return video.height, video.width, None
+    if settings.vae.kind.makes_videos:
+        return *image_size(video.resolution, video.aspect_ratio, multiple=multiple), None
+    ratio, height, width = nearest_training_size(video.resolution, video.aspect_ratio, multiple=multiple)
+    return height, width, nearest_size_note(settings, ratio, height, width)
+
+
+def nearest_size_note(settings: GenerateSettings, ratio: str, height: int, width: int) -> str | None:
+    """Return for people that a size of another ratio is taken than that of the settings; None: of the same."""
+    asked, resolution = settings.video.aspect_ratio, settings.video.resolution
+    if ratio == asked:
+        return None
+    return f"pictures of {resolution} have no size of {asked}: the nearest is {width}x{height}, that of {ratio}"
 
 
 def gib_or_less(num_bytes: int) -> str:

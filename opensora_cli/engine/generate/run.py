@@ -316,7 +316,7 @@ def _trials(
 
 def _into(plan: ExecutionPlan, folder: Path) -> ExecutionPlan:
     """Return the plan of a run whose only trace is a result in `folder`."""
-    name = f"video.{plan.settings.output.resolved_format}"
+    name = f"video.{plan.settings.output_format}"
     changes = {"output.path": str(folder / name), "output.metadata": False, "output.save_latents": False}
     return dataclasses.replace(plan, settings=plan.settings.replace(changes))
 

@@ -60,7 +60,7 @@ def num_samples(settings: GenerateSettings) -> int:
 def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> SampleFiles:
     """Return the files of a sample: in a folder named after prompt and seed, several of one given name numbered."""
     output, seed = settings.output, settings.sampling.seed + index
-    kind, named = output.resolved_format, Path(output.path)
+    kind, named = settings.output_format, Path(output.path)
     if output.named_format is None:
         # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
         again = "" if number == 1 else f"_{number}"

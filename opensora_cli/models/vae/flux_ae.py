@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from einops import rearrange
@@ -225,7 +224,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Unscaled latents (B,z_channels,h,w) to pixels (B,out_ch,H,W)."""
+    """Unscaled latents (B,z_channels,T,h,w) to pixels (B,out_ch,T,H,W), frame by frame."""
 
     def __init__(self, config: FluxAEConfig) -> None:
         super().__init__()
@@ -240,13 +239,16 @@ class Decoder(nn.Module):
         self.norm_out = _norm(widths[0])
         self.conv_out = _conv(widths[0], config.out_ch)
 
-    def forward(self, latents_BCHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
+    def forward(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
         """Return pixels, about in [-1,1]; see `Autoencoder.decode`."""
+        return _by_frame(self._decode, latents_BCTHW).to(canvas or latents_BCTHW.device)
+
+    def _decode(self, latents_BCHW: Tensor) -> Tensor:
         hidden_BCHW = self.mid(self.conv_in(latents_BCHW))
         for level in reversed(self.up):
             hidden_BCHW = level(hidden_BCHW)
         out: Tensor = self.conv_out(functional.silu(self.norm_out(hidden_BCHW)))
-        return out.to(canvas or latents_BCHW.device)
+        return out
 
 
 class FluxAE(PosteriorAutoencoder):
@@ -279,7 +281,8 @@ class FluxAE(PosteriorAutoencoder):
 
     def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
         """Return the pixels of unscaled latents, frame by frame; see `Autoencoder.decode`."""
-        return _by_frame(partial(self.decoder, canvas=canvas), latents_BCTHW)
+        out: Tensor = self.decoder(latents_BCTHW, canvas=canvas)
+        return out
 
 
 def _by_frame(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from opensora_cli.settings.load import load_preset
 
 RELEASED = load_preset("256px", prompt="raining, sea")
 DEMO = load_preset("demo", prompt="raining, sea")
+PICTURES = load_preset("flux1_dev", prompt="raining, sea")
 HIGH_COMPRESSION = load_preset("high_compression", prompt="raining, sea")
 
 
@@ -185,6 +186,21 @@ def test_latent_frames_of_high_compression(changes: dict[str, object], num_laten
     assert HIGH_COMPRESSION.replace({**PICTURE, **changes}).num_latent_frames == num_latent_frames
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"video.num_frames": 5}, "video.num_frames=5 must be 1 with the flux1-dev model, which makes pictures"),
+        ({"video.resolution": "512px"}, "is not a size of the flux1-dev model: use 256px, 768px or 1024px"),
+        (
+            {**PICTURE, "video.num_frames": 1},
+            "condition.mode=i2v_head needs a model that takes references (model.cond_embed=true): use t2v",
+        ),
+    ],
+)
+def test_broken_rule_of_pictures(changes: dict[str, object], message: str) -> None:
+    assert message in problems(PICTURES, changes)
+
+
 def test_every_broken_rule_is_told_at_once() -> None:
     found = problems(RELEASED, {"video.num_frames": 130, "video.resolution": "1px", "prompt": ""})
     assert [line.partition("=")[0].partition(" ")[0] for line in found.splitlines()] == [
@@ -252,7 +268,9 @@ def test_references_are_separated_by_semicolons_only() -> None:
 )
 def test_output_format(path: str, format_: str | None, expected: str) -> None:
     output = RELEASED.replace({"output.path": path, "output.format": format_}).output
-    assert output.resolved_format is OutputFormat(expected)
+    assert output.resolved_format(num_frames=5) is OutputFormat(expected)
+    is_default = (output.format, output.named_format) == (None, None)
+    assert output.resolved_format(num_frames=1) is OutputFormat("png" if is_default else expected)
 
 
 def test_latent_frames_and_size_multiple() -> None:

@@ -75,9 +75,14 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
             {"vae.latent_channels", "vae.sample_size", "vae.scale_factor", "vae.dc_ae.temporal_tile_size"},
             {"vae.kind", "vae.dc_ae.spatial_tile_size", "vae.dc_ae.scaling_factor", "video.causal_lengths"},
         ),
+        (
+            made("flux1_dev"),
+            {"negative_prompt", "sampling.guidance_scale", "vae.scale_factor", "vae.flux_ae.tile_size", "vae.dc_ae"},
+            {"vae.flux_ae.scale_factor", "sampling.embedded_guidance", "video.aspect_ratio"},
+        ),
         (made("demo"), {"vae.tile_overlap_factor"}, {"prompt_suffix.motion_score", "video.resolution"}),
     ],
-    ids=["t2v", "i2v", "v2v", "v2v_easy", "distilled", "dc_ae", "demo"],
+    ids=["t2v", "i2v", "v2v", "v2v_easy", "distilled", "dc_ae", "pictures", "demo"],
 )
 def test_what_took_part(settings: GenerateSettings, without: set[str], there: set[str]) -> None:
     def has(key: str) -> bool:

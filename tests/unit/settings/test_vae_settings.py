@@ -70,8 +70,8 @@ def test_what_contradicts_itself_is_refused(values: dict[str, object], message: 
         VAESettings.model_validate(values)
 
 
-def test_generating_refuses_the_autoencoder_of_pictures() -> None:
-    with pytest.raises(ValidationError, match=r"vae\.kind=flux_ae is not made for generating: use hunyuan or dc_ae"):
+def test_no_video_is_generated_with_the_autoencoder_of_pictures() -> None:
+    with pytest.raises(ValidationError, match=r"vae\.kind=flux_ae makes pictures, and video\.num_frames=129: use v"):
         GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.FLUX_AE))
 
 

@@ -86,6 +86,29 @@ def test_preset_of_high_compression_without_weights(tmp_path):
 
 
 @pytest.mark.usefixtures("large_gpu")
+def test_preset_of_pictures_without_weights(tmp_path):
+    settings = load_preset("flux1_dev", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
+    made = make_plan(settings)
+    assert (made.height, made.width, made.size_note) == (576, 1024, None)
+    assert (made.latent_shape, made.video_tokens, made.evaluations_per_sample) == ((16, 1, 72, 128), 36 * 64, 50)
+    weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
+    assert weight_bytes["denoise"] == 2 * 11_901_408_320
+    assert weight_bytes["decode"] == 2 * 83_819_683
+    assert made.stages[-1].activation_bytes > 3 * made.height * made.width * 2
+    document = PlanDocument.of(made)
+    assert document.missing_weights[:2] == ("flux1-dev.safetensors", "flux1-dev-ae.safetensors")
+    assert "picture   1 x 1024x576" in document.lines()
+
+
+@pytest.mark.usefixtures("without_estimates")
+def test_a_ratio_that_pictures_lack_takes_the_nearest_size(tmp_path):
+    changes = {"video.resolution": "256px", "video.aspect_ratio": "8:5", "runtime.device": "cpu"}
+    made = make_plan(load_preset("flux1_dev", prompt="sea").replace(changes))
+    assert (made.height, made.width) == (208, 320)
+    assert made.size_note == "pictures of 256px have no size of 8:5: the nearest is 320x208, that of 3:2"
+
+
+@pytest.mark.usefixtures("large_gpu")
 @pytest.mark.usefixtures("without_estimates")
 def test_image_to_video_evaluations(tmp_path):
     changes = {"condition.mode": "i2v_head", "condition.references": "a.png"}

@@ -10,7 +10,7 @@ import torch
 from closeness import assert_close
 from media_tags import read_metadata
 from pydantic import ValidationError
-from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, moving_frames, released_settings
+from tiny_world import RELEASED_SIZES, dc_ae_settings, demo_settings, flux_settings, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, ReferenceLengths, Source
 from opensora_cli.core.exceptions import MediaError, OsoraError, OutputError, RequestError
@@ -122,6 +122,28 @@ def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):
         settings.replace({"video.num_frames": 13})
     with pytest.raises(ValidationError, match=r"condition\.mode=between needs a reference: give the video"):
         settings.replace({"condition.references": ()})
+
+
+def test_pictures_alone(world, tmp_path, reporter):
+    settings = flux_settings(world, tmp_path / "pictures", sampling__num_samples="2")
+    result = generate(settings, reporter=reporter)
+    assert result.model_evaluations == 2 * 2  # steps, without branches
+    first, second = (read_picture(video.path) for video in result.videos)
+    assert tuple(first.shape) == (24, 40, 3)
+    assert not torch.equal(first, second)
+    assert names(tmp_path / "pictures") == [
+        f"raining-sea_seed{seed}.png{ending}" for seed in (42, 43) for ending in ("", ".json")
+    ]
+    saved = read_sidecar(result.videos[1].sidecar)
+    overrides = {"output.path": Given(str(tmp_path / "again.png"), "--out")}
+    again, _ = resolve_generate_settings(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
+    [video] = generate(again).videos
+    assert video.path.read_bytes() == result.videos[1].path.read_bytes()
+    # What is an input of the model changes the picture, and what is none does not.
+    louder = again.replace({"sampling.embedded_guidance": 9, "output.path": str(tmp_path / "louder.png")})
+    assert generate(louder).videos[0].path.read_bytes() != video.path.read_bytes()
+    other = again.replace({"sampling.guidance_scale": 9, "negative_prompt": "sea"})
+    assert generate(other).videos[0].made_before
 
 
 @pytest.mark.slow
