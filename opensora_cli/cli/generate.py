@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,6 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.base import Section
-    from opensora_cli.settings.layers import Layer
     from opensora_cli.settings.load import GenerateRequest
 
 _PROFILED_RUNS = 3
@@ -125,16 +123,22 @@ def generate(
     if profile_runs is not None and not profile:
         raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     with errors.interruptible():
+        from opensora_cli.api.request import generate_request
         from opensora_cli.settings.explain import Given
-        from opensora_cli.settings.flags import FLAGS, given_flags
+        from opensora_cli.settings.flags import FLAGS, given_flags, option_of
 
         runs = (profile_runs or _PROFILED_RUNS) if profile else 0
         # Those that are settings have the names of their parameters; a switch that is off was not given.
         flags = {name: typed[name] for name in FLAGS if typed[name] is not False}
         source, words = ("PROMPT", prompt) if prompt_text is None else ("--prompt-text", prompt_text)
         named = {} if words is None else {"prompt": Given(words, source)}
-        given = named | given_flags(flags)
-        request = _request(given, assignments=set_ or [], sidecar=from_, config=config, profiled_runs=runs)
+        request = generate_request(
+            named | given_flags(flags, called=option_of),
+            assignments=set_ or [],
+            sidecar=from_,
+            config=config,
+            profiled_runs=runs,
+        )
         _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -176,33 +180,6 @@ def _hint_of_file(prompt: str) -> str | None:
     return f"a picture or a video is given with --ref {name}" if ending else "give the words themselves, in quotes"
 
 
-def _request(
-    given: "Layer", *, assignments: Sequence[str], sidecar: Path | None, config: Path | None, profiled_runs: int
-) -> "GenerateRequest":
-    """Return what was asked for, with the variables of the environment; `given` are the options and the prompt."""
-    from opensora_cli.settings.generate import GenerateSettings
-    from opensora_cli.settings.layers import collect_overrides
-    from opensora_cli.settings.load import GenerateRequest, read_sidecar
-
-    return GenerateRequest(
-        overrides=collect_overrides(GenerateSettings, given, assignments),
-        saved=read_sidecar(sidecar) if sidecar else None,
-        config=config,
-        environment=os.environ,
-        others=_other_settings(),
-        profiled_runs=profiled_runs,
-    )
-
-
-def _other_settings() -> tuple[type["Section"], ...]:
-    """Return training's settings, whose variables are not refused; imported only where there are variables of osora."""
-    if not any(name.startswith("OSORA_") for name in os.environ):
-        return ()
-    from opensora_cli.settings.train import TrainSettings
-
-    return (TrainSettings,)
-
-
 def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: bool) -> None:
     from opensora_cli.core.ranks import find_context
 
@@ -215,8 +192,8 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
         refuse_early(request, dry_run=dry_run, reporter=reporter)
     output.note_start(reporter)
     with errors.uninterrupted():
+        from opensora_cli.api.pipeline import Pipeline
         from opensora_cli.engine.generate import dry_run as planning
-        from opensora_cli.engine.generate import run as engine
 
     if dry_run:
         if request.profiled_runs:
@@ -229,7 +206,8 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
     if request.profiled_runs:
         flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
-    result = engine.generate_from_request(request, reporter=reporter, context=context, rank_flags=flags)
+    with Pipeline.reporting_to(reporter) as pipe:
+        result = pipe.run(request, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
 

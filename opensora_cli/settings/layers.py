@@ -60,26 +60,34 @@ def read_environment(
     return layer
 
 
-def collect_overrides(schema: type[Section], flags: Layer, assignments: Iterable[str]) -> dict[str, Given]:
-    """Return named flags and `--set` assignments as one layer; of two assignments to a key the last counts.
-    Raises RequestError if an assignment is not `section.key=value`, its key is unknown, or it contradicts a flag.
+def collect_overrides(
+    schema: type[Section], flags: Layer, assignments: Iterable[str] | Mapping[str, object]
+) -> dict[str, Given]:
+    """Return named flags and assignments, of `--set` or by key, as one layer; of two to a key the last counts.
+    Raises RequestError if a text is not `section.key=value`, a key is unknown, or an assignment contradicts a flag.
     """
     overrides = dict(flags)
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise RequestError(
-                f"--set {assignment} must be section.key=value", hint="as in --set sampling.flow_shift=3"
-            )
-        check_key(schema, key, source="--set")
+    pairs: Iterable[tuple[str, object]]
+    if isinstance(assignments, Mapping):
+        source, pairs = "set", assignments.items()
+    else:
+        source, pairs = "--set", map(_assignment, assignments)
+    for key, value in pairs:
+        check_key(schema, key, source=source)
         flag = flags.get(key)
-        if flag and str(flag.value) != value:
+        if flag and str(flag.value) != str(value):
             raise RequestError(
-                f"--set {assignment} contradicts {flag.source}, which is {flag.value}", hint="drop one of them"
+                f"{source} {key}={value} contradicts {flag.source}, which is {flag.value}", hint="drop one of them"
             )
-        overrides[key] = Given(value, "--set")
+        overrides[key] = Given(value, source)
     return overrides
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise RequestError(f"--set {text} must be section.key=value", hint="as in --set sampling.flow_shift=3")
+    return key.strip(), value
 
 
 def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 from cli.fake_engine import FakeEngine
 
+import opensora_cli.api
 import opensora_cli.engine.generate
 from opensora_cli.engine.generate import early
 
@@ -13,11 +14,14 @@ from opensora_cli.engine.generate import early
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    for name, call in (("run", "generate_from_request"), ("dry_run", "plan_from_request")):
-        module = ModuleType(f"opensora_cli.engine.generate.{name}")
-        setattr(module, call, getattr(fake, call))
+    for package, name, attribute, replacement in (
+        (opensora_cli.api, "pipeline", "Pipeline", fake),
+        (opensora_cli.engine.generate, "dry_run", "plan_from_request", fake.plan_from_request),
+    ):
+        module = ModuleType(f"{package.__name__}.{name}")
+        setattr(module, attribute, replacement)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(opensora_cli.engine.generate, name, module, raising=False)
+        monkeypatch.setattr(package, name, module, raising=False)
     # What is refused before an engine is imported is not the subject where there is none.
     monkeypatch.setattr(early, "refuse_early", lambda request, **_: None)
     return fake

@@ -1,6 +1,7 @@
 """The scripts in examples/ do what they say."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_estimate_memory_offloads_what_16_gib_do_not_hold(capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "8,316 tokens, 80 evaluations" in printed
     assert "fits into 16 GiB" in printed
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_page_about_python_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "how_to" / "python.md").read_text(encoding="utf-8")
+    for program in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(program, "python.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["samples/raining-sea_seed7.mp4", "samples/raining-sea_seed8.mp4"]
+    assert "denoise 10 20" in printed
 
 
 @pytest.mark.slow

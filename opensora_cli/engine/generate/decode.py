@@ -66,18 +66,6 @@ class Figures:
     """How well the given frames came back; None where none were given."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldVideo:
-    """One finished sample in memory."""
-
-    plan: ExecutionPlan
-    sample: SampleFiles
-    """Where it would be."""
-    frames_THWC: torch.Tensor
-    """uint8 RGB, on the CPU."""
-    figures: Figures
-
-
 class Decoding:
     """A sample that is being decoded."""
 
@@ -135,7 +123,7 @@ def decode_samples(
     finish: Callable[[Decoding], V],
     ranks: Ranks | None = None,
 ) -> tuple[V, ...]:
-    """Decode every sample, and let `finish` take it, as `save` and `hold` do.
+    """Decode every sample, and let `finish` take it, as `save` does, and `held.hold`.
 
     `references` are what was given, to measure how well it came back. `ranks` share the tiles: rank 0 takes them, and
     the others return nothing. None: there is only this one.
@@ -179,14 +167,6 @@ def _decode_for_rank_0(
             progress.advance()
 
 
-def hold(decoding: Decoding) -> HeldVideo:
-    """Return a sample in memory."""
-    frames_THWC = torch.cat([*decoding.pieces()])
-    figures = decoding.figures()
-    _report_given_frames(figures.given_frames_psnr_db, decoding.sample.seed, decoding.record.reporter)
-    return HeldVideo(decoding.plan, decoding.sample, frames_THWC, figures)
-
-
 def save(decoding: Decoding) -> GeneratedVideo:
     """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither.
 
@@ -213,7 +193,7 @@ def save(decoding: Decoding) -> GeneratedVideo:
         write_video(pieces, plan, sample, figures)
     record.complete(sample.media, sample.latents)
     psnr_db = decoding.figures().given_frames_psnr_db
-    _report_given_frames(psnr_db, sample.seed, record.reporter)
+    report_given_frames(psnr_db, sample.seed, record.reporter)
     return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr_db)
 
 
@@ -250,7 +230,8 @@ def write_video(
     )
 
 
-def _report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:
+def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:
+    """Report how well given frames came back, and warn where they did not."""
     if psnr_db is None:
         return
     came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -39,16 +39,28 @@ def choose_outputs(
     plan: ExecutionPlan, *, claims: Claims | None = None, remake: bool = False
 ) -> tuple[SampleFiles, ...]:
     """Return the files of every sample; see `find_target`, whose arguments and errors these are."""
-    references = [_sha256(path) for path in plan.settings.condition.references] if not plan.decodes_only else []
-
-    sampled_by = _request_of_saved(plan.settings)
-
-    def request(seed: int) -> str:
-        return sampled_by or request_sha256(plan, seed, references=references)
-
+    hashed, format = requests_of(plan), plan.settings.output_format
     return tuple(
-        find_target(plan.settings, index, request, claims=claims, remake=remake) for index in range(plan.num_samples)
+        find_target(plan.settings, index, lambda seed: hashed(seed, format), claims=claims, remake=remake)
+        for index in range(plan.num_samples)
     )
+
+
+def requests_of(plan: ExecutionPlan) -> Callable[[int, str], str]:
+    """Return what gives the hash of a sample's request, from its seed and the format of its file.
+
+    What is given, and the weights, count as they are now.
+    """
+    references = [_sha256(path) for path in plan.settings.condition.references] if not plan.decodes_only else []
+    sampled_by = _request_of_saved(plan.settings)
+    parts = _request_parts(plan, references)
+
+    def request(seed: int, format: str) -> str:
+        sampling = {**parts["sampling"], "seed": seed, "num_samples": 1}
+        values = {**parts, "sampling": sampling, "format": format}
+        return sampled_by or hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    return request
 
 
 def planned_outputs(plan: ExecutionPlan) -> tuple[tuple[SampleFiles, ...], OutputError | None]:
@@ -127,8 +139,8 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
     return settings.replace(changes)
 
 
-def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str]) -> str:
-    """Return the hash of all that decides the bits of a sample: settings, files of weights, versions, device and dtype.
+def _request_parts(plan: ExecutionPlan, references: Sequence[str]) -> dict[str, Any]:
+    """Return all that decides the bits of a sample but seed and format: settings, weights, versions, device and dtype.
 
     `references` are the hashes of what is given. Not in it: where files are, how work is divided and offloaded, which
     changes no more than rounding. Of weights, which are large, size and time of change stand for the content.
@@ -139,20 +151,17 @@ def request_sha256(plan: ExecutionPlan, seed: int, *, references: Sequence[str])
     values = {
         key: value for key, value in used.items() if key not in ("files", "runtime", "output", "condition", "refine")
     }
-    parts = {
+    return {
         **values,
         "memory": settings.memory.fp8_storage,
         "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
         "condition": {**used["condition"], "references": list(references)},
-        "sampling": {**values["sampling"], "seed": seed, "num_samples": 1},
         "latents": None if latents is None else _sha256(latents),
-        "format": settings.output_format,
         "weights": {part: stamp_of(path) for part, path in plan.weights.paths.items() if part in plan.components},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
         "versions": versions(),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _request_of_saved(settings: GenerateSettings) -> str | None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,14 +17,15 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, save
+from opensora_cli.engine.generate.decode import GeneratedVideo, save
 from opensora_cli.engine.generate.denoise import DenoisedSample, saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
 from opensora_cli.engine.generate.early import refuse_sampled
+from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
-from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents, requests_of
+from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -74,16 +76,19 @@ class _Run:
     """All of them, once they have met."""
     origins: _Origins = _Origins()
     profiled_runs: int = 0
+    models: LoadedModels | None = None
+    """Which outlive the run; None: it loads its own."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process reads references, and writes files."""
         return self.ranks is None or self.ranks.is_main
 
-    def new_models(self) -> LoadedModels:
-        """Return what loads models for one run alone."""
+    def lending(self) -> AbstractContextManager[LoadedModels]:
+        """Return what lends the models inside the block."""
         if self.ranks is None:
-            return LoadedModels()
+            # What is profiled loads them each time.
+            return LoadedModels() if self.models is None or self.profiled_runs else nullcontext(self.models)
         tensor, machine = self.ranks.tensor_group, self.ranks.machine_group
         return LoadedModels(text_group=dist.group.WORLD, tensor_group=tensor, machine_group=machine)
 
@@ -94,12 +99,14 @@ def generate_from_request(
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
+    models: LoadedModels | None = None,
 ) -> GenerateResult | None:
     """Choose the model, complete the settings, and generate, with several devices in processes of their own.
 
-    `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here. None where
-    ranks were started, of which the first has printed the result; a RankFailure where one failed. Other errors as in
-    `generate` and `resolve_generate_settings`.
+    `context` is set in one of several ranks, and `rank_flags` are passed on to ranks that are started here. `models`
+    outlive the call where one process makes it; None: it loads its own. Returns None where ranks were started, of which
+    the first has printed the result; a RankFailure where one failed. Other errors as in `generate` and
+    `resolve_generate_settings`.
     """
     if context is not None:
         request = request_of_rank(request, context)
@@ -115,7 +122,9 @@ def generate_from_request(
             start_ranks(settings, flags=rank_flags)
         return made
     runs = request.profiled_runs
-    return _generate(settings, _Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs))
+    return _generate(
+        settings, _Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs, models=models)
+    )
 
 
 def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
@@ -168,22 +177,25 @@ def generate(
     return _generate(settings, run)
 
 
-def hold_video(settings: GenerateSettings, models: LoadedModels, *, reporter: Reporter | None = None) -> HeldVideo:
-    """Make the first sample that `settings` describe with `models`, and return it in memory; no file is written.
+def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
+    """Choose the model, complete the settings, make their first sample with `models`, and return it in memory.
 
-    Errors are those of `generate`, but for an OutputError and what Ctrl-C lists.
+    No file is written. Errors are those of `generate_from_request`, but for an OutputError and what Ctrl-C lists.
     """
-    reporter = reporter or SilentReporter()
-    plan = models.planned(_plan_here(settings, reporter))
+    settings, choice = resolve_generate_settings(request, reporter=reporter)
+    run = _Run(reporter=reporter, origins=_Origins(choice, source_of(request, "runtime.threads")), models=models)
+    plan = _plan_here(settings, run)
     require_weights(plan, reporter)
     require_room(plan, reporter)
     references = references_of(plan, reporter)
+    finish = partial(hold, request_sha256=requests_of(plan))
     files = [dataclasses.replace(sample_files(plan.settings, 0), latents=None)]
     saved = saved_samples(plan, files, None)
-    plan = plan.with_threads()
+    run.origins.note(reporter)
+    plan = plan.with_threads(by=run.origins.threads)
     record = RunRecord(reporter, keeps_results=False)
     with computing(plan, reporter):
-        [video] = make_videos(plan, files, references, models, record, finish=hold, saved=saved)
+        [video] = make_videos(plan, files, references, models, record, finish=finish, saved=saved)
     return video
 
 
@@ -192,17 +204,24 @@ def _generate(settings: GenerateSettings, run: _Run) -> GenerateResult:
         reporter = WatchedReporter(run.reporter, on_device=ON_DEVICE)
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return _carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
-    return _carry_out(_plan_here(settings, run.reporter), run)
+    return _carry_out(_plan_here(settings, run), run)
 
 
-def _plan_here(settings: GenerateSettings, reporter: Reporter) -> ExecutionPlan:
-    """Return the plan of one process that has no others."""
+def _plan_here(settings: GenerateSettings, run: _Run) -> ExecutionPlan:
+    """Return the plan of one process that has no others, with the models that it has loaded before."""
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    return make_plan(with_mode(refined(settings, reporter=reporter), reporter))
+    settings = with_mode(refined(settings, reporter=run.reporter), run.reporter)
+    if run.models is None:
+        return make_plan(settings)
+    hardware = rank_hardware(settings)
+    loaded = run.models.bytes_on(hardware.device)
+    # What they take can be released.
+    hardware = dataclasses.replace(hardware, free_bytes=hardware.free_bytes + loaded)
+    return run.models.planned(make_plan(settings, hardware=hardware))
 
 
 def _carry_out(plan: ExecutionPlan, run: _Run) -> GenerateResult:
@@ -272,7 +291,7 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     with computing(plan, run.reporter):
         trials = [] if times is None else _trials(plan, files, references, saved, run, times)
         record = RunRecord(run.reporter, block_times=times)
-        with run.new_models() as models:
+        with run.lending() as models:
             videos = _saved_videos(plan, files, references, saved, models, record, run.ranks)
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
@@ -304,7 +323,7 @@ def _trials(
     for number in range(run.profiled_runs):
         run.reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {run.profiled_runs}")
         record = RunRecord(run.reporter, block_times=times, keeps_results=False)
-        with temporary_folder() as folder, run.new_models() as models:
+        with temporary_folder() as folder, run.lending() as models:
             trial = _into(plan, folder)
             trial_files = [sample_files(trial.settings, sample.index) for sample in files]
             _saved_videos(trial, trial_files, references, saved, models, record, run.ranks)

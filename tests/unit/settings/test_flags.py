@@ -1,6 +1,7 @@
-"""The table of the options of generate that are settings."""
+"""The table of options: one for the command line and for Python."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import typer
@@ -30,8 +31,8 @@ def test_each_names_a_setting_of_its_own() -> None:
 
 
 def test_options_become_settings() -> None:
-    values = {"num_frames": 5, "seed": None, "ref": [], "no_metadata": True, "overwrite": False, "out": "a/b.mp4"}
-    assert given_flags(values) == {
+    values = {"num_frames": 5, "seed": None, "ref": [], "no_metadata": True, "overwrite": False, "out": Path("a/b.mp4")}
+    assert given_flags(values, called=option_of) == {
         "video.num_frames": Given(5, "--num-frames"),
         "output.metadata": Given(False, "--no-metadata"),
         "output.overwrite": Given(False, "--overwrite"),
@@ -39,12 +40,27 @@ def test_options_become_settings() -> None:
     }
 
 
-@pytest.mark.parametrize("files", [["a.png;b.png"], ["a.png", "b.png"]])
-def test_several_files_are_one_text(files: list[str]) -> None:
-    assert given_flags({"ref": files}) == {"condition.references": Given("a.png;b.png", "--ref")}
+@pytest.mark.parametrize("files", ["a.png;b.png", ["a.png", "b.png"], (Path("a.png"), "b.png"), Path("a.png;b.png")])
+def test_several_files_are_a_text_or_a_list(files: object) -> None:
+    assert given_flags({"ref": files}) == {"condition.references": Given("a.png;b.png", "ref")}
 
 
-@pytest.mark.parametrize("files", [[""], [" ;"], ["a.png", ""]])
-def test_an_empty_file_is_refused(files: list[str]) -> None:
-    with pytest.raises(RequestError, match=r"^--ref is empty: name a picture or a video, or drop --ref$"):
+@pytest.mark.parametrize("files", ["", " ;", ["a.png", ""]])
+def test_an_empty_file_is_refused(files: object) -> None:
+    with pytest.raises(RequestError, match=r"^ref is empty: name a picture or a video, or drop ref$"):
         given_flags({"ref": files})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("num_frame", "did you mean num_frames?"),
+        ("num_inference_steps", "did you mean steps?"),
+        ("flow_shift", 'did you mean set={"sampling.flow_shift": ...}?'),
+        ("qqq", f"there are {', '.join(FLAGS)}"),
+    ],
+)
+def test_what_is_no_option_is_refused_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is not an option of generate$") as caught:
+        given_flags({name: 1})
+    assert caught.value.hint == hint

@@ -11,10 +11,8 @@ from tiny_world import released_settings
 
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.generate import decode, stages
-from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.run import generate, hold_video
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.media import write
-from opensora_cli.media.read import read_picture
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -164,18 +162,3 @@ def test_decoding_and_saving_are_timed_apart(world, tmp_path, monkeypatch):
     for video in result.videos:
         timings = json.loads(video.sidecar.read_text())["timings_s"]
         assert (timings["decode"], timings["save"]) == (100 * PIECES, FRAMES)
-
-
-def test_a_video_in_memory_is_what_a_run_saves(world, tmp_path):
-    settings = settings_of(world, tmp_path / "saved", output__format="png", condition__references=str(world.picture))
-    [saved] = generate(settings).videos
-    before = names(tmp_path)
-    with LoadedModels(stay=True) as models:
-        twice = [hold_video(settings, models) for _ in range(2)]
-    assert names(tmp_path) == before
-    shown = torch.stack([read_picture(path) for path in sorted(saved.path.iterdir())])
-    for held in twice:
-        assert held.frames_THWC.equal(shown)
-        assert held.figures.given_frames_psnr_db == saved.given_frames_psnr_db
-    assert {"text", "encode", "denoise", "decode", "load"} == twice[0].figures.timings_s.keys()
-    assert "load" not in twice[1].figures.timings_s

@@ -1,0 +1,83 @@
+"""A finished video in memory, and saving it later as a run would have saved it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+
+import torch
+
+from opensora_cli.engine.generate.decode import (
+    Decoding,
+    Figures,
+    GeneratedVideo,
+    report_given_frames,
+    write_video,
+)
+from opensora_cli.engine.generate.outputs import check_outputs, sample_settings
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.targets import Claims, SampleFiles, find_target, sample_files
+from opensora_cli.settings.generate import GenerateSettings
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVideo:
+    """One finished sample in memory."""
+
+    plan: ExecutionPlan
+    sample: SampleFiles
+    frames_THWC: torch.Tensor
+    """uint8 RGB, on the CPU."""
+    figures: Figures
+    request_sha256: Callable[[int, str], str]
+    """See `outputs.requests_of`, as it was when the video was made."""
+
+    @property
+    def settings(self) -> GenerateSettings:
+        """What makes this one video again."""
+        return sample_settings(self.plan, self.sample)
+
+    def save(self, path: str | PathLike[str] | None, *, overwrite: bool) -> GeneratedVideo:
+        """Write the video and its sidecar as a run does; what the same request has made there before is kept.
+
+        `path` is a file or a folder, as `output.path`; None: that of the settings.
+
+        Raises:
+            pydantic.ValidationError: the ending of `path` is of no known format.
+            OutputError: a named file is there already and not to be replaced, or cannot be written.
+        """
+        changes: dict[str, object] = {"output.overwrite": overwrite or self.plan.settings.output.overwrite}
+        if path is not None:
+            changes |= {"output.path": fspath(path)}
+        plan = replace(self.plan, settings=self.plan.settings.replace(changes))
+        start = time.perf_counter()
+
+        def request(seed: int) -> str:
+            return self.request_sha256(seed, plan.settings.output_format)
+
+        def figures() -> Figures:
+            return replace(self.figures, timings_s={**self.figures.timings_s, "save": time.perf_counter() - start})
+
+        with Claims() as claims:
+            check_outputs([sample_files(plan.settings, 0)], plan, create=True)
+            sample = find_target(plan.settings, 0, request, claims=claims, remake=False)
+            if sample.made_before:
+                return GeneratedVideo.of_earlier_run(sample)
+            write_video([self.frames_THWC], plan, sample, figures)
+            if sample.saved is not None and sample.latents is not None:
+                # Of a run of the same request that did not finish.
+                sample.latents.unlink(missing_ok=True)
+        return GeneratedVideo(
+            path=sample.media,
+            sidecar=sample.sidecar,
+            seed=sample.seed,
+            given_frames_psnr_db=self.figures.given_frames_psnr_db,
+        )
+
+
+def hold(decoding: Decoding, *, request_sha256: Callable[[int, str], str]) -> HeldVideo:
+    """Return a sample in memory, whose request `outputs.requests_of` has described before it was made."""
+    frames_THWC = torch.cat([*decoding.pieces()])
+    figures = decoding.figures()
+    report_given_frames(figures.given_frames_psnr_db, decoding.sample.seed, decoding.record.reporter)
+    return HeldVideo(decoding.plan, decoding.sample, frames_THWC, figures, request_sha256)

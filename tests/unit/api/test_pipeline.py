@@ -1,0 +1,215 @@
+"""Videos from Python: the same bits as from the command line, and what is in memory, on disk and in a notebook."""
+
+import hashlib
+import json
+import logging
+import re
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_stages import small_stages
+from tiny_world import DEMO_SIZES, World, make_world
+
+from opensora_cli import Pipeline, Video, generate
+from opensora_cli.api import video as api_video
+from opensora_cli.cli import app
+from opensora_cli.core.exceptions import OutputError, RequestError
+from opensora_cli.engine.generate import fitting
+from opensora_cli.media.read import read_video
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_estimates() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "estimate_generation", small_stages)
+        yield
+
+
+@pytest.fixture(scope="module")
+def new_pipeline(world: World) -> Callable[..., Pipeline]:
+    def make(**options: object) -> Pipeline:
+        flags = {"weights": world.demo, "steps": 2, "threads": 1, "num_frames": 5, **options}
+        return Pipeline("demo", set=DEMO_SIZES, **flags)  # type: ignore[arg-type]  # what a caller may get wrong, too
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def video(new_pipeline: Callable[..., Pipeline]) -> Video:
+    return new_pipeline()("raining, sea", seed=7)
+
+
+def test_a_second_call_gives_the_bits_of_the_command_line(
+    world: World, new_pipeline: Callable[..., Pipeline], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [part for key, value in DEMO_SIZES.items() for part in ("--set", f"{key}={value}")]
+    options = ["--model", "demo", "--weights", str(world.demo), "--steps", "2", "--threads", "1", "--num-frames", "5"]
+    given = ["raining, sea", "--ref", str(world.picture), "--seed", "8", "--out", str(tmp_path / "typed")]
+    assert app.main(["generate", *given, *options, *sizes, "--json"]) == 0
+    typed = json.loads(capsys.readouterr().out)
+    with new_pipeline() as pipe:
+        first = pipe("raining, sea", seed=7)
+        second = pipe("raining, sea", ref=world.picture, seed=8)
+    assert "load" in first.report.timings_s
+    assert "load" not in second.report.timings_s
+    assert second.report.given_frames_psnr_db == typed["outputs"][0]["given_frames_psnr_db"]
+    path = second.save(tmp_path / "called")
+    [of_command] = [Path(output["path"]) for output in typed["outputs"]]
+    assert path.read_bytes() == of_command.read_bytes()
+    documents = [json.loads(Path(f"{file}.json").read_text()) for file in (path, of_command)]
+    for document in documents:
+        document["settings"]["output"].pop("path")
+    for key in documents[0].keys() - {"timings_s", "peak_resident_gib", "threads"}:
+        assert documents[0][key] == documents[1][key]
+    assert documents[0].keys() == documents[1].keys()
+
+
+def test_what_a_video_is(video: Video) -> None:
+    assert (video.frames.shape, video.frames.dtype) == ((5, 64, 64, 3), np.uint8)
+    with pytest.raises(ValueError, match="read-only"):
+        video.frames[0] = 0
+    assert (video.seed, video.fps, video.settings.sampling.seed) == (7, 12, 7)
+    assert video.report.given_frames_psnr_db is None
+    assert video.report.timings_s.keys() == {"load", "text", "denoise", "decode"}
+    assert video.report.peak_memory_gib["peak_resident_gib"] > 0
+    assert repr(video) == "<Video 'raining, sea': 64x64, 5 frames at 12 fps, seed 7>"
+
+
+def test_saving_keeps_what_is_there(video: Video, new_pipeline: Callable[..., Pipeline], tmp_path: Path) -> None:
+    path = video.save(tmp_path / "sea.mp4")
+    assert path == tmp_path / "sea.mp4"
+    assert read_video(path).frames_THWC.shape == (5, 64, 64, 3)
+    written = path.stat().st_mtime_ns
+    assert video.save(path).stat().st_mtime_ns == written
+    other = new_pipeline()("raining, sea", seed=8)
+    with pytest.raises(OutputError, match="exists already"):
+        other.save(path)
+    before = path.read_bytes()
+    assert other.save(path, overwrite=True).read_bytes() != before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["sea.mp4", "sea.mp4.json"]
+    assert video.save(tmp_path / "sea.gif").read_bytes().startswith(b"GIF8")
+    with pytest.raises(RequestError, match=r"output\.path=.*must end in"):
+        video.save(tmp_path / "sea.mov")
+
+
+def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.match(r'<video controls autoplay loop muted src="data:video/mp4;base64,[\w+/=]+">', video._repr_html_())
+    for frames, kind in ((video._held.frames_THWC[:1], "png"), (video._held.frames_THWC[:, :63], "webp")):
+        shown = Video(replace(video._held, frames_THWC=frames))
+        assert shown._repr_html_().startswith(f'<img src="data:image/{kind};base64,')
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    video.show()
+    [address] = opened
+    assert read_video(address.removeprefix("file://")).frames_THWC.shape == (5, 64, 64, 3)
+    displayed: list[object] = []
+    kernel = type("Shell", (), {"kernel": None})()
+    monkeypatch.setitem(sys.modules, "IPython", type("IPython", (), {"get_ipython": staticmethod(lambda: kernel)}))
+    display = type("display", (), {"display": staticmethod(displayed.append)})
+    monkeypatch.setattr(api_video.importlib, "import_module", lambda name: display)
+    video.show()
+    assert displayed == [video]
+    assert len(opened) == 1
+
+
+def test_progress_is_called_and_what_it_raises_ends_the_call(
+    new_pipeline: Callable[..., Pipeline], video: Video
+) -> None:
+    seen: list[tuple[str, int, int | None, str]] = []
+
+    def watch(progress: tuple[str, int, int | None, str]) -> None:
+        seen.append(progress)
+        if seen.count(progress) == 1 and progress[:2] == ("denoise", 1):
+            raise TimeoutError
+
+    with new_pipeline(progress=watch) as pipe:
+        with pytest.raises(TimeoutError):
+            pipe("raining, sea", seed=7)
+        del seen[:-1]
+        assert np.array_equal(pipe("raining, sea", seed=7).frames, video.frames)
+    evaluations = [progress[1:] for progress in seen[1:] if progress[0] == "denoise"]
+    assert evaluations == [(done, 4, "evaluations") for done in range(5)]
+
+
+def test_warnings_are_logged(new_pipeline: Callable[..., Pipeline], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="opensora_cli"), new_pipeline() as pipe:
+        pipe("snowing, sea", num_frames=1)
+    assert any(record.levelname == "WARNING" and '"snowing"' in record.message for record in caplog.records)
+    assert any(record.levelname == "INFO" and record.message.startswith("threads: 1") for record in caplog.records)
+
+
+def test_what_is_no_option_is_refused_with_the_nearest(new_pipeline: Callable[..., Pipeline]) -> None:
+    with pytest.raises(RequestError, match="num_frame is not an option of generate") as caught:
+        new_pipeline()("sea", num_frame=5)  # type: ignore[call-arg]
+    assert caught.value.hint == "did you mean num_frames?"
+    with pytest.raises(RequestError, match=r"video\.num_frames=x must be a whole number \(from num_frames\)"):
+        new_pipeline()("sea", num_frames="x")
+    for name in ("model", "num_samples"):
+        with pytest.raises(RequestError, match=name):
+            new_pipeline()("sea", **{name: 2})  # type: ignore[arg-type]
+
+
+def test_settings_of_a_call_win_over_those_of_the_pipeline(world: World, tmp_path: Path, video: Video) -> None:
+    sidecar = Path(f"{video.save(tmp_path / 'sea.mp4')}.json")
+    again = generate(from_=sidecar, seed=9, set={"sampling.flow_shift": 2}, num_frames=1)
+    assert (again.seed, len(again.frames)) == (9, 1)
+    assert again.settings.sampling.flow_shift == 2
+    assert again.settings.prompt == "raining, sea"
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, opensora_cli; print('torch' in sys.modules, hasattr(opensora_cli, 'nothing'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+PROGRAM = """
+import numpy as np
+from numpy.typing import NDArray
+from opensora_cli import Pipeline, generate
+
+with Pipeline("demo", threads=1, progress=lambda p: print(p.stage, p.done, p.total)) as pipe:
+    video = pipe("raining, sea", seed=7, num_frames=17)
+    frames: NDArray[np.uint8] = video.frames
+    seconds: float = video.report.timings_s["denoise"]
+    path: str = video.save("sea.mp4", overwrite=True).name
+generate("sea", num_frame=5)
+generate("sea", seed=[7])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_program_is_checked_by_mypy(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "program.py"]
+    environment = {"MYPYPATH": str(REPOSITORY), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert [line.split(":")[1] for line in errors] == ["11", "12"]
+    assert 'Unexpected keyword argument "num_frame"' in errors[0]
+
+
+@pytest.mark.slow
+def test_the_same_video_from_a_fresh_process(video: Video, tmp_path: Path, world: World) -> None:
+    code = (
+        "import sys, json, hashlib; from opensora_cli import generate\n"
+        "given = json.loads(sys.argv[1])\n"
+        "print(hashlib.sha256(generate('raining, sea', model='demo', **given).frames.tobytes()).hexdigest())"
+    )
+    flags = {"weights": str(world.demo), "steps": 2, "threads": 1, "num_frames": 5, "seed": 7, "set": DEMO_SIZES}
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(flags)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == hashlib.sha256(video.frames.tobytes()).hexdigest()
