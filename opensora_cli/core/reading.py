@@ -26,7 +26,10 @@ _OF_SYSTEM = _OF_MACHINE | {
     if hasattr(errno, name)
 }
 
-_NO_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment", "can't start new thread")
+_NO_MEMORY = (
+    *("annot allocate memory", "can't allocate memory", "std::bad_alloc"),
+    *("failed to map segment", "can't start new thread"),
+)
 """In the messages of torch, of the loader of shared libraries and of Python's threads."""
 _NO_KERNEL = "could not create a primitive"
 """What oneDNN says where it gets no memory for the code of a kernel; one that it lacks is a "primitive descriptor"."""
