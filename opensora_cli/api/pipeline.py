@@ -26,6 +26,8 @@ _File = str | os.PathLike[str]
 _NOT_IN_A_CALL = (
     ("model", "is chosen once for all calls", "make a Pipeline(model) for each"),
     ("num_samples", "is 1 in Python", "call once for each seed: sample i takes seed + i"),
+    ("resume", "goes on with a run of the command line", "use osora generate --resume FILE"),
+    ("save_state_every", "is for runs of the command line", "use osora generate --save-state-every N"),
 )
 
 

@@ -80,6 +80,7 @@ def generate(
     out: options.Out = None,
     format: options.Format = None,
     overwrite: options.Overwrite = False,
+    save_state_every: options.SaveStateEvery = None,
     no_metadata: options.NoMetadata = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -101,6 +102,7 @@ def generate(
     set_: options.Assignments = None,
     from_: options.FromSidecar = None,
     from_latents: options.FromLatents = None,
+    resume: options.Resume = None,
     list_presets: options.ListPresets = False,
 ) -> None:
     """Make a video from a prompt, and from pictures or videos if given.

@@ -193,6 +193,16 @@ Format = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=_OUTPUT)]
+SaveStateEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--save-state-every",
+        metavar="N",
+        min=1,
+        help="Save the latents after every N steps, to go on from; Ctrl-C saves them in any case.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 NoMetadata = Annotated[
     bool,
     typer.Option(
@@ -346,6 +356,15 @@ FromLatents = Annotated[
         "--from-latents",
         metavar="FILE",
         help="Decode saved latents: go on after a run that failed while decoding or saving.",
+        rich_help_panel=_SETTINGS,
+    ),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="FILE",
+        help="Go on with a run that was stopped, from the latents that it saved.",
         rich_help_panel=_SETTINGS,
     ),
 ]

@@ -144,8 +144,12 @@ def count_evaluations(
     mode: ConditionMode,
     num_inference_steps: int,
     num_latent_frames: int,
+    steps_done: int = 0,
 ) -> int:
-    """Return how often the model is evaluated in a run: 80 (t2v) or 110 (i2v) times with the presets' 50 steps."""
+    """Return how often the model is evaluated in a run: 80 (t2v) or 110 (i2v) times with the presets' 50 steps.
+
+    After `steps_done`, only the rest.
+    """
     return sum(
         len(
             branches_needed(
@@ -158,5 +162,5 @@ def count_evaluations(
                 )
             )
         )
-        for step in range(num_inference_steps)
+        for step in range(steps_done, num_inference_steps)
     )

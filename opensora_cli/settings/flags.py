@@ -69,6 +69,8 @@ class Flags(TypedDict, total=False):
 FLAGS: Mapping[str, Flag] = {
     "model": Flag("runtime.model_choice"),
     "num_samples": Flag("sampling.num_samples"),
+    "resume": Flag("resume"),
+    "save_state_every": Flag("output.save_state_every"),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
 """The setting of each option."""

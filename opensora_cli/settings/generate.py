@@ -149,6 +149,7 @@ class GenerateSettings(Section):
     prompt: Words = Field(default="", description="what the video shows")
     negative_prompt: Words = Field(default="", description="what it should not show")
     from_latents: str | None = Field(default=None, description="saved latents to decode, instead of sampling new ones")
+    resume: str | None = Field(default=None, description="latents of a run that was stopped, which is to be finished")
     loras: tuple[LoraFile, ...] = Field(
         default=(), description="adapters added to the transformer, each FILE or FILE:SCALE; as text, separated by ;"
     )
@@ -217,6 +218,8 @@ class GenerateSettings(Section):
 
 
 def _prompt_problems(settings: GenerateSettings) -> list[str]:
+    if settings.resume is not None and settings.from_latents is not None:
+        return ["resume goes on with sampling, and from_latents leaves it out: drop one of them"]
     if settings.prompt.strip() or settings.from_latents:
         return []
     return [

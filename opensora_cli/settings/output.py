@@ -22,7 +22,10 @@ class OutputSettings(Section):
     )
     overwrite: bool = Field(default=False, description="replace existing files")
     metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
-    save_latents: bool = Field(default=True, description="save the latents before decoding")
+    save_latents: bool = Field(default=True, description="save the latents before decoding, and where a run is stopped")
+    save_state_every: int | None = Field(
+        default=None, ge=1, description="steps after which the latents are saved, to go on from; none: only at the end"
+    )
 
     @property
     def named_format(self) -> OutputFormat | None:
@@ -40,6 +43,10 @@ class OutputSettings(Section):
         if named and self.format and named is not self.format:
             raise ValueError(
                 f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
+            )
+        if self.save_state_every is not None and not self.save_latents:
+            raise ValueError(
+                f"output.save_state_every={self.save_state_every} has no effect with output.save_latents=false: drop it"
             )
         if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
             raise ValueError(

@@ -32,7 +32,7 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
         yield "parallel"
     else:
         yield from (f"parallel.{name}" for name in type(settings.parallel).model_fields if name != "compression")
-    yield from ("from_latents", "output.overwrite")
+    yield from ("from_latents", "resume", "output.overwrite")
     yield from (f"memory.{name}" for name in _unset(settings.memory))
     yield from (f"runtime.{name}" for name in _unset(settings.runtime))
     if not settings.loras:

@@ -16,6 +16,7 @@ from tiny_adapters import factors, write_adapter
 from tiny_world import World, make_world, released_overrides
 
 from opensora_cli.cli import app
+from opensora_cli.engine.generate import denoise as denoising
 from opensora_cli.media.read import read_video
 
 REPOSITORY = Path(__file__).parents[2]
@@ -321,6 +322,29 @@ def test_ctrl_c_while_decoding(osora, out, monkeypatch):
     monkeypatch.undo()
     assert app.main(["generate", "--from-latents", str(latents)]) == 0
     assert (out / "sea_seed42.mp4").exists()
+
+
+def test_ctrl_c_while_denoising(osora, out, monkeypatch, capsys):
+    denoise = denoising.denoise
+
+    def interrupted(velocity, *args, on_step, **options):
+        def stop(steps, packed_1ND):
+            on_step(steps, packed_1ND)
+            raise KeyboardInterrupt
+
+        return denoise(velocity, *args, on_step=stop, **options)
+
+    monkeypatch.setattr(denoising, "denoise", interrupted)
+    code, stdout, stderr = osora("sea")
+    state = out / "sea_seed42.latents.safetensors"
+    assert (code, stdout) == (130, "")
+    assert f"osora generate --resume {state}\n" in stderr
+    monkeypatch.setattr(denoising, "denoise", denoise)
+    assert app.main(["generate", "--resume", str(state), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["outputs"][0]["path"] == str(out / "sea_seed42.mp4")
+    assert document["model_evaluations"] == 2
+    assert not state.exists()
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ OPTIONS = {
     "--quiet",
     "--from",
     "--from-latents",
+    "--resume",
+    "--save-state-every",
     "--overwrite",
     "--no-metadata",
     "--list-presets",

@@ -188,6 +188,7 @@ CLOSED = (
     ["generate", "sea", "--config", "closed/a"],
     ["generate", "--from", "closed/a.json"],
     ["generate", "--from-latents", "closed/a.safetensors"],
+    ["generate", "--resume", "closed/a.safetensors"],
     ["generate", "sea", "--model", "demo", "--lora", "closed/a"],
     ["generate", "sea", "--model", "demo", "--out", "closed/a.mp4"],
     ["generate", "sea", "--model", "demo", "--out", "closed/a", "--dry-run"],

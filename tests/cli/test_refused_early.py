@@ -27,6 +27,7 @@ REQUESTS = [
     (3, ["generate", "sea", "--out", "there.mp4"], "there.mp4 exists already"),
     (3, ["generate", "sea", "--from", "gone.json"], "gone.json does not exist"),
     (3, ["generate", "--from-latents", "gone.safetensors"], "gone.safetensors does not exist"),
+    (3, ["generate", "--resume", "gone.safetensors"], "gone.safetensors does not exist"),
     (3, ["generate", "sea", "--config", "gone.yaml"], "gone.yaml does not exist"),
     (3, ["generate", "sea", "--config", "broken.yaml"], "is not valid YAML"),
     (2, ["train", "--config", "demo", "--set", "nope=1"], "nope (from --set) is not a setting"),

@@ -15,6 +15,7 @@ from PIL import Image
 
 import opensora_cli
 from opensora_cli.cli.app import main
+from opensora_cli.media.read import read_video
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_ranks_around")]
 
@@ -176,3 +177,30 @@ def test_the_same_command_goes_on(tmp_path, picture, whole, processes, temporary
     assert "denoise" not in err
     assert videos(out) == whole
     assert files(out) == sorted(name(seed) + end for seed in (7, 8, 9) for end in (".mp4", ".mp4.json"))
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, processes, temporary, acting):
+    """On as many ranks to the same bytes, and on one within rounding."""
+    out = tmp_path / "out"
+    short = ["generate", "raining, sea", "--num-frames", "9", "--steps", "4", "--device", "cpu", "--threads", "1"]
+    whole = tmp_path / "whole.mp4"
+    assert processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(whole)]).end(LIMIT_S)[0] == 0
+    # A sign of life when the stage begins, and one for each evaluation: two a step.
+    acting(rank=0, stage="denoise", act=EVENTS["interrupted"][0], nth=6)
+    code, _, err = processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
+    assert code == 130, err
+    [state] = out.iterdir()
+    assert f"go on with: osora generate --resume {state}\n" in err
+
+    (tmp_path / "acting" / "sitecustomize.py").unlink()
+    resumed = ["generate", "--resume", str(state), "--device", "cpu", "--gpus", str(ranks)]
+    code, printed, err = processes.program(tmp_path, osora, resumed).end(LIMIT_S)
+    assert code == 0, err
+    assert f"{state}, after step 2\n" in err
+    video = Path(printed.strip())
+    if ranks == 2:
+        assert video.read_bytes() == whole.read_bytes()
+    made, expected = (read_video(path).frames_THWC.float() for path in (video, whole))
+    assert (made - expected).square().mean() < 1
+    assert files(out) == [video.name, f"{video.name}.json"]

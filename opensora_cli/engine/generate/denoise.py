@@ -1,12 +1,15 @@
 """From embeddings, references and noise to the latents of every sample."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
@@ -16,9 +19,11 @@ from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
-from opensora_cli.sampling.denoise import denoise, denoise_distilled
+from opensora_cli.sampling.denoise import OnStep, denoise, denoise_distilled
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
+
+_NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
                 f"{plan.latent_shape}",
                 hint="change neither size, length nor model when going on from latents",
             )
+        if sample.saved_steps is not None and not 0 < sample.saved_steps < len(plan.timesteps) - 1:
+            raise CheckpointError(
+                f"{sample.saved} was saved after step {sample.saved_steps} of {len(plan.timesteps) - 1}",
+                hint="remove it, and start again",
+            )
         samples[sample.index] = DenoisedSample(latents_CTHW, denoise_s=0.0)
     return samples
 
@@ -60,11 +70,13 @@ def denoise_samples(
     models: LoadedModels,
     record: RunRecord,
     *,
+    begun: Mapping[int, torch.Tensor] = _NOTHING,
     ranks: Ranks | None = None,
 ) -> list[DenoisedSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
-    `ranks` share the work; references and files are rank 0's. None: there is only this one.
+    Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What is interrupted is
+    saved as it is. `ranks` share the work; references and files are rank 0's. None: there is only this one.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -77,32 +89,79 @@ def denoise_samples(
 
     def denoise_the_rest(plan: ExecutionPlan) -> None:
         missing = files[len(samples) :]
+        left = sum(plan.evaluations_after(sample.saved_steps or 0) for sample in missing)
         with (
             models.transformer(plan, record) as transformer,
             record.blocks_timed(transformer),
-            record.stage(DENOISE, total=plan.evaluations_per_sample * len(missing), unit="evaluations") as progress,
+            record.stage(DENOISE, total=left, unit="evaluations") as progress,
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
             for sample in missing:
                 start = time.perf_counter()
-                latents_1CTHW = sample_latents(
-                    plan,
-                    evaluate,
-                    embeds,
-                    reference_latents,
-                    seed=sample.seed,
-                    ranks=ranks,
-                    on_evaluation=progress.advance,
-                )
+                progress_of_sample = _Progress(plan, sample, record, saves=ranks is None or ranks.is_main)
+                with progress_of_sample.kept_if_interrupted():
+                    latents_1CTHW = sample_latents(
+                        plan,
+                        evaluate,
+                        embeds,
+                        reference_latents,
+                        seed=sample.seed,
+                        begun_CTHW=begun.get(sample.index),
+                        steps_done=sample.saved_steps or 0,
+                        ranks=ranks,
+                        on_evaluation=progress.advance,
+                        on_step=progress_of_sample.step,
+                    )
                 latents_CTHW = latents_1CTHW[0].cpu()
                 samples.append(DenoisedSample(latents_CTHW, time.perf_counter() - start))
-                if sample.latents is not None and (ranks is None or ranks.is_main):
-                    settings = sample_settings(plan, sample)
-                    with record.keeping(sample.latents):
-                        save_latents(sample.latents, latents_CTHW, settings, request_sha256=sample.request_sha256)
+                progress_of_sample.save(latents_CTHW)
 
     retried(denoise_the_rest, plan, DENOISE, models, record)
     return samples
+
+
+class _Progress:
+    """How far a sample is, of which latents are saved: all, or those that some steps are still to be done of."""
+
+    def __init__(self, plan: ExecutionPlan, sample: SampleFiles, record: RunRecord, *, saves: bool) -> None:
+        self._plan, self._sample, self._record = plan, sample, record
+        self._path = sample.latents if saves else None
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def step(self, steps: int, packed_1ND: torch.Tensor) -> None:
+        """Remember the latents after so many steps, and save them if they are asked for."""
+        self._last = steps, packed_1ND
+        every = self._plan.settings.output.save_state_every
+        if every is not None and not steps % every:
+            self._save_last()
+
+    @contextmanager
+    def kept_if_interrupted(self) -> Iterator[None]:
+        """Save what the last step gave where Ctrl-C ends the block."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            with held_back():
+                try:
+                    self._save_last()
+                except OutputError as error:
+                    self._record.reporter.warn(error.message)
+            raise
+
+    def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None) -> None:
+        """Save latents after so many steps, None: all."""
+        if self._path is None:
+            return
+        settings, request = sample_settings(self._plan, self._sample), self._sample.request_sha256
+        with self._record.keeping(self._path, is_begun=steps is not None):
+            save_latents(self._path, latents_CTHW, settings, request_sha256=request, steps=steps)
+
+    def _save_last(self) -> None:
+        if self._last is None:
+            return
+        steps, packed_1ND = self._last
+        if steps < len(self._plan.timesteps) - 1:
+            self.save(_unpacked(self._plan, packed_1ND)[0], steps=steps)
 
 
 def sample_latents(
@@ -112,14 +171,18 @@ def sample_latents(
     reference_latents: Sequence[torch.Tensor] | None,
     *,
     seed: int,
+    begun_CTHW: torch.Tensor | None = None,
+    steps_done: int = 0,
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
+    on_step: OnStep = lambda steps, packed_1ND: None,
 ) -> torch.Tensor:
     """Return latents_1CTHW of one sample, given frames put back.
 
     `transformer` is on the plan's device and called like `MMDiT`. `reference_latents` has the latents_CTHW of each
-    reference. All `ranks` that share the sample get the latents; None: there is only this one. `on_evaluation` is
-    called after each evaluation of the transformer.
+    reference. `begun_CTHW` are what `steps_done` have made of the noise; None: none are done. All `ranks` that share
+    the sample get the latents; None: there is only this one. `on_evaluation` is called after each evaluation of the
+    transformer, `on_step` after each step.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape
@@ -154,9 +217,12 @@ def sample_latents(
         embedded_guidance=settings.sampling.embedded_guidance if distilled else None,
         on_evaluation=on_evaluation,
     )
-    packed_1ND = pack_latents(noise_1CTHW, patch_size)
+    latents_1CTHW = noise_1CTHW if begun_CTHW is None else begun_CTHW[None].to(noise_1CTHW)
+    packed_1ND = pack_latents(latents_1CTHW, patch_size)
     if distilled:
-        packed_1ND = denoise_distilled(velocity.distilled, packed_1ND, timesteps=plan.timesteps)
+        packed_1ND = denoise_distilled(
+            velocity.distilled, packed_1ND, timesteps=plan.timesteps, steps_done=steps_done, on_step=on_step
+        )
     else:
         packed_1ND = denoise(
             velocity if ranks is None else ranks.share_branches(velocity, on_evaluation=on_evaluation),
@@ -165,10 +231,16 @@ def sample_latents(
             guidance=plan.guidance,
             mode=plan.mode,
             num_latent_frames=num_latent_frames,
+            steps_done=steps_done,
+            on_step=on_step,
         )
-    latents_1CTHW = unpack_latents(
-        packed_1ND, num_latent_frames=num_latent_frames, height=rows, width=columns, patch_size=patch_size
-    )
+    latents_1CTHW = _unpacked(plan, packed_1ND)
     if plan.mode.gives_pictures:
         latents_1CTHW = restore_references(latents_1CTHW, mask_11THW, given_1CTHW)
     return latents_1CTHW
+
+
+def _unpacked(plan: ExecutionPlan, packed_1ND: torch.Tensor) -> torch.Tensor:
+    _, frames, rows, columns = plan.latent_shape
+    patch_size = plan.settings.model.patch_size
+    return unpack_latents(packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size)

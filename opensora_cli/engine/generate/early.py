@@ -16,11 +16,11 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings, 
 
 _SAMPLED = frozenset(
     {"prompt", "negative_prompt", "refine", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
-    | {"runtime.attention"}
+    | {"runtime.attention", "output.save_state_every"}
 )
 """Settings that have no effect on latents that are there."""
 
-LATENTS_HINT = "--from-latents takes the .latents.safetensors file of an unfinished run"
+LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
 
 
 def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter) -> None:
@@ -76,6 +76,7 @@ def refuse_sampled(overrides: Mapping[str, Given], saved: Mapping[str, object]) 
 def _settings(request: GenerateRequest, notes: list[str]) -> GenerateSettings | None:
     """Return the settings that a request means; None where that takes torch to know."""
     latents = request.overrides.get("from_latents")
+    latents = latents or request.overrides.get("resume")
     if latents is not None:
         require_latents(str(latents.value))
         if request.saved is None:

@@ -93,7 +93,7 @@ def make_videos(
         models: that are lent to the stages.
         record: times and shows them.
         finish: see `decode_samples`.
-        saved: by index, samples that are not sampled, since their latents are there.
+        saved: by index, the latents of samples whose `saved` is there: all steps or some are done already.
         ranks: that share the work; None: there is only this one.
 
     Raises:
@@ -102,11 +102,14 @@ def make_videos(
         HardwareError: out of memory.
     """
     denoised = dict(saved or {})
+    begun = {
+        sample.index: denoised.pop(sample.index).latents_CTHW for sample in files if sample.saved_steps is not None
+    }
     missing = [sample for sample in files if sample.index not in denoised]
     if missing:
         embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
         given = reference_latents(plan, references, models, record)
-        made = denoise_samples(plan, missing, embeds, given, models, record, ranks=ranks)
+        made = denoise_samples(plan, missing, embeds, given, models, record, begun=begun, ranks=ranks)
         denoised |= {sample.index: latents for sample, latents in zip(missing, made, strict=True)}
     latents = [denoised[sample.index] for sample in files]
     return decode_samples(plan, files, latents, references, models, record, finish=finish, ranks=ranks)

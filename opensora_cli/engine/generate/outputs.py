@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 import opensora_cli
-from opensora_cli.core.exceptions import CheckpointError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic
 from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.targets import REQUEST_KEY, Claims, SampleFiles, find_target
+from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, Claims, SampleFiles, find_target, steps_in
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
@@ -124,6 +125,7 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
         "sampling.num_samples": 1,
         "condition.references": tuple(str(Path(path).absolute()) for path in settings.condition.references),
         "from_latents": None,
+        "resume": None,
         # However many devices there are then: they change no more than rounding, but for this.
         "parallel": {"compression": settings.parallel.compression},
         # To replace files is never carried over to a later run.
@@ -169,6 +171,11 @@ def _request_of_saved(settings: GenerateSettings) -> str | None:
     if settings.from_latents is None:
         return None
     saved = open_latents(settings.from_latents)
+    if saved.steps is not None:
+        raise RequestError(
+            f"{settings.from_latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
+            hint=f"go on with osora generate --resume {shlex.quote(settings.from_latents)}",
+        )
     try:
         is_the_same = _deciding(GenerateSettings.model_validate(dict(saved.settings))) == _deciding(settings)
     except ValueError:  # of another version
@@ -275,6 +282,8 @@ class SavedLatents:
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
     request_sha256: str | None
     """Of what asked for them."""
+    steps: int | None = None
+    """Steps that they have been through; None: all."""
 
     def read(self) -> torch.Tensor:
         """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU.
@@ -288,11 +297,21 @@ class SavedLatents:
 
 
 def save_latents(
-    path: Path, latents_CTHW: torch.Tensor, settings: GenerateSettings, *, request_sha256: str = ""
+    path: Path,
+    latents_CTHW: torch.Tensor,
+    settings: GenerateSettings,
+    *,
+    request_sha256: str = "",
+    steps: int | None = None,
 ) -> None:
-    """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError)."""
+    """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError).
+
+    `steps` are those that they have been through, None: all.
+    """
     values = json.dumps(used_settings(settings))
     metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
+    if steps is not None:
+        metadata[STEPS_KEY] = str(steps)
     write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
 
 
@@ -306,7 +325,13 @@ def open_latents(path: str | Path) -> SavedLatents:
         dtype = file.get_slice(_KEY).get_dtype()
         if dtype not in _DTYPES:
             raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
-        return SavedLatents(path, _settings_in(path, metadata), metadata.get(REQUEST_KEY) or None)
+        try:
+            steps = steps_in(metadata)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} holds no latents of osora: {plain(str(error))}", hint=LATENTS_HINT
+            ) from error
+        return SavedLatents(path, _settings_in(path, metadata), metadata.get(REQUEST_KEY) or None, steps)
 
 
 @contextmanager

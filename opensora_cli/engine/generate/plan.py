@@ -79,6 +79,10 @@ class ExecutionPlan:
         """How many videos are made."""
         return num_samples(self.settings)
 
+    def evaluations_after(self, steps: int) -> int:
+        """Return how many of a video's model evaluations are left after so many steps."""
+        return _evaluations(self.settings, self.guidance, self.mode, steps)
+
     @property
     def tokens_per_frame(self) -> int:
         """Packed tokens of one latent frame."""
@@ -363,17 +367,18 @@ def _guidance(settings: GenerateSettings) -> Guidance:
     )
 
 
-def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode) -> int:
-    """Return how often the model is evaluated for one video."""
+def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode, steps_done: int = 0) -> int:
+    """Return how often the model is evaluated for one video, of which so many steps are done."""
     if settings.from_latents is not None:
         return 0
     if settings.model.guidance_embed:
-        return settings.sampling.num_inference_steps
+        return settings.sampling.num_inference_steps - steps_done
     return count_evaluations(
         guidance,
         mode=mode,
         num_inference_steps=settings.sampling.num_inference_steps,
         num_latent_frames=settings.num_latent_frames,
+        steps_done=steps_done,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -37,7 +37,7 @@ from opensora_cli.engine.generate.ranks import (
 from opensora_cli.engine.generate.references import Reference, references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
+from opensora_cli.engine.generate.targets import LATENTS_ENDING, Claims, SampleFiles, sample_files
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.enums import ModelChoice
@@ -138,7 +138,10 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
         FileProblem: a file of settings or the saved latents are missing or broken.
     """
     from_latents = request.overrides.get("from_latents")
-    if from_latents is not None and request.saved is None:
+    resume = request.overrides.get("resume")
+    if resume is not None and request.saved is None:
+        request = dataclasses.replace(request, saved=_settings_in(str(resume.value)))
+    elif from_latents is not None and request.saved is None:
         source = str(from_latents.value)
         saved = SavedSettings(source=source, values=open_latents(source).settings)
         refuse_sampled(request.overrides, saved.values)
@@ -147,6 +150,19 @@ def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -
     decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     settings = load_generate_settings(request, model=decision.name, report=reporter.note)
     return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
+
+
+def _settings_in(state: str) -> SavedSettings:
+    """Return the settings that began a state, for a result beside it."""
+    saved = open_latents(state)
+    try:
+        settings = GenerateSettings.model_validate(dict(saved.settings))
+    except ValueError as error:
+        raise CheckpointError(f"{state} holds settings that this version of osora does not know") from error
+    place = Path(state)
+    name = f"{place.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
+    output = settings.output.replace({"path": str(place.with_name(name))}).model_dump(mode="json")
+    return SavedSettings(source=state, values={**saved.settings, "output": output})
 
 
 def generate(
@@ -183,6 +199,8 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     No file is written. Errors are those of `generate_from_request`, but for an OutputError and what Ctrl-C lists.
     """
     settings, choice = resolve_generate_settings(request, reporter=reporter)
+    if settings.resume is not None:
+        raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
     run = _Run(reporter=reporter, origins=_Origins(choice, source_of(request, "runtime.threads")), models=models)
     plan = _plan_here(settings, run)
     require_weights(plan, reporter)
@@ -241,13 +259,19 @@ def _agreed(
     if ranks is None:
         return chosen
     rows = broadcast_json(
-        [(sample.number, sample.made_before, sample.saved and str(sample.saved)) for sample in chosen]
+        [
+            (sample.number, sample.made_before, sample.saved and str(sample.saved), sample.saved_steps)
+            for sample in chosen
+        ]
     )
     return chosen or tuple(
         dataclasses.replace(
-            sample_files(plan.settings, index, number=number), made_before=made_before, saved=saved and Path(saved)
+            sample_files(plan.settings, index, number=number),
+            made_before=made_before,
+            saved=saved and Path(saved),
+            saved_steps=steps,
         )
-        for index, (number, made_before, saved) in enumerate(rows)
+        for index, (number, made_before, saved, steps) in enumerate(rows)
     )
 
 
@@ -283,7 +307,8 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
             run.reporter.note(f"made before by the same request: {sample.media}")
             kept.append(GeneratedVideo.of_earlier_run(sample))
         elif sample.saved is not None and plan.settings.from_latents is None:
-            run.reporter.note(f"going on from latents of the same request: {sample.saved}")
+            after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
+            run.reporter.note(f"going on from latents of the same request: {sample.saved}{after}")
     files = [sample for sample in chosen if not sample.made_before]
     saved = saved_samples(plan, files, run.ranks)
     plan = plan.with_threads(by=run.origins.threads)
@@ -297,7 +322,11 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
-        model_evaluations=plan.evaluations_per_sample * (len(files) - len(saved)),
+        model_evaluations=sum(
+            plan.evaluations_after(sample.saved_steps or 0)
+            for sample in files
+            if sample.saved is None or sample.saved_steps is not None
+        ),
         timings_s={stage: round(seconds, 3) for stage, seconds in record.timings_s.items()},
         **peak_memory_gib(plan.hardware.device),
         threads=plan.threads,

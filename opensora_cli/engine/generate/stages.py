@@ -29,7 +29,7 @@ class RunRecord:
         self._files: Sequence[SampleFiles] = ()
         self._may_repeat = False
         self._finished: list[Path] = []
-        self._kept_latents: list[Path] = []
+        self._kept_latents: dict[Path, bool] = {}
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -62,10 +62,10 @@ class RunRecord:
             yield
 
     @contextmanager
-    def keeping(self, latents: Path) -> Iterator[None]:
-        """Remember latents that the block saves, whose result is not there yet."""
+    def keeping(self, latents: Path, *, is_begun: bool = False) -> Iterator[None]:
+        """Remember latents that the block saves, whose result is not there yet; `is_begun`: nor all steps."""
         # First: an interruption may come before the call that makes the file returns.
-        self._kept_latents.append(latents)
+        self._kept_latents[latents] = is_begun
         yield
         report_left(self._what_is_left)
 
@@ -75,7 +75,7 @@ class RunRecord:
             self._finished.append(result)
         if latents is not None:
             latents.unlink(missing_ok=True)
-            self._kept_latents.remove(latents)
+            self._kept_latents.pop(latents, None)
         report_left(self._what_is_left)
 
     @contextmanager
@@ -86,7 +86,9 @@ class RunRecord:
         `may_repeat` is whether the same command goes on with what is still to be made.
         """
         self._files, self._may_repeat = files, may_repeat
-        self._kept_latents += [sample.saved for sample in files if sample.saved is not None]
+        self._kept_latents |= {
+            sample.saved: sample.saved_steps is not None for sample in files if sample.saved is not None
+        }
         report_left(self._what_is_left)
         try:
             yield
@@ -106,11 +108,16 @@ class RunRecord:
     def _what_is_left(self) -> list[str]:
         finished = [f"finished: {path}" for path in self._finished]
         # Those that were being saved when the run ended may not exist.
-        latents = [path for path in self._kept_latents if path.is_file()]
-        kept = [f"go on with: osora generate --from-latents {shlex.quote(str(path))}" for path in latents]
-        rest = len(self._files) - len(finished) - len(latents)
+        there = {path: is_begun for path, is_begun in self._kept_latents.items() if path.is_file()}
+        kept = [
+            f"go on with: osora generate {'--resume' if is_begun else '--from-latents'} {shlex.quote(str(path))}"
+            for path, is_begun in there.items()
+        ]
+        rest = len(self._files) - len(finished) - len(there)
         if not (finished or kept) or rest <= 0:
             return [*finished, *kept]
-        states = [f"{len(finished)} finished", *([f"{len(latents)} with saved latents"] if kept else [])]
-        counts = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"
-        return [*finished, *kept, counts + (": the same command goes on" if self._may_repeat else "")]
+        begun = sum(there.values())
+        counts = {"finished": len(finished), "with saved latents": len(there) - begun, "begun": begun}
+        states = [f"{count} {state}" for state, count in counts.items() if count or state == "finished"]
+        line = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"
+        return [*finished, *kept, line + (": the same command goes on" if self._may_repeat else "")]

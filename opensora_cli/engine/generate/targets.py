@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from safetensors import SafetensorError, safe_open
 
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.folder_lock import locked_file
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem
@@ -21,6 +21,9 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 REQUEST_KEY = "request_sha256"
 """Of sidecars and saved latents: the hash of everything that decides their bits."""
+STEPS_KEY = "steps_done"
+"""Of saved latents that have not been through all steps."""
+LATENTS_ENDING = ".latents.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class SampleFiles:
     """Whether the same request has made them: they are kept, and nothing is computed."""
     saved: Path | None = None
     """Latents to go on from: those asked for, or of a run of the same request that did not finish; None: none."""
+    saved_steps: int | None = None
+    """Steps that these have been through; None: all."""
 
     @property
     def is_free(self) -> bool:
@@ -79,7 +84,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
         target=target,
         media=media,
         sidecar=sidecar_path(media) if output.metadata else None,
-        latents=target.with_name(f"{target.stem}.latents.safetensors") if keeps_latents else None,
+        latents=target.with_name(f"{target.stem}{LATENTS_ENDING}") if keeps_latents else None,
         saved=None if settings.from_latents is None else Path(settings.from_latents),
     )
 
@@ -118,6 +123,7 @@ def find_target(
     given, and their folder is there then. With `remake` nothing counts as made before or begun.
 
     Raises:
+        CheckpointError: what is to be resumed is of another request.
         OutputError: a named file, its sidecar, or its latents are there from another request; or no file can have such
             a name.
     """
@@ -135,22 +141,42 @@ def find_target(
                         f"{sample.media} is being made by another run", hint="wait until it ends, or use another --out"
                     )
                 continue
+            if settings.resume is not None:
+                keep()
+                return _resumed(sample, Path(settings.resume), overwrite=settings.output.overwrite)
             # Looked at even with --overwrite: a name that no file can have is to be refused as well.
             if sample.is_free or settings.output.overwrite:
                 keep()
                 return sample
             if not remake and read_made(sample).get(REQUEST_KEY) == request:
                 return replace(sample, made_before=True)
-            if not remake and _request_of_latents(sample) == request:
+            begun = _begun(sample)
+            if not remake and begun.request_sha256 == request:
                 keep()
-                return replace(sample, saved=sample.latents)
+                return replace(sample, saved=sample.latents, saved_steps=begun.steps)
             if has_one_name:
                 refuse_existing(sample.media, sample.sidecar)
                 raise OutputError(
                     f"{sample.latents} is there from a run that did not finish",
-                    hint=f"go on with osora generate --from-latents {shlex.quote(str(sample.latents))}, or start again "
+                    hint=f"go on with osora generate {begun.option} {shlex.quote(str(sample.latents))}, or start again "
                     "with --overwrite",
                 )
+
+
+def _resumed(sample: SampleFiles, state: Path, *, overwrite: bool) -> SampleFiles:
+    """Return the files of a sample that is gone on with from `state`, or made before."""
+    request = sample.request_sha256
+    if not overwrite and read_made(sample).get(REQUEST_KEY) == request:
+        return replace(sample, made_before=True)
+    begun = _begun_in(state)
+    if begun.request_sha256 != request:
+        raise CheckpointError(
+            f"{state} is of another request: settings, weights, versions, device or dtype are not the same",
+            hint="go on where it was begun, without options that change the video",
+        )
+    if not overwrite:
+        refuse_existing(sample.media, sample.sidecar)
+    return replace(sample, saved=state, saved_steps=begun.steps)
 
 
 def _own_files(settings: GenerateSettings, index: int, request: str) -> SampleFiles:
@@ -158,7 +184,7 @@ def _own_files(settings: GenerateSettings, index: int, request: str) -> SampleFi
     first = sample_files(settings, index)
     sample = first
     while any(is_there(path) for path in (sample.media, sample.sidecar, sample.latents) if path is not None):
-        if request in (_described(sample).get(REQUEST_KEY), _request_of_latents(sample)):
+        if request in (_described(sample).get(REQUEST_KEY), _begun(sample).request_sha256):
             return sample
         sample = sample_files(settings, index, number=sample.number + 1)
     return first
@@ -180,13 +206,43 @@ def _described(sample: SampleFiles) -> Mapping[str, Any]:
     return document if is_of_this else {}
 
 
-def _request_of_latents(sample: SampleFiles) -> str | None:
-    """Return the request of which latents are there, and no whole result; None where there are none, or others'."""
+class _Begun(NamedTuple):
+    """What saved latents say of themselves."""
+
+    request_sha256: str | None = None
+    """None: there are none, or of another kind."""
+    steps: int | None = None
+
+    @property
+    def option(self) -> str:
+        """What goes on from them, whatever the request."""
+        return "--from-latents" if self.steps is None else "--resume"
+
+
+def _begun(sample: SampleFiles) -> _Begun:
+    """Return what the latents of a sample say that are there without a whole result."""
     if sample.latents is None or in_the_way(sample.media, sample.sidecar) is not None:
-        return None
+        return _Begun()
+    return _begun_in(sample.latents)
+
+
+def _begun_in(latents: Path) -> _Begun:
     try:
-        with safe_open(sample.latents, framework="numpy") as file:
+        with safe_open(latents, framework="numpy") as file:
             metadata: dict[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError):
+        return _Begun(metadata.get(REQUEST_KEY), steps_in(metadata))
+    except (SafetensorError, OSError, ValueError):
+        return _Begun()
+
+
+def steps_in(metadata: Mapping[str, str]) -> int | None:
+    """Return after how many steps latents were saved, from their metadata; None: after all.
+
+    Raises ValueError if that is no number of steps.
+    """
+    words = metadata.get(STEPS_KEY)
+    if words is None:
         return None
-    return metadata.get(REQUEST_KEY)
+    if not words.isdecimal() or len(words) > 4:
+        raise ValueError(f"{STEPS_KEY} is {words[:20]!r}")
+    return int(words)

@@ -101,6 +101,29 @@ def test_the_noise_is_left_as_it_was():
     assert torch.equal(noise, _random(0))
 
 
+@pytest.mark.parametrize("done", range(7))
+def test_a_run_goes_on_from_any_step_to_the_same_latents(done):
+    def velocity(latents, t, branches):
+        return {branch: latents.sin() * t + index for index, branch in enumerate(branches)}
+
+    reached = [_random(0, torch.bfloat16)]
+    timesteps, options = _timesteps(7), {"mode": condition_mode("t2v"), "num_latent_frames": FRAMES}
+    options |= {"timesteps": timesteps, "guidance": Guidance()}
+
+    def keep(steps, latents):
+        assert steps == len(reached)
+        reached.append(latents)
+
+    whole = denoise(velocity, reached[0], on_step=keep, **options)
+    assert (len(reached), reached[-1] is whole) == (8, True)
+    seen = []
+    rest = denoise(velocity, reached[done], steps_done=done, on_step=lambda steps, _: seen.append(steps), **options)
+    assert torch.equal(rest, whole)
+    assert seen == [*range(done + 1, 8)]
+    counted = {"mode": condition_mode("t2v"), "num_inference_steps": 7, "num_latent_frames": FRAMES}
+    assert count_evaluations(Guidance(), **counted, steps_done=done) == 2 * (7 - done)
+
+
 def test_distilled_sampling_takes_one_evaluation_a_step():
     noise, data = _random(0), _random(1)
     times = []
@@ -113,6 +136,8 @@ def test_distilled_sampling_takes_one_evaluation_a_step():
     result = denoise_distilled(velocity, noise, timesteps=timesteps)
     assert_close(result, data)
     assert times == timesteps[:-1]
+    denoise_distilled(velocity, noise, timesteps=timesteps, steps_done=4)
+    assert times == [*timesteps[:-1], *timesteps[4:-1]]
 
 
 def test_a_run_needs_a_step():

@@ -1,0 +1,236 @@
+"""A run that is stopped while it denoises goes on from the step that it has reached, to the same bytes."""
+
+import errno
+import json
+import os
+import shlex
+
+import pytest
+from safetensors.torch import load_file, safe_open, save_file
+from tiny_world import RecordingReporter, demo_settings, released_settings
+
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.engine.generate import denoise
+from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+NAME = "raining-sea_seed42"
+STATE = f"{NAME}.latents.safetensors"
+STEPS = 4
+T2V = {"sampling__num_inference_steps": str(STEPS)}
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """The video of a run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    return generate(demo_settings(world, folder, **T2V)).videos[0].path.read_bytes()
+
+
+def stop_after(monkeypatch, steps):
+    """Let Ctrl-C come in the middle of the step after so many, once."""
+    velocity, left = denoise.GuidedVelocity, [steps]
+
+    class Stopping(velocity):
+        def __call__(self, *args, **options):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return super().__call__(*args, **options)
+
+    monkeypatch.setattr(denoise, "GuidedVelocity", Stopping)
+
+
+def stopped(settings, steps):
+    """Return the words of a run that is stopped after so many steps."""
+    with pytest.MonkeyPatch.context() as patched:
+        stop_after(patched, steps)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(settings)
+    return str(caught.value)
+
+
+def go_on(state, **overrides):
+    given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
+    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **given})
+    reporter = RecordingReporter()
+    return generate_from_request(request, reporter=reporter), reporter
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def steps_in(state):
+    with safe_open(state, "pt") as file:
+        return file.metadata().get("steps_done")
+
+
+@pytest.mark.parametrize("steps", range(1, STEPS))
+def test_what_is_stopped_after_a_step_goes_on_to_the_same_bytes(world, tmp_path, whole, steps):
+    folder = tmp_path / "my out"
+    words = stopped(demo_settings(world, folder, **T2V), steps)
+    state = folder / STATE
+    assert words == f"go on with: osora generate --resume {shlex.quote(str(state))}"
+    assert (names(folder), steps_in(state)) == ([STATE], str(steps))
+    result, reporter = go_on(state)
+    assert result.videos[0].path == folder / f"{NAME}.mp4"
+    assert result.videos[0].path.read_bytes() == whole
+    assert f"going on from latents of the same request: {state}, after step {steps}" in reporter.notes
+    assert result.model_evaluations == reporter.totals["denoise"] == 2 * (STEPS - steps)
+    assert names(folder) == [f"{NAME}.mp4", f"{NAME}.mp4.json"]
+
+
+def test_before_the_first_step_there_is_nothing_to_save(world, tmp_path):
+    assert stopped(demo_settings(world, tmp_path, **T2V), 0) == "nothing was finished yet: run it again"
+    assert names(tmp_path) == []
+
+
+def test_the_same_command_goes_on_and_can_be_stopped_again(world, tmp_path, whole):
+    settings = demo_settings(world, tmp_path / "clip.mp4", **T2V)
+    stopped(settings, 1)
+    stopped(settings, 2)
+    assert steps_in(tmp_path / "clip.latents.safetensors") == "3"
+    result = generate(settings)
+    assert (result.model_evaluations, result.videos[0].path.read_bytes()) == (2, whole)
+    assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
+
+
+def test_a_picture_that_is_given_is_given_again(world, tmp_path):
+    settings = released_settings(world, tmp_path / "whole", condition__references=str(world.picture), **T2V)
+    whole = generate(settings).videos[0].path.read_bytes()
+    stopped(settings.replace({"output.path": str(tmp_path / "out")}), 2)
+    result, _ = go_on(tmp_path / "out" / STATE)
+    assert result.videos[0].path.read_bytes() == whole
+
+
+def test_one_of_several_samples(world, tmp_path):
+    settings = demo_settings(world, tmp_path / "out", **T2V, sampling__num_samples="3")
+    words = stopped(settings, STEPS + 1)
+    second = tmp_path / "out" / "raining-sea_seed43.latents.safetensors"
+    assert words.splitlines() == [
+        f"go on with: osora generate --from-latents {tmp_path / 'out' / STATE}",
+        f"go on with: osora generate --resume {second}",
+        "of 3 samples: 0 finished, 1 with saved latents, 1 begun, 1 still to be made: the same command goes on",
+    ]
+    alone, _ = go_on(second)
+    assert names(tmp_path / "out") == [STATE, "raining-sea_seed43.mp4", "raining-sea_seed43.mp4.json"]
+    whole = generate(settings.replace({"output.path": str(tmp_path / "whole")}))
+    assert [video.seed for video in generate(settings).videos] == [42, 43, 44]
+    for video in whole.videos:
+        assert (tmp_path / "out" / video.path.name).read_bytes() == video.path.read_bytes()
+    assert alone.model_evaluations == 2 * (STEPS - 1)
+
+
+def test_states_are_saved_as_often_as_is_asked_for(world, tmp_path, monkeypatch, whole):
+    saved, save = [], denoise.save_latents
+
+    def recording(path, latents, settings, **options):
+        saved.append(options["steps"])
+        save(path, latents, settings, **options)
+
+    monkeypatch.setattr(denoise, "save_latents", recording)
+    result = generate(demo_settings(world, tmp_path, **T2V, output__save_state_every="2"))
+    assert saved == [2, None]
+    assert result.videos[0].path.read_bytes() == whole
+
+
+def test_overwriting_goes_on_only_where_it_is_asked_for(world, tmp_path, whole):
+    settings = demo_settings(world, tmp_path / "clip.mp4", **T2V, output__overwrite="true")
+    (tmp_path / "clip.mp4").write_bytes(b"old")
+    stopped(settings, 2)
+    state = tmp_path / "clip.latents.safetensors"
+    with pytest.raises(OutputError, match=r"clip\.mp4 exists already"):
+        go_on(state)
+    assert (tmp_path / "clip.mp4").read_bytes() == b"old"
+    result, _ = go_on(state, output__overwrite=True)
+    assert (result.model_evaluations, (tmp_path / "clip.mp4").read_bytes()) == (4, whole)
+    assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
+
+
+def test_a_result_elsewhere_leaves_the_state(world, tmp_path, whole):
+    stopped(demo_settings(world, tmp_path / "a", **T2V), 2)
+    result, _ = go_on(tmp_path / "a" / STATE, output__path=str(tmp_path / "b.mp4"))
+    assert (tmp_path / "b.mp4").read_bytes() == whole == result.videos[0].path.read_bytes()
+    assert names(tmp_path / "a") == [STATE]
+
+
+def test_a_full_disk_is_a_warning_where_the_run_is_ended_anyway(world, tmp_path, monkeypatch, reporter):
+    def full(*_args, **_options):
+        raise OutputError(f"cannot write: {os.strerror(errno.ENOSPC)}")
+
+    stop_after(monkeypatch, 2)
+    monkeypatch.setattr(denoise, "save_latents", full)
+    with pytest.raises(KeyboardInterrupt, match="nothing was finished yet"):
+        generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
+    assert reporter.warnings == ["cannot write: No space left on device"]
+
+
+@pytest.fixture
+def state(world, tmp_path):
+    stopped(demo_settings(world, tmp_path, **T2V), 2)
+    return tmp_path / STATE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling__seed": "7"},
+        {"prompt": "snow"},
+        {"runtime__dtype": "bfloat16"},
+        {"sampling__num_inference_steps": "5"},
+    ],
+    ids=str,
+)
+def test_a_state_of_another_request_is_refused(state, changes):
+    before = state.read_bytes()
+    with pytest.raises(CheckpointError, match="is of another request"):
+        go_on(state, **changes)
+    assert (names(state.parent), state.read_bytes()) == ([STATE], before)
+
+
+def test_a_state_is_no_finished_latents(state, reporter):
+    request = GenerateRequest(overrides={"from_latents": Given(str(state), "--from-latents")})
+    with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
+        generate_from_request(request, reporter=reporter)
+    assert caught.value.hint == f"go on with osora generate --resume {state}"
+    with pytest.raises((RequestError, ValueError), match="drop one of them"):
+        go_on(state, from_latents=str(state))
+
+
+def rewritten(state, **metadata):
+    with safe_open(state, "pt") as file:
+        before = file.metadata()
+    after = {key: value for key, value in {**before, **metadata}.items() if value is not None}
+    save_file(load_file(state), state, metadata=after)
+
+
+@pytest.mark.parametrize("steps", ["-1", "two", "2.0", "99999", ""])
+def test_nonsense_in_the_place_of_steps(state, steps):
+    rewritten(state, steps_done=steps)
+    with pytest.raises(CheckpointError, match="holds no latents of osora: steps_done is"):
+        go_on(state)
+
+
+@pytest.mark.parametrize("steps", ["0", str(STEPS), "50"])
+def test_steps_that_the_run_does_not_have(state, steps):
+    rewritten(state, steps_done=steps)
+    with pytest.raises(CheckpointError, match=f"was saved after step {steps} of {STEPS}"):
+        go_on(state)
+
+
+def test_torn_and_foreign_files(state, tmp_path):
+    whole = state.read_bytes()
+    for content in (b"", whole[:20], whole[:-1]):
+        state.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is truncated or no safetensors file"):
+            go_on(state)
+    state.write_bytes(whole)
+    rewritten(state, settings=json.dumps({"output": 3}))
+    with pytest.raises(CheckpointError, match="holds settings that this version of osora does not know"):
+        go_on(state)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        go_on(tmp_path / "none.latents.safetensors")
