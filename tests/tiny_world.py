@@ -174,6 +174,14 @@ def flux_settings(world: World, output: Path, *, prompt: str = "raining, sea", *
     return _settings(ModelName.FLUX1_DEV, overrides, changes)
 
 
+def picture_first_settings(world: World, output: Path, **changes: object) -> GenerateSettings:
+    """Return `released_settings` that make a picture of 16 x 64 first, with the model of `flux_settings`."""
+    sizes = {key: value for key, value in FLUX_SIZES.items() if not key.startswith("text.")}
+    picture = {f"picture.{key}".replace(".", "__"): value for key, value in sizes.items()}
+    first = {"picture__first": "true", "picture__resolution": "32px", **picture}
+    return released_settings(world, output, **{**first, **changes})
+
+
 def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
     """Return a shrunken preset of the demo model."""
     overrides = {

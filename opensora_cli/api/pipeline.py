@@ -25,6 +25,7 @@ _File = str | os.PathLike[str]
 
 _NOT_IN_A_CALL = (
     ("model", "is chosen once for all calls", "make a Pipeline(model) for each"),
+    ("save_picture", "keeps a picture beside the file of its video", "make it with num_frames=1, and give it with ref"),
     ("num_samples", "is 1 in Python", "call once for each seed: sample i takes seed + i"),
     ("resume", "goes on with a run of the command line", "use osora generate --resume FILE"),
     ("save_state_every", "is for runs of the command line", "use osora generate --save-state-every N"),

@@ -76,6 +76,8 @@ def generate(
     ref: options.References = None,
     fit: options.FitOption = None,
     ref_fps: options.ReferenceFps = None,
+    t2i2v: options.PictureFirst = False,
+    save_picture: options.SavePicture = False,
     lora: options.Loras = None,
     out: options.Out = None,
     format: options.Format = None,
@@ -112,6 +114,8 @@ def generate(
       osora generate "raining, sea"
 
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
+
+      osora generate "a red boat on the sea" --t2i2v --save-picture
 
       osora generate "raining, sea" --lora runs/style/lora:0.8
 

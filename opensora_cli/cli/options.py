@@ -162,6 +162,20 @@ ReferenceFps = Annotated[
         rich_help_panel=_REFERENCE,
     ),
 ]
+PictureFirst = Annotated[
+    bool,
+    typer.Option(
+        "--t2i2v",
+        help="Make a picture first, with flux1-dev (the demo: by itself), and give it as the first frame.",
+        rich_help_panel=_REFERENCE,
+    ),
+]
+SavePicture = Annotated[
+    bool,
+    typer.Option(
+        "--save-picture", help="Keep that picture beside the video, as NAME.picture.png.", rich_help_panel=_REFERENCE
+    ),
+]
 Loras = Annotated[
     list[str] | None,
     typer.Option(

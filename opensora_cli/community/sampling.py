@@ -1,6 +1,5 @@
 """Sampling: conditions, sizes, prompts and their refinement, results as files."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,9 +101,10 @@ def get_names_from_path(path: str | Path) -> str:
 
 def get_image_size(resolution: str, ar_ratio: str, training: bool = True) -> tuple[int, int]:
     """Return (height, width) of a resolution and a ratio; of those that training's table lacks, the nearest."""
-    table = sizes.training_sizes(resolution) if training else sizes.inference_sizes(resolution)
-    wanted = math.log(sizes.ratio_value(ar_ratio))
-    return table[min(table, key=lambda ratio: abs(math.log(sizes.ratio_value(ratio)) - wanted))]
+    if not training:
+        return sizes.image_size(resolution, ar_ratio)
+    _, height, width = sizes.nearest_training_size(resolution, ar_ratio)
+    return height, width
 
 
 def read_from_path(path: str | Path, image_size: tuple[int, int], transform_name: str = "center") -> Tensor:

@@ -49,6 +49,7 @@ class Flags(TypedDict, total=False):
     ref: Annotated[_Files | None, Flag("condition.references", each="a picture or a video")]
     fit: Annotated[str | None, Flag("condition.fit")]
     ref_fps: Annotated[str | None, Flag("condition.ref_fps")]
+    t2i2v: Annotated[bool | None, Flag("picture.first")]
     lora: Annotated[_Files | None, Flag("loras", each="an adapter")]
     out: Annotated[_File | None, Flag("output.path")]
     format: Annotated[str | None, Flag("output.format")]
@@ -71,6 +72,7 @@ FLAGS: Mapping[str, Flag] = {
     "num_samples": Flag("sampling.num_samples"),
     "resume": Flag("resume"),
     "save_state_every": Flag("output.save_state_every"),
+    "save_picture": Flag("picture.save"),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
 """The setting of each option."""

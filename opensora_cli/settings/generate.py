@@ -33,6 +33,7 @@ from opensora_cli.settings.enums import (
 )
 from opensora_cli.settings.explain import either, nearest
 from opensora_cli.settings.output import OutputSettings
+from opensora_cli.settings.picture import PictureSettings
 from opensora_cli.settings.prompts import PromptSuffixSettings, RefineSettings, with_asked_score
 
 _RESOLUTION = re.compile(r"[1-9]\d*px?")
@@ -161,6 +162,7 @@ class GenerateSettings(Section):
     sampling: SamplingSettings = SamplingSettings()
     condition: ConditionSettings = ConditionSettings()
     refine: RefineSettings = RefineSettings()
+    picture: PictureSettings = PictureSettings()
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
@@ -203,6 +205,7 @@ class GenerateSettings(Section):
             *_length_problems(self),
             *_seed_problems(self),
             *_condition_problems(self),
+            *_picture_problems(self),
             *_parallel_problems(self),
             *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
             *attention_problems(
@@ -313,7 +316,7 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
     mode, references = CONDITION_MODES[condition.mode], len(condition.references)
     if not mode.needs_reference and references:
         return [f"condition.mode={mode.name} takes no reference, and {_files(references)} given: drop --cond or --ref"]
-    if mode.needs_reference and not references:
+    if mode.needs_reference and not references and not settings.picture.first:
         kind = "video" if mode.source is Source.VIDEO else "picture"
         return [f"condition.mode={mode.name} needs a reference: give the {kind} with --ref FILE"]
     problems = []
@@ -339,6 +342,24 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
             f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode.name} "
             f"gives {given} latent frames: use at least {shortest}"
             + (" or another mode" if shortest > settings.video.max_frames else "")
+        )
+    return problems
+
+
+def _picture_problems(settings: GenerateSettings) -> list[str]:
+    picture, condition = settings.picture, settings.condition
+    if not picture.first:
+        return ["picture.save=true has no effect without picture.first=true: give --t2i2v, too"] if picture.save else []
+    problems = []
+    if condition.references:
+        problems.append(
+            f"picture.first=true makes the reference, and {_files(len(condition.references))} given: drop --t2i2v "
+            "or --ref"
+        )
+    if condition.mode is not None and not CONDITION_MODES[condition.mode].gives_pictures:
+        fitting = [mode.name for mode in CONDITION_MODES.values() if mode.gives_pictures]
+        problems.append(
+            f"condition.mode={condition.mode} takes no picture, and picture.first=true makes one: use {either(fitting)}"
         )
     return problems
 

@@ -13,6 +13,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import read_json_object
@@ -96,11 +97,21 @@ def load_generate_settings(
     _refuse_two_sizes(request.overrides)
     given = _given(request, report)
     resolution = given.get("video.resolution")
+    if "picture.first" not in given and _gives_no_picture(given):
+        # That of a preset gives way.
+        given["picture.first"] = Given(False, "what is given")
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
     settings = validate(GenerateSettings, given, below=_preset(preset))
     _refuse_idle_refinement(request.overrides, settings)
     _refuse_idle_guidance(request.overrides, settings)
     return settings
+
+
+def _gives_no_picture(given: Layer) -> bool:
+    """Return whether files are given to the video, or a mode that takes no picture is asked for."""
+    files, named = given.get("condition.references"), given.get("condition.mode")
+    mode = None if named is None else CONDITION_MODES.get(str(named.value))
+    return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
 
 
 def source_of(request: GenerateRequest, key: str) -> str | None:
@@ -183,6 +194,8 @@ def _given(request: GenerateRequest, report: Callable[[str], None] = lambda line
     saved: dict[str, Given] = {}
     if request.saved:
         saved = read_sections(GenerateSettings, without_retired_keys(request.saved.values), source=request.saved.source)
+        # It says nothing of a picture where none was made first.
+        saved.setdefault("picture.first", Given(False, request.saved.source))
         # What it left out took no part in it, and must not come from the shell now.
         environment = {key: given for key, given in environment.items() if key in MACHINE_KEYS}
     machine = {key: saved.pop(key) for key in MACHINE_KEYS & saved.keys()}

@@ -1,6 +1,6 @@
 """Configurations of the reference implementation for sampling, and for its autoencoders, as settings of osora."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from opensora_cli.core.exceptions import FileProblem
@@ -123,6 +123,7 @@ def read_reference_generation(path: Path, *, num_devices: int) -> ReferenceConfi
         _drop_sizes(values, found, "ae")
     if values.has("sampling_option"):
         found.update(_sampling(values))
+    found.update(_picture(values, path))
     found.update(_dtype(values))
     if values.peek("cond_type") not in (None, "t2v"):
         found["condition.mode"] = values.take("cond_type")
@@ -211,6 +212,28 @@ def _sampling(values: ReferenceValues) -> Iterator[tuple[str, object]]:
         values.take(f"{option}.temporal_reduction")
 
 
+def _picture(values: ReferenceValues, path: Path) -> Iterator[tuple[str, object]]:
+    """Yield how a picture is made first, where one is."""
+    if not values.peek("use_t2i2v"):
+        return
+    yield "picture.first", True
+    if (resolution := values.take_text("img_resolution")) is not None:
+        yield "picture.resolution", resolution
+    for name in ("type", "fused_qkv", "use_liger_rope", "strict_load"):
+        values.take(f"img_flux.{name}")
+    for theirs in (*TRANSFORMER_SIZES, "model.cond_embed"):
+        name = theirs.partition(".")[2]
+        if values.has(f"img_flux.{name}"):
+            yield f"picture.model.{name}", values.take(f"img_flux.{name}")
+    for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
+        if (file := values.take_text(f"{section}.from_pretrained")) is not None:
+            place = PurePosixPath(file)
+            is_usual = str(place.parent) == _DEFAULT_FOLDER
+            yield f"picture.files.{ours}", place.name if is_usual else str(place)
+    if values.has("img_flux_ae"):
+        yield from ((f"picture.{key}", value) for key, value in autoencoder(values, "img_flux_ae", path).items())
+
+
 def _has_dc_ae(values: ReferenceValues) -> bool:
     return bool(values.peek("ae.type") == "dc_ae")
 
@@ -231,13 +254,12 @@ def _drop_sizes(values: ReferenceValues, found: dict[str, object], section: str)
 
 def _leave_groups(values: ReferenceValues) -> None:
     """Take what is best listed in one line, and list it."""
-    for names, reason in (
-        (("plugin_ae", "plugin_config_ae"), "devices share decoding by themselves"),
-        (
-            ("use_t2i2v", "img_flux", "img_flux_ae", "img_resolution"),
-            "no picture is made first; make one elsewhere, and give it with --ref",
-        ),
-    ):
-        there = [name for name in names if values.take(name) is not None]
-        if there:
-            values.note(f"{', '.join(there)}: {reason}")
+    _leave(values, ("plugin_ae", "plugin_config_ae"), "devices share decoding by themselves")
+    if not values.take("use_t2i2v"):
+        _leave(values, ("img_flux", "img_flux_ae", "img_resolution"), "no picture is made first: --t2i2v makes one")
+
+
+def _leave(values: ReferenceValues, names: Sequence[str], reason: str) -> None:
+    there = [name for name in names if values.take(name) is not None]
+    if there:
+        values.note(f"{', '.join(there)}: {reason}")

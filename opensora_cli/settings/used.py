@@ -37,6 +37,10 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     yield from (f"runtime.{name}" for name in _unset(settings.runtime))
     if not settings.loras:
         yield "loras"
+    if not settings.picture.first:
+        yield "picture"
+    elif settings.picture.own_model:
+        yield from ("picture.model", "picture.vae", "picture.files")
     # What was asked for is in the prompt and the motion score by now.
     if settings.refine.original is None:
         yield "refine"
@@ -81,7 +85,8 @@ def _unused_of_autoencoder(settings: GenerateSettings) -> Iterator[str]:
 def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
     mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
     yield from idle_guidance(settings)
-    if not settings.model.guidance_embed:
+    makes_distilled = settings.picture.first and not settings.picture.own_model
+    if not settings.model.guidance_embed and not (makes_distilled and settings.picture.model.guidance_embed):
         yield "sampling.embedded_guidance"
     if not mode.needs_reference:
         yield from ("condition.references", "condition.fit")

@@ -48,6 +48,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--ref", "a.png"], "condition.references", ("a.png",)),
         (["--ref", "a.png", "--ref", "b, c.png"], "condition.references", ("a.png", "b, c.png")),
         (["--ref", "a.png;b.png"], "condition.references", ("a.png", "b.png")),
+        (["--t2i2v"], "picture.first", True),
         (["--fit", "pad"], "condition.fit", "pad"),
         (["--ref-fps", "match"], "condition.ref_fps", "match"),
         (["--lora", "style"], "loras", (LoraFile(path="style"),)),
@@ -97,7 +98,8 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["generate", "sea", "--preset", "786px"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: preset '786px' is not one of 256px, 768px, demo, flux1_dev, high_compression\n"
+        "error: preset '786px' is not one of 256px, 768px, demo, flux1_dev, high_compression, t2i2v_256px, "
+        "t2i2v_768px\n"
     )
     assert main(["generate", "sea", "--preset", "gone.yaml"]) == 3
 

@@ -179,7 +179,7 @@ def test_list_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         assert Path(recipe["file"]).stem == recipe["name"]
 
 
-PRESETS = ["256px", "768px", "demo", "flux1_dev", "high_compression"]
+PRESETS = ["256px", "768px", "demo", "flux1_dev", "high_compression", "t2i2v_256px", "t2i2v_768px"]
 
 
 def test_list_presets(capsys: pytest.CaptureFixture[str]) -> None:

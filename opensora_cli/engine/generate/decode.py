@@ -17,7 +17,7 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.denoise import DenoisedSample
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import media_tags, sidecar_document
+from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR, Reference
@@ -42,15 +42,21 @@ class GeneratedVideo(Document):
     seed: int
     given_frames_psnr_db: float | None
     """How well the given frames came back; None where none were given."""
+    picture: FirstPicture | None = None
+    """That was made first, and given; None: none was."""
     made_before: bool = False
     """Whether it was there already, from the same request."""
 
     @classmethod
-    def of_earlier_run(cls, sample: SampleFiles) -> "GeneratedVideo":
+    def of_earlier_run(cls, plan: ExecutionPlan, sample: SampleFiles) -> "GeneratedVideo":
         """Return a result that the same request has made before."""
-        psnr = read_made(sample).get("given_frames_psnr_db")
         return cls(
-            path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr, made_before=True
+            path=sample.media,
+            sidecar=sample.sidecar,
+            seed=sample.seed,
+            given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db"),
+            picture=first_picture(plan, sample),
+            made_before=True,
         )
 
 
@@ -194,7 +200,13 @@ def save(decoding: Decoding) -> GeneratedVideo:
     record.complete(sample.media, sample.latents)
     psnr_db = decoding.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, record.reporter)
-    return GeneratedVideo(path=sample.media, sidecar=sample.sidecar, seed=sample.seed, given_frames_psnr_db=psnr_db)
+    return GeneratedVideo(
+        path=sample.media,
+        sidecar=sample.sidecar,
+        seed=sample.seed,
+        given_frames_psnr_db=psnr_db,
+        picture=first_picture(plan, sample),
+    )
 
 
 def write_video(

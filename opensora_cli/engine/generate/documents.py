@@ -1,6 +1,6 @@
 """What `osora generate` returns: its plan with `--dry-run`, else its result."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.decode import GeneratedVideo
-from opensora_cli.engine.generate.outputs import planned_outputs
+from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
+from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
@@ -107,13 +108,17 @@ class PlanDocument(Document):
     loras: tuple[PlannedLora, ...]
     missing_weights: tuple[str, ...]
     outputs: tuple[PlannedFile, ...]
+    picture: "PlanDocument | None"
+    """Of the picture that is made first, and given; None: none is."""
     settings: GenerateSettings
     plan: InstanceOf[ExecutionPlan] = Field(exclude=True, repr=False)
 
     @classmethod
-    def of(cls, plan: ExecutionPlan) -> "PlanDocument":
-        """Return the document of a plan."""
+    def of(cls, plan: ExecutionPlan, *, files: Sequence[SampleFiles] | None = None) -> "PlanDocument":
+        """Return the document of a plan; `files` are what it writes (None: what `planned_outputs` returns)."""
         settings, hardware = plan.settings, plan.hardware
+        files = planned_outputs(plan)[0] if files is None else files
+        pictures = [picture_files(plan, sample) for sample in files if settings.picture.save and plan.picture]
         return cls(
             model=settings.model.name,
             device=str(hardware.device),
@@ -168,8 +173,9 @@ class PlanDocument(Document):
             ),
             outputs=tuple(
                 PlannedFile(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
-                for sample in planned_outputs(plan)[0]
+                for sample in files
             ),
+            picture=None if plan.picture is None else cls.of(plan.picture, files=pictures),
             settings=settings,
             plan=plan,
         )
@@ -178,7 +184,7 @@ class PlanDocument(Document):
         """Return the plan for people."""
         plan = self.plan
         channels, frames, rows, columns = self.latent_shape
-        memory = ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in plan.stages)
+        memory = ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in plan.all_stages)
         budget = " a device, whose memory is not known here"
         if self.budget_gib is not None:
             limited = plan.budget_bytes < plan.hardware.free_bytes
@@ -189,6 +195,7 @@ class PlanDocument(Document):
             self._what(),
             f"latents   {channels}x{frames}x{rows}x{columns}, {gib_or_less(plan.latent_bytes)} a sample",
             f"tokens    {self.video_tokens} video + {self.text_tokens} text",
+            *([f"first     a picture of {plan.picture.what}"] if plan.picture is not None else []),
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
             f"{self.model_evaluations} model evaluations",
             f"memory    {memory}",
@@ -201,9 +208,12 @@ class PlanDocument(Document):
             f"peak      {gib_or_less(plan.peak_bytes)}{budget}",
             *(f"weights   {component}: {path}" for component, path in self.weights.items()),
             *(f"lora      {lora.line()}" for lora in plan.loras),
-            *(f"missing   {name}" for name in self.missing_weights),
+            *(f"missing   {name}" for name in self._all_missing()),
             *self._first_files(),
         ]
+
+    def _all_missing(self) -> Iterable[str]:
+        return dict.fromkeys((*(self.picture.missing_weights if self.picture else ()), *self.missing_weights))
 
     def _what(self) -> str:
         size = f"{self.num_samples} x {self.width}x{self.height}"
@@ -217,7 +227,7 @@ class PlanDocument(Document):
 
     def _first_files(self) -> Iterator[str]:
         """Yield lines for the files of the first samples, and how many more there are."""
-        for file in self.outputs[:_LISTED_FILES]:
+        for file in (*self.outputs[:_LISTED_FILES], *(self.picture.outputs[:_LISTED_FILES] if self.picture else ())):
             names = str(file.path) if file.sidecar is None else f"{file.path}, {file.sidecar.name}"
             yield f"{'keeps' if file.made_before else 'writes':<10}{names}"
         if len(self.outputs) > _LISTED_FILES:

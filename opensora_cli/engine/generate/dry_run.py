@@ -6,6 +6,7 @@ from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import warn_of_missing_weights
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
+from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode
@@ -27,7 +28,8 @@ def plan_from_request(
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     note_plan(settings, reporter)
-    warn_of_missing_weights(settings, reporter)
+    for part in filter(None, (picture_settings(settings), settings)):
+        warn_of_missing_weights(part, reporter)
     hardware = planned_hardware(settings, reporter) if context is None else None
     plan = plan_generation(settings, reporter=reporter, hardware=hardware)
     if choice is not None:

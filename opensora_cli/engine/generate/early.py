@@ -6,6 +6,7 @@ from pathlib import Path
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import choose_model_early, find_weights, needed_components
+from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.refinement import require_refinement
 from opensora_cli.engine.generate.targets import num_samples, read_made, sample_files
 from opensora_cli.media.files import readable_file
@@ -16,7 +17,7 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings, 
 
 _SAMPLED = frozenset(
     {"prompt", "negative_prompt", "refine", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
-    | {"runtime.attention", "output.save_state_every"}
+    | {"picture", "runtime.attention", "output.save_state_every"}
 )
 """Settings that have no effect on latents that are there."""
 
@@ -46,7 +47,8 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
                 raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
         if not dry_run:
             require_refinement(settings)
-            find_weights(settings).require(needed_components(settings))
+            for part in filter(None, (picture_settings(settings), settings)):
+                find_weights(part).require(needed_components(part))
             _refuse_named(settings, remake=request.profiled_runs > 0)
     except (OsoraError, ValueError):
         for line in notes:

@@ -14,7 +14,7 @@ from opensora_cli.engine.generate.decode import (
     report_given_frames,
     write_video,
 )
-from opensora_cli.engine.generate.outputs import check_outputs, sample_settings
+from opensora_cli.engine.generate.outputs import check_outputs, first_picture, sample_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, find_target, sample_files
 from opensora_cli.settings.generate import GenerateSettings
@@ -62,7 +62,7 @@ class HeldVideo:
             check_outputs([sample_files(plan.settings, 0)], plan, create=True)
             sample = find_target(plan.settings, 0, request, claims=claims, remake=False)
             if sample.made_before:
-                return GeneratedVideo.of_earlier_run(sample)
+                return GeneratedVideo.of_earlier_run(plan, sample)
             write_video([self.frames_THWC], plan, sample, figures)
             if sample.saved is not None and sample.latents is not None:
                 # Of a run of the same request that did not finish.
@@ -72,6 +72,7 @@ class HeldVideo:
             sidecar=sample.sidecar,
             seed=sample.seed,
             given_frames_psnr_db=self.figures.given_frames_psnr_db,
+            picture=first_picture(plan, sample),
         )
 
 

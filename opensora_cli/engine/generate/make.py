@@ -8,21 +8,24 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.decode import Decoding, decode_samples
+from opensora_cli.engine.generate.decode import Decoding, decode_samples, write_video
 from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
 from opensora_cli.engine.generate.documents import reread_line
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.outputs import picture_files
+from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.generate.references import Reference, reference_latents
+from opensora_cli.engine.generate.references import Reference, reference_latents, references_to
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.text import encode_text
+from opensora_cli.media.read import read_picture
 
 V = TypeVar("V")
 
@@ -30,6 +33,9 @@ V = TypeVar("V")
 def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
     """Raise HardwareError if there is not enough memory, and note how the plan makes do with what there is."""
     plan.require_fit()
+    if plan.picture is not None:
+        with_picture = ", ".join(plan.picture.offload.lines())
+        reporter.note(f"picture: {plan.picture.what}" + (f"; memory: {with_picture}" if with_picture else ""))
     if plan.mesh.size > 1:
         reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
         if plan.planned_exchange is not None:
@@ -44,6 +50,8 @@ def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
 
 def require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
     """Raise CheckpointError if weights are missing, with a warning where they would not fit either."""
+    if plan.picture is not None:
+        require_weights(plan.picture, reporter)
     if not plan.fits and any(component in plan.weights.missing for component in plan.components):
         # Before 40 GB are downloaded that do not fit.
         try:
@@ -89,7 +97,7 @@ def make_videos(
     Args:
         plan: of the run.
         files: the samples.
-        references: what is given.
+        references: what is given of files.
         models: that are lent to the stages.
         record: times and shows them.
         finish: see `decode_samples`.
@@ -106,10 +114,64 @@ def make_videos(
         sample.index: denoised.pop(sample.index).latents_CTHW for sample in files if sample.saved_steps is not None
     }
     missing = [sample for sample in files if sample.index not in denoised]
+    given: list[tuple[Sequence[SampleFiles], Sequence[Reference]]] = [(files, references)]
     if missing:
         embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
-        given = reference_latents(plan, references, models, record)
-        made = denoise_samples(plan, missing, embeds, given, models, record, begun=begun, ranks=ranks)
-        denoised |= {sample.index: latents for sample, latents in zip(missing, made, strict=True)}
-    latents = [denoised[sample.index] for sample in files]
-    return decode_samples(plan, files, latents, references, models, record, finish=finish, ranks=ranks)
+        if plan.picture is not None:
+            # Each sample has its own. Right after its own text: the encoders of both are the same, and still loaded.
+            pictures = _pictures(plan, missing, models, record, ranks)
+            given = [([sample], pictures.get(sample.index, ())) for sample in files]
+        encoded = [reference_latents(plan, references, models, record) for _, references in given]
+        for (samples, _), reference in zip(given, encoded, strict=True):
+            rest = [sample for sample in samples if sample.index not in denoised]
+            if not rest:
+                continue
+            made = denoise_samples(plan, rest, embeds, reference, models, record, begun=begun, ranks=ranks)
+            denoised |= {sample.index: latents for sample, latents in zip(rest, made, strict=True)}
+    videos: list[V] = []
+    for samples, references in given:
+        latents = [denoised[sample.index] for sample in samples]
+        videos += decode_samples(plan, samples, latents, references, models, record, finish=finish, ranks=ranks)
+    return tuple(videos)
+
+
+def _pictures(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    models: LoadedModels,
+    record: RunRecord,
+    ranks: Ranks | None,
+) -> dict[int, list[Reference]]:
+    """Make the picture of each sample, in a run of its own, and return what it gives, by index; on rank 0 alone.
+
+    One that was kept of the same request is not made again.
+    """
+    assert plan.picture is not None
+    keeps = plan.settings.picture.save and record.keeps_results
+    pictures = [picture_files(plan, sample) for sample in files]
+    # What is profiled is made in any case.
+    there = [keeps and record.block_times is None and picture.made_before for picture in pictures]
+    there = there if ranks is None else broadcast_json(there)
+    missing = [picture for picture, is_there in zip(pictures, there, strict=True) if not is_there]
+    sharing = _sharing(plan.picture, plan, ranks)
+
+    def given_to_video(decoding: Decoding) -> tuple[int, list[Reference]]:
+        picture_1HWC = torch.cat([*decoding.pieces()])
+        if keeps:
+            write_video([picture_1HWC], decoding.plan, decoding.sample, decoding.figures)
+        return decoding.sample.index, references_to(plan, picture_1HWC)
+
+    with record.part(PICTURE) as own:
+        given = dict(make_videos(plan.picture, missing, (), models, own, finish=given_to_video, ranks=sharing))
+    for picture, is_there in zip(pictures, there, strict=True):
+        if is_there and (ranks is None or ranks.is_main):
+            record.reporter.note(f"made before by the same request: {picture.media}")
+            given[picture.index] = references_to(plan, read_picture(picture.media)[None])
+    return given
+
+
+def _sharing(picture: ExecutionPlan, plan: ExecutionPlan, ranks: Ranks | None) -> Ranks | None:
+    """Return the ranks as they share the work of the picture."""
+    if ranks is None or (picture.mesh, picture.exchange) == (plan.mesh, plan.exchange):
+        return ranks
+    return Ranks(picture.mesh, ranks.device, picture.exchange)

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 import opensora_cli
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import nearest_existing, write_bytes_atomic
 from opensora_cli.core.formatting import plain
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
+from opensora_cli.engine.generate.picture import picture_path
 from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, Claims, SampleFiles, find_target, steps_in
+from opensora_cli.engine.generate.targets import (
+    REQUEST_KEY,
+    STEPS_KEY,
+    Claims,
+    SampleFiles,
+    find_target,
+    read_made,
+    steps_in,
+)
 from opensora_cli.engine.generate.text import full_prompt
+from opensora_cli.media.results import refuse_existing, sidecar_path
+from opensora_cli.settings.enums import ModelName, OutputFormat
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
@@ -55,10 +67,13 @@ def requests_of(plan: ExecutionPlan) -> Callable[[int, str], str]:
     references = [_sha256(path) for path in plan.settings.condition.references] if not plan.decodes_only else []
     sampled_by = _request_of_saved(plan.settings)
     parts = _request_parts(plan, references)
+    of_picture = None if plan.picture is None else requests_of(plan.picture)
 
     def request(seed: int, format: str) -> str:
         sampling = {**parts["sampling"], "seed": seed, "num_samples": 1}
         values = {**parts, "sampling": sampling, "format": format}
+        if of_picture is not None:
+            values["picture"] = [plan.settings.picture.save, of_picture(seed, OutputFormat.PNG)]
         return sampled_by or hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     return request
@@ -70,6 +85,33 @@ def planned_outputs(plan: ExecutionPlan) -> tuple[tuple[SampleFiles, ...], Outpu
         return choose_outputs(plan), None
     except OutputError as error:
         return (), error
+
+
+def picture_files(plan: ExecutionPlan, sample: SampleFiles) -> SampleFiles:
+    """Return where the picture of a sample is kept, and whether the same request has made it before."""
+    assert plan.picture is not None
+    path = picture_path(sample.target)
+    picture = replace(
+        sample,
+        target=path,
+        media=path,
+        sidecar=sample.sidecar and sidecar_path(path),
+        latents=None,
+        saved=None,
+        saved_steps=None,
+        request_sha256=requests_of(plan.picture)(sample.seed, OutputFormat.PNG),
+    )
+    is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
+    return replace(picture, made_before=is_there and not plan.settings.output.overwrite)
+
+
+def refuse_pictures(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> None:
+    """Raise OutputError if a picture that is to be kept beside a video would replace another file."""
+    if plan.picture is None or not plan.settings.picture.save or plan.settings.output.overwrite:
+        return
+    for picture in (picture_files(plan, sample) for sample in files):
+        if not picture.made_before:
+            refuse_existing(picture.media, picture.sidecar)
 
 
 def check_outputs(files: Sequence[SampleFiles], plan: ExecutionPlan, *, create: bool) -> None:
@@ -150,9 +192,8 @@ def _request_parts(plan: ExecutionPlan, references: Sequence[str]) -> dict[str, 
     settings = plan.settings
     latents = settings.from_latents
     used = used_settings(settings)
-    values = {
-        key: value for key, value in used.items() if key not in ("files", "runtime", "output", "condition", "refine")
-    }
+    others = "files", "runtime", "output", "condition", "refine", "picture"
+    values = {key: value for key, value in used.items() if key not in others}
     return {
         **values,
         "memory": settings.memory.fp8_storage,
@@ -217,7 +258,7 @@ def sidecar_document(
     `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
     `hardware.peak_memory_gib` of the run so far.
     """
-    exchange = plan.planned_exchange
+    exchange, picture = plan.planned_exchange, first_picture(plan, sample)
     settings = plan.settings
     return {
         "schema": SIDECAR_SCHEMA,
@@ -236,6 +277,7 @@ def sidecar_document(
         "num_frames": settings.video.num_frames,
         "fps": settings.video.fps,
         "model_evaluations": plan.evaluations_per_sample,
+        "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
         "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
@@ -251,6 +293,32 @@ def sidecar_document(
         "versions": versions(),
         "settings": used_settings(sample_settings(plan, sample)),
     }
+
+
+class FirstPicture(Document):
+    """The picture that was made first, and given."""
+
+    file: Path | None
+    """Where it is kept; None: it is not."""
+    model: ModelName
+    height: int
+    width: int
+    num_inference_steps: int
+    model_evaluations: int
+
+
+def first_picture(plan: ExecutionPlan, sample: SampleFiles) -> FirstPicture | None:
+    """Return what is known of the picture of a sample; None where none is made first."""
+    if plan.picture is None:
+        return None
+    return FirstPicture(
+        file=picture_path(sample.target) if plan.settings.picture.save else None,
+        model=plan.picture.settings.model.name,
+        height=plan.picture.height,
+        width=plan.picture.width,
+        num_inference_steps=len(plan.picture.timesteps) - 1,
+        model_evaluations=plan.picture.evaluations_per_sample,
+    )
 
 
 def media_tags(plan: ExecutionPlan, sample: SampleFiles) -> dict[str, str]:

@@ -21,14 +21,18 @@ from opensora_cli.engine.components.weights import Component, WeightFiles, find_
 from opensora_cli.engine.estimate.generation import GenerationSizes
 from opensora_cli.engine.estimate.offload import DENOISE, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
+from opensora_cli.engine.generate.picture import picture_settings, size_of_picture
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.sampling.guidance import Guidance, count_evaluations
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
-from opensora_cli.sampling.sizes import image_size, nearest_training_size
+from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.enums import DType, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
+
+PICTURE = "picture"
+"""What the names of the stages of a picture that is made first begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class ExecutionPlan:
     height: int
     width: int
     size_note: str | None = None
-    """What is special about that size; None: it is what was asked for."""
+    """That the picture, or the one that is made first, has another shape than was asked for; None: it has not."""
     latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
     timesteps: tuple[float, ...]
@@ -61,6 +65,8 @@ class ExecutionPlan:
     loras: tuple[Lora, ...] = ()
     attention: AttentionPlan | None = None
     """None: the transformer does not run."""
+    picture: "ExecutionPlan | None" = None
+    """Of the picture that is made first, and given; None: none is."""
     threads: ThreadChoice | None = None
     """That compute on the CPU; None: not chosen yet, which takes a look at the load of the machine."""
 
@@ -82,6 +88,14 @@ class ExecutionPlan:
     def evaluations_after(self, steps: int) -> int:
         """Return how many of a video's model evaluations are left after so many steps."""
         return _evaluations(self.settings, self.guidance, self.mode, steps)
+
+    @property
+    def what(self) -> str:
+        """What is made, for people, without the number of samples."""
+        size = f"{self.width}x{self.height}"
+        settings = self.settings
+        frames = "" if settings.video.num_frames == 1 else f", {settings.video.num_frames} frames"
+        return f"{size}{frames}, by {settings.model.name} in {len(self.timesteps) - 1} steps"
 
     @property
     def tokens_per_frame(self) -> int:
@@ -125,8 +139,14 @@ class ExecutionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of the device that a stage needs."""
-        return max(stage.total_bytes for stage in self.stages)
+        """The most memory of the device that a stage needs, those of a picture included."""
+        return max(stage.total_bytes for stage in self.all_stages)
+
+    @property
+    def all_stages(self) -> tuple[StageMemory, ...]:
+        """The stages, after those of the picture that is made first, whose names say so."""
+        pictures = () if self.picture is None else self.picture.stages
+        return (*(replace(stage, name=f"{PICTURE} {stage.name}") for stage in pictures), *self.stages)
 
     @property
     def budget_bytes(self) -> int:
@@ -166,7 +186,8 @@ class ExecutionPlan:
         )
         if self.hardware.device.type == "cpu":
             settings = settings.replace({"runtime.threads": threads.count})
-        return replace(self, settings=settings, threads=threads)
+        picture = self.picture and self.picture.with_threads(by)
+        return replace(self, settings=settings, threads=threads, picture=picture)
 
     def with_stronger_offload(self, stage: str) -> "ExecutionPlan | None":
         """Return a plan under which `stage` needs much less memory; None where there is none, or several ranks run.
@@ -186,7 +207,7 @@ class ExecutionPlan:
         """Raise HardwareError if some stage needs more memory than may be used."""
         if self.fits:
             return
-        worst = max(self.stages, key=lambda stage: stage.total_bytes)
+        worst = max(self.all_stages, key=lambda stage: stage.total_bytes)
         hardware = self.hardware
         limited = self.budget_bytes < hardware.free_bytes
         has = (
@@ -296,6 +317,10 @@ def make_plan(
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
     )
+    asked = picture_settings(settings)
+    picture = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device)
+    if picture is not None:
+        _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes)
     offload = fitting.choose(fitting.budget_bytes)
     return ExecutionPlan(
@@ -325,6 +350,7 @@ def make_plan(
         stages=fitting.estimate(offload),
         loras=loras,
         attention=attention,
+        picture=picture,
     )
 
 
@@ -384,21 +410,12 @@ def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: Condition
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
     """Return height, width, and what is special about them."""
-    video, multiple = settings.video, settings.size_multiple
+    video = settings.video
     if video.height is not None and video.width is not None:
         return video.height, video.width, None
     if settings.vae.kind.makes_videos:
-        return *image_size(video.resolution, video.aspect_ratio, multiple=multiple), None
-    ratio, height, width = nearest_training_size(video.resolution, video.aspect_ratio, multiple=multiple)
-    return height, width, nearest_size_note(settings, ratio, height, width)
-
-
-def nearest_size_note(settings: GenerateSettings, ratio: str, height: int, width: int) -> str | None:
-    """Return for people that a size of another ratio is taken than that of the settings; None: of the same."""
-    asked, resolution = settings.video.aspect_ratio, settings.video.resolution
-    if ratio == asked:
-        return None
-    return f"pictures of {resolution} have no size of {asked}: the nearest is {width}x{height}, that of {ratio}"
+        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
+    return size_of_picture(settings, video.resolution)
 
 
 def gib_or_less(num_bytes: int) -> str:

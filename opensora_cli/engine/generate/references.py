@@ -61,7 +61,8 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     if settings.condition.mode is not None:
         return settings
     references = settings.condition.references
-    mode = _suggested_mode(references)
+    is_first = settings.picture.first and settings.from_latents is None
+    mode = "i2v_head" if is_first else _suggested_mode(references)
     if references:
         reporter.note(f"condition: {mode}, which suits the {_count(references)} given")
     try:
@@ -179,8 +180,8 @@ def _warn_about_videos(taken: Sequence[tuple[str | Path, bool]], mode: Condition
 
 
 def references_of(plan: ExecutionPlan, reporter: Reporter) -> list[Reference]:
-    """Return what a plan is given; see `read_references`."""
-    if plan.decodes_only:
+    """Return what a plan is given of files; see `read_references`."""
+    if plan.decodes_only or plan.picture is not None:
         return []
     condition = plan.settings.condition
     return read_references(
@@ -215,6 +216,12 @@ def encode_references(
         latents.append(vae.encode(reference.pixels_CTHW[None].to(weight.device, weight.dtype), tiling=tiling)[0])
         on_encoded()
     return latents
+
+
+def references_to(plan: ExecutionPlan, picture_1HWC: torch.Tensor) -> list[Reference]:
+    """Return what a plan is given where that is a picture, uint8, and no file: the same as of a lossless file."""
+    pixels_CTHW = fit_frames(picture_1HWC, height=plan.height, width=plan.width, fit=plan.settings.condition.fit)
+    return [Reference(pixels_CTHW, at_head) for at_head in [True] * plan.mode.at_head + [False] * plan.mode.at_tail]
 
 
 def reference_latents(

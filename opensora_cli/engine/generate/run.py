@@ -24,8 +24,14 @@ from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
-from opensora_cli.engine.generate.outputs import check_outputs, choose_outputs, open_latents, requests_of
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
+from opensora_cli.engine.generate.outputs import (
+    check_outputs,
+    choose_outputs,
+    open_latents,
+    refuse_pictures,
+    requests_of,
+)
+from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -196,11 +202,13 @@ def generate(
 def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporter: Reporter) -> HeldVideo:
     """Choose the model, complete the settings, make their first sample with `models`, and return it in memory.
 
-    No file is written. Errors are those of `generate_from_request`, but for an OutputError and what Ctrl-C lists.
+    No file is written, not even of its picture. Errors are those of `generate_from_request`, but for an OutputError and
+    what Ctrl-C lists.
     """
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
+    settings = settings.replace({"picture.save": False})
     run = _Run(reporter=reporter, origins=_Origins(choice, source_of(request, "runtime.threads")), models=models)
     plan = _plan_here(settings, run)
     require_weights(plan, reporter)
@@ -219,7 +227,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
 
 def _generate(settings: GenerateSettings, run: _Run) -> GenerateResult:
     if run.context is not None:
-        reporter = WatchedReporter(run.reporter, on_device=ON_DEVICE)
+        reporter = WatchedReporter(run.reporter, on_device=[*ON_DEVICE, *(f"{PICTURE} {stage}" for stage in ON_DEVICE)])
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return _carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     return _carry_out(_plan_here(settings, run), run)
@@ -280,7 +288,7 @@ def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Re
     for sample in files:
         reporter.note(f"made before by the same request: {sample.media} (--overwrite makes it again)")
     return GenerateResult(
-        videos=tuple(GeneratedVideo.of_earlier_run(sample) for sample in files),
+        videos=tuple(GeneratedVideo.of_earlier_run(plan, sample) for sample in files),
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
         model_evaluations=0,
@@ -305,11 +313,13 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     for sample in chosen:
         if sample.made_before:
             run.reporter.note(f"made before by the same request: {sample.media}")
-            kept.append(GeneratedVideo.of_earlier_run(sample))
+            kept.append(GeneratedVideo.of_earlier_run(plan, sample))
         elif sample.saved is not None and plan.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
             run.reporter.note(f"going on from latents of the same request: {sample.saved}{after}")
     files = [sample for sample in chosen if not sample.made_before]
+    if run.is_main:
+        refuse_pictures(plan, files)
     saved = saved_samples(plan, files, run.ranks)
     plan = plan.with_threads(by=run.origins.threads)
     times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
@@ -400,7 +410,7 @@ def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remak
     # Not asked for its free memory: the context that this makes would stay until the end.
     hardware = hardware_of_ranks(settings)
     plan = make_plan(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
-    plan.weights.require(plan.components)
+    require_weights(plan, SilentReporter())
     files = choose_outputs(plan, remake=remake)
     if all(sample.made_before for sample in files):
         return _made_before(plan, files, reporter)

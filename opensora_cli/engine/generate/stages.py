@@ -19,12 +19,19 @@ class RunRecord:
     """Times and shows the stages of a run, and remembers what it has finished."""
 
     def __init__(
-        self, reporter: Reporter, *, block_times: ModuleTimes | None = None, keeps_results: bool = True
+        self,
+        reporter: Reporter,
+        *,
+        block_times: ModuleTimes | None = None,
+        keeps_results: bool = True,
+        of: str | None = None,
     ) -> None:
         self.reporter = reporter
+        self._of = of
         self.block_times = block_times
         """Of the transformer; None: its blocks are not timed."""
-        self._keeps_results = keeps_results
+        self.keeps_results = keeps_results
+        """Whether what is made is one of the run's results, and stays."""
         self.timings_s: dict[str, float] = {}
         self._files: Sequence[SampleFiles] = ()
         self._may_repeat = False
@@ -34,7 +41,7 @@ class RunRecord:
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Show a stage of `total` units of work (None: unknown), and time it; may raise an OutOfMemoryError."""
-        with self.timed(name), self.reporter.stage(name, total=total, unit=unit) as progress:
+        with self.timed(name), self.reporter.stage(self._shown(name), total=total, unit=unit) as progress:
             yield progress
 
     @contextmanager
@@ -46,11 +53,26 @@ class RunRecord:
         start, timed_s = time.perf_counter(), sum(self.timings_s.values())
         hint = "ask for a smaller --res or fewer --num-frames, or close what else uses the device"
         try:
-            with out_of_memory_reported(f" in the stage {name}", hint=hint):
+            with out_of_memory_reported(f" in the stage {self._shown(name)}", hint=hint):
                 yield
         finally:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
+
+    def _shown(self, name: str) -> str:
+        return name if self._of is None else f"{self._of} {name}"
+
+    @contextmanager
+    def part(self, of: str) -> Iterator["RunRecord"]:
+        """Yield a record of a part of the run, whose stages are shown, and timed, under names that begin with `of`.
+
+        No result of it is one of the run.
+        """
+        record = RunRecord(self.reporter, keeps_results=False, of=of)
+        try:
+            yield record
+        finally:
+            self.timings_s |= {record._shown(name): seconds for name, seconds in record.timings_s.items()}
 
     @contextmanager
     def blocks_timed(self, transformer: nn.Module) -> Iterator[None]:
@@ -71,7 +93,7 @@ class RunRecord:
 
     def complete(self, result: Path, latents: Path | None) -> None:
         """Remember a complete result, and remove the latents that were saved for it."""
-        if self._keeps_results:
+        if self.keeps_results:
             self._finished.append(result)
         if latents is not None:
             latents.unlink(missing_ok=True)

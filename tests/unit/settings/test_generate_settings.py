@@ -201,6 +201,32 @@ def test_broken_rule_of_pictures(changes: dict[str, object], message: str) -> No
     assert message in problems(PICTURES, changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"picture.save": True}, "picture.save=true has no effect without picture.first=true: give --t2i2v, too"),
+        (
+            {"picture.first": True, "condition.references": ("a.png",)},
+            "picture.first=true makes the reference, and 1 file is given: drop --t2i2v or --ref",
+        ),
+        (
+            {"picture.first": True, "condition.mode": "t2v"},
+            "condition.mode=t2v takes no picture, and picture.first=true makes one: use i2v_head, i2v_tail or i2v_loop",
+        ),
+        (
+            {"picture.first": True, "condition.mode": "i2v_head", "video.num_frames": 1},
+            "video.num_frames=1 leaves nothing to make, since condition.mode=i2v_head gives 1 latent frames",
+        ),
+        (
+            {"picture.first": True, "condition.mode": "i2v_head", "model.cond_embed": False},
+            "condition.mode=i2v_head needs a model that takes references",
+        ),
+    ],
+)
+def test_broken_rule_of_a_picture_first(changes: dict[str, object], message: str) -> None:
+    assert message in problems(RELEASED, changes)
+
+
 def test_every_broken_rule_is_told_at_once() -> None:
     found = problems(RELEASED, {"video.num_frames": 130, "video.resolution": "1px", "prompt": ""})
     assert [line.partition("=")[0].partition(" ")[0] for line in found.splitlines()] == [

@@ -12,6 +12,7 @@ from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.files import generate_preset, list_presets, preset_path, presets_folder, read_yaml
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.picture import PictureSettings
 
 PRESETS = list_presets("generate")
 
@@ -20,7 +21,7 @@ PRESETS = list_presets("generate")
 def test_preset_parses(name: str) -> None:
     settings = load_preset(name, prompt="raining, sea")
     assert (settings.model.name is ModelName.DEMO) == (name == "demo")
-    assert settings.video.resolution == {"demo": "64px", "256px": "256px"}.get(name, "768px")
+    assert settings.video.resolution == {"demo": "64px", "256px": "256px", "t2i2v_256px": "256px"}.get(name, "768px")
     assert (settings.output_format == "png") == (name == "flux1_dev")
     assert read_yaml(preset_path(name, "generate"))
 
@@ -28,6 +29,13 @@ def test_preset_parses(name: str) -> None:
 def test_released_presets_differ_only_in_resolution() -> None:
     small, large = load_preset("256px", prompt="x"), load_preset("768px", prompt="x")
     assert small.replace({"video.resolution": "768px"}) == large
+
+
+def test_presets_with_a_picture_first_differ_in_nothing_else() -> None:
+    for name in ("256px", "768px"):
+        with_picture = load_preset(f"t2i2v_{name}", prompt="x")
+        assert with_picture.picture == PictureSettings(first=True)
+        assert with_picture.replace({"picture.first": False}) == load_preset(name, prompt="x")
 
 
 def test_unknown_preset() -> None:

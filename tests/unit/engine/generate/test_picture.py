@@ -1,0 +1,208 @@
+"""A picture that is made first: what asks for it, and that it is given as its file would be."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_world import demo_settings, flux_settings, picture_first_settings, released_settings
+
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.estimate.offload import StageMemory
+from opensora_cli.engine.generate import decode, make
+from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.early import refuse_early
+from opensora_cli.engine.generate.picture import picture_settings, size_of_picture
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.run import generate, resolve_generate_settings
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
+
+SAVED = {"picture__save": "true", "sampling__num_samples": "2"}
+H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GIB, 141 * GIB)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["t2i2v_256px", "t2i2v_768px"])
+def test_the_picture_of_a_preset_is_asked_for_as_one_that_is_made_alone(name):
+    video, alone = load_preset(name, prompt="sea"), load_preset("flux1_dev", prompt="sea")
+    picture = picture_settings(video.replace({"loras": ("style",), "sampling.seed": 7}))
+    sections = "prompt", "model", "vae", "text", "files", "prompt_suffix", "loras"
+    assert all(getattr(picture, section) == getattr(alone, section) for section in sections)
+    assert picture.sampling == video.sampling.replace({"seed": 7})
+    assert (picture.video.height, picture.video.width, picture.video.num_frames) == (576, 1024, 1)
+    assert not picture.picture.first
+    assert picture_settings(video.replace({"picture.first": False})) is None
+    assert picture_settings(video.replace({"from_latents": "a.safetensors"})) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "note"),
+    [
+        ({"video.aspect_ratio": "9:16"}, (1024, 576), None),
+        (
+            {"video.aspect_ratio": "8:5", "picture.resolution": "256px"},
+            (208, 320),
+            "pictures of 256px have no size of 8:5: the nearest is 320x208, that of 3:2",
+        ),
+        ({"video.height": 288, "video.width": 512}, (576, 1024), None),
+        ({"video.height": 256, "video.width": 512}, (544, 1088), None),
+        (
+            {"video.height": 240, "video.width": 416},
+            (576, 1024),
+            "pictures of 768px have no size of 416x240: the nearest is 1024x576, that of 16:9",
+        ),
+    ],
+)
+def test_its_shape_is_the_nearest_to_the_videos(changes, size, note):
+    settings = load_preset("t2i2v_256px", prompt="sea").replace(changes)
+    assert size_of_picture(settings, settings.picture.resolution) == (*size, note)
+
+
+def test_what_cannot_be_its_size_is_refused():
+    with pytest.raises(RequestError, match=r"video.resolution='large' is not a resolution"):
+        picture_settings(load_preset("t2i2v_256px", prompt="sea").replace({"picture.resolution": "large"}))
+    with pytest.raises(RequestError, match=r"the picture: model.in_channels=32 must be"):
+        picture_settings(load_preset("t2i2v_256px", prompt="sea").replace({"picture.model.in_channels": 32}))
+
+
+def test_one_plan_has_the_memory_of_both(tmp_path):
+    settings = load_preset("t2i2v_256px", prompt="sea")
+    settings = with_mode(settings.replace({"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}), None)
+    plan = make_plan(settings, hardware=H200, tries_device=False)
+    assert plan.mode.name == "i2v_head"
+    weights = {stage.name: stage.weight_bytes for stage in plan.all_stages}
+    assert [*weights] == [f"picture {name}" for name in ("text", "denoise", "decode")] + [
+        *("text", "encode", "denoise", "decode")
+    ]
+    assert (weights["picture denoise"], weights["picture decode"]) == (2 * 11_901_408_320, 2 * 83_819_683)
+    assert plan.peak_bytes == max(stage.total_bytes for stage in plan.all_stages)
+    document = PlanDocument.of(plan)
+    assert document.picture.missing_weights[:2] == ("flux1-dev.safetensors", "flux1-dev-ae.safetensors")
+    assert "missing   flux1-dev.safetensors" in document.lines()
+    assert "missing   Open_Sora_v2.safetensors" in document.lines()
+    assert "first     a picture of 1024x576, by flux1-dev in 50 steps" in document.lines()
+    assert document.to_json()["picture"]["model"] == "flux1-dev"
+
+
+@pytest.mark.usefixtures("without_estimates")
+def test_a_picture_that_does_not_fit_is_refused(world, tmp_path):
+    plan = make_plan(with_mode(picture_first_settings(world, tmp_path), None))
+    large = StageMemory("denoise", weight_bytes=2**60, data_bytes=0)
+    plan = replace(plan, picture=replace(plan.picture, stages=(large,)))
+    assert not plan.fits
+    with pytest.raises(HardwareError, match="the stage picture denoise needs"):
+        plan.require_fit()
+
+
+@pytest.mark.usefixtures("without_estimates")
+def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
+    settings = picture_first_settings(world, tmp_path, picture__files__transformer="gone.safetensors")
+    with pytest.raises(CheckpointError, match=r"of the flux1-dev model are missing: gone.safetensors") as caught:
+        generate(settings)
+    assert caught.value.hint == f"osora ckpt download flux1-dev --to {world.released}"
+    overrides = {"prompt": "sea", "picture.first": True, "runtime.weights": str(tmp_path), "model.name": "open-sora-v2"}
+    request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
+    with pytest.raises(CheckpointError, match="of the flux1-dev model are missing"):
+        refuse_early(request, dry_run=False, reporter=reporter)
+
+
+@pytest.mark.usefixtures("without_estimates")
+class TestMade:
+    def test_the_video_is_that_of_its_picture(self, world, tmp_path, reporter):
+        settings = picture_first_settings(world, tmp_path / "both", **SAVED)
+        result = generate(settings, reporter=reporter)
+        stem = "raining-sea_seed{}{}"
+        endings = ".mp4", ".mp4.json", ".picture.png", ".picture.png.json"
+        assert names(tmp_path / "both") == [stem.format(seed, end) for seed in (42, 43) for end in endings]
+        # The text encoders of both are loaded once, and each model gives way to the next.
+        text, picture = ["load", "text"], ["picture text", "picture load", "picture denoise", "picture load"]
+        decoded, video = ["picture decode"] * 2, ["load", "encode", "encode", "load", "denoise", "denoise"]
+        assert reporter.stages == [*text, *picture, *decoded, *video, *["decode", "save"] * 2]
+        size = {"video__height": "16", "video__width": "64"}
+        alone = generate(flux_settings(world, tmp_path / "alone", sampling__num_samples="2", **size))
+        for seed, video, made in zip((42, 43), result.videos, alone.videos, strict=True):
+            assert (video.picture.model, video.picture.height, video.picture.width) == ("flux1-dev", 16, 64)
+            assert video.picture.model_evaluations == 2
+            assert video.picture.file == tmp_path / "both" / stem.format(seed, ".picture.png")
+            assert video.picture.file.read_bytes() == made.path.read_bytes()
+            given = {"condition__references": str(made.path), "condition__mode": "i2v_head", "sampling__seed": seed}
+            [by_hand] = generate(released_settings(world, tmp_path / f"by_hand{seed}", **given)).videos
+            assert by_hand.path.read_bytes() == video.path.read_bytes()
+            assert by_hand.given_frames_psnr_db == video.given_frames_psnr_db
+        sidecar = json.loads(result.videos[0].sidecar.read_text())
+        assert sidecar["picture"] == {
+            "file": stem.format(42, ".picture.png"),
+            **{"model": "flux1-dev", "height": 16, "width": 64, "num_inference_steps": 2, "model_evaluations": 2},
+        }
+        assert {"picture denoise", "denoise", "picture decode"} <= sidecar["timings_s"].keys()
+
+    def test_it_is_made_again_from_the_sidecars_and_not_twice(self, world, tmp_path, reporter):
+        settings = picture_first_settings(world, tmp_path / "first", picture__save="true")
+        [video] = generate(settings).videos
+        assert generate(settings).videos[0].made_before
+        # Of a video that is gone the picture is still there.
+        bytes_before = video.path.read_bytes()
+        video.path.unlink()
+        [again] = generate(settings, reporter=reporter).videos
+        assert f"made before by the same request: {video.picture.file}" in reporter.notes
+        assert not [stage for stage in reporter.stages if stage.startswith("picture d")]
+        assert again.path.read_bytes() == bytes_before
+        for sidecar in (video.sidecar, video.picture.file.with_name(f"{video.picture.file.name}.json")):
+            overrides = {"output.path": Given(str(tmp_path / "again"), "--out")}
+            request = GenerateRequest(saved=read_sidecar(sidecar), overrides=overrides)
+            made, _ = resolve_generate_settings(request, reporter=reporter)
+            [same] = generate(made).videos
+            original = video.path if sidecar == video.sidecar else video.picture.file
+            assert same.path.read_bytes() == original.read_bytes()
+
+    def test_another_file_of_its_name_is_kept(self, world, tmp_path, reporter):
+        settings = picture_first_settings(world, tmp_path / "boat.mp4", picture__save="true")
+        (tmp_path / "boat.picture.png").write_bytes(b"mine")
+        with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
+            generate(settings, reporter=reporter)
+        assert not reporter.stages
+        [video] = generate(settings.replace({"output.overwrite": True})).videos
+        assert video.picture.file.read_bytes() != b"mine"
+
+    def test_the_demo_makes_it_by_itself(self, world, tmp_path):
+        settings = demo_settings(world, tmp_path / "sea.gif", picture__first="true", picture__save="true")
+        [video] = generate(settings).videos
+        assert video.picture.model == "demo"
+        [alone] = generate(demo_settings(world, tmp_path / "alone.png", video__num_frames="1")).videos
+        assert video.picture.file == tmp_path / "sea.picture.png"
+        assert video.picture.file.read_bytes() == alone.path.read_bytes()
+
+    def test_saved_latents_are_decoded_without_it(self, world, tmp_path, monkeypatch, reporter):
+        settings = picture_first_settings(world, tmp_path / "made")
+        whole = generate(settings).videos[0].path.read_bytes()
+
+        def interrupted(plan, *given, **options):
+            if plan.picture is not None:
+                raise KeyboardInterrupt
+            return decode.decode_samples(plan, *given, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(make, "decode_samples", interrupted)
+            ended = settings.replace({"output.path": str(tmp_path)})
+            with pytest.raises(KeyboardInterrupt):
+                generate(ended)
+        latents = tmp_path / "raining-sea_seed42.latents.safetensors"
+        overrides = {"from_latents": Given(str(latents), "x"), "output.path": Given(str(tmp_path / "decoded"), "x")}
+        decoded, _ = resolve_generate_settings(GenerateRequest(overrides=overrides), reporter=reporter)
+        [video] = generate(decoded).videos
+        assert (video.path.read_bytes(), video.picture) == (whole, None)
+        [video] = generate(ended, reporter=reporter).videos
+        assert f"going on from latents of the same request: {latents}" in reporter.notes
+        assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
+
+    def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):
+        plan = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter)
+        assert "pictures of 32px have no size of 32x16: the nearest is 64x16, that of 2.39:1" in reporter.notes
+        assert plan.picture.latent_shape == (4, 1, 8, 32)
