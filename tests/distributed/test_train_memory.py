@@ -41,10 +41,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 FAST = [
     (2, {"strategy": "ddp"}, "two micro-batches"),
-    (2, {"strategy": "zero2"}, "checkpointed"),
     (2, {"strategy": "zero3"}, "moments offloaded"),
     (2, {"strategy": "hybrid", "parallel.tensor_parallel_degree": 2}, "plain"),
-    (2, {"strategy": "hybrid", "parallel.ulysses_degree": 2}, "activations offloaded"),
 ]
 _MOST = [name for name in RankMemory.model_fields if name not in ("rank", "peak_bytes", "device_peak_bytes")]
 

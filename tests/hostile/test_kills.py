@@ -16,7 +16,7 @@ def kills(sandbox: Sandbox, inputs: Inputs) -> Kills:
 
 
 def test_what_is_ended_goes_on_to_the_same_in_short(kills: Kills, trials: Trials) -> None:
-    trials.count(kills.faults(number, ENDED_QUICKLY) for number in range(6))
+    trials.count(kills.faults(number, ENDED_QUICKLY) for number in range(3))
 
 
 @pytest.mark.slow
