@@ -75,8 +75,8 @@ def denoise_samples(
 ) -> list[DenoisedSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
-    Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What is interrupted is
-    saved as it is. `ranks` share the work; references and files are rank 0's. None: there is only this one.
+    Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What ends early is saved
+    as it is. `ranks` share the work; references and files are rank 0's. None: there is only this one.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -98,8 +98,8 @@ def denoise_samples(
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
             for sample in missing:
                 start = time.perf_counter()
-                progress_of_sample = _Progress(plan, sample, record, saves=ranks is None or ranks.is_main)
-                with progress_of_sample.kept_if_interrupted():
+                progress_of_sample = _Progress(plan, sample, record, ranks)
+                with progress_of_sample.kept():
                     latents_1CTHW = sample_latents(
                         plan,
                         evaluate,
@@ -123,29 +123,33 @@ def denoise_samples(
 class _Progress:
     """How far a sample is, of which latents are saved: all, or those that some steps are still to be done of."""
 
-    def __init__(self, plan: ExecutionPlan, sample: SampleFiles, record: RunRecord, *, saves: bool) -> None:
+    def __init__(self, plan: ExecutionPlan, sample: SampleFiles, record: RunRecord, ranks: Ranks | None) -> None:
         self._plan, self._sample, self._record = plan, sample, record
-        self._path = sample.latents if saves else None
+        self._path = sample.latents if ranks is None or ranks.is_main else None
+        self._has_others = ranks is not None
         self._last: tuple[int, torch.Tensor] | None = None
 
     def step(self, steps: int, packed_1ND: torch.Tensor) -> None:
         """Remember the latents after so many steps, and save them if they are asked for."""
-        self._last = steps, packed_1ND
+        if self._path is None:
+            return
+        # A GPU that waits for a rank which has ended would never come to copying them.
+        self._last = steps, packed_1ND.cpu() if self._has_others else packed_1ND
         every = self._plan.settings.output.save_state_every
         if every is not None and not steps % every:
             self._save_last()
 
     @contextmanager
-    def kept_if_interrupted(self) -> Iterator[None]:
-        """Save what the last step gave where Ctrl-C ends the block."""
+    def kept(self) -> Iterator[None]:
+        """Save what the last step gave where the block ends early, also where that is an error of another rank."""
         try:
             yield
-        except KeyboardInterrupt:
+        except BaseException:
             with held_back():
                 try:
                     self._save_last()
-                except OutputError as error:
-                    self._record.reporter.warn(error.message)
+                except (OutputError, RuntimeError) as error:
+                    self._record.reporter.warn(f"the latents of the last step cannot be saved: {error}")
             raise
 
     def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, safe_open, save_file
 from tiny_world import RecordingReporter, demo_settings, released_settings
 
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.settings.explain import Given
@@ -166,7 +166,27 @@ def test_a_full_disk_is_a_warning_where_the_run_is_ended_anyway(world, tmp_path,
     monkeypatch.setattr(denoise, "save_latents", full)
     with pytest.raises(KeyboardInterrupt, match="nothing was finished yet"):
         generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
-    assert reporter.warnings == ["cannot write: No space left on device"]
+    [warning] = reporter.warnings
+    assert warning == "the latents of the last step cannot be saved: cannot write: No space left on device"
+
+
+def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch, reporter, whole):
+    velocity, left = denoise.GuidedVelocity, [2]
+
+    class Failing(velocity):
+        def __call__(self, *args, **options):
+            if not left[0]:
+                raise HardwareError("rank 1 was lost")
+            left[0] -= 1
+            return super().__call__(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(denoise, "GuidedVelocity", Failing)
+        with pytest.raises(HardwareError, match="rank 1 was lost"):
+            generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
+    assert reporter.warnings == [f"go on with: osora generate --resume {tmp_path / STATE}"]
+    result, _ = go_on(tmp_path / STATE)
+    assert result.videos[0].path.read_bytes() == whole
 
 
 @pytest.fixture
