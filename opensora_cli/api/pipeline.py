@@ -13,8 +13,10 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate import run as engine
-from opensora_cli.engine.generate.documents import GenerateResult
+from opensora_cli.engine.generate.batch import generate_rows
+from opensora_cli.engine.generate.documents import BatchResult, GenerateResult
 from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
@@ -98,12 +100,10 @@ class Pipeline:
         return Video(engine.hold_from_request(request, self._models, reporter=self._reporter))
 
     @classmethod
-    def reporting_to(cls, reporter: Reporter) -> Self:
-        """Return the pipeline of a command, which shows what happens, and keeps no model that the next stage does not
-        need.
-        """
+    def reporting_to(cls, reporter: Reporter, *, stay: bool) -> Self:
+        """Return the pipeline of a command, which shows what happens; models `stay` if several runs need them."""
         pipe = cls()
-        pipe._reporter, pipe._models = reporter, LoadedModels()
+        pipe._reporter, pipe._models = reporter, LoadedModels(stay=stay)
         return pipe
 
     def run(
@@ -113,6 +113,10 @@ class Pipeline:
         return engine.generate_from_request(
             request, reporter=self._reporter, context=context, rank_flags=rank_flags, models=self._models
         )
+
+    def run_rows(self, request: GenerateRequest, rows: Sequence[Row], *, shard: Shard) -> BatchResult:
+        """Make what every row of a file of prompts asks for, as a command does; see `generate_rows`."""
+        return generate_rows(request, rows, shard=shard, reporter=self._reporter, models=self._models)
 
     def close(self) -> None:
         """Release the models; a later call loads them again."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _PROFILED_RUNS = 3
 PRESETS_SCHEMA = "osora.presets/1"
 
-_TEXT_ENDINGS = frozenset({".csv", ".jsonl", ".md", ".parquet", ".tsv", ".txt"})
+_TABLE_ENDINGS = frozenset({".csv", ".jsonl", ".parquet", ".txt"})
+_TEXT_ENDINGS = frozenset({".md", ".tsv"})
 
 
 class GenerateCommand(Command):
@@ -58,6 +59,8 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 def generate(
     prompt: options.Prompt = None,
     prompt_text: options.PromptText = None,
+    prompts: options.Prompts = None,
+    shard: options.ShardOption = None,
     negative_prompt: options.NegativePrompt = None,
     refine: options.Refine = False,
     res: options.Resolution = None,
@@ -81,6 +84,7 @@ def generate(
     lora: options.Loras = None,
     out: options.Out = None,
     format: options.Format = None,
+    name_from: options.NameFromOption = None,
     overwrite: options.Overwrite = False,
     save_state_every: options.SaveStateEvery = None,
     no_metadata: options.NoMetadata = False,
@@ -120,12 +124,26 @@ def generate(
       osora generate "raining, sea" --lora runs/style/lora:0.8
 
       osora generate --from samples/raining-sea_seed42.mp4.json --seed 7
+
+      osora generate --prompts prompts.csv --out videos
     """
     typed = locals()
     if list_presets:
         _print_presets(as_json=json_)
         return
     _check_prompt(prompt, prompt_text)
+    if shard is not None and prompts is None:
+        raise RequestError("--shard has no effect without --prompts: drop it")
+    if prompts is not None:
+        for option, value in (
+            ("PROMPT", prompt),
+            ("--prompt-text", prompt_text),
+            ("--from-latents", from_latents),
+            ("--resume", resume),
+            ("--profile", profile or None),
+        ):
+            if value is not None:
+                raise RequestError(f"{option} cannot go with --prompts: drop one of them")
     if profile_runs is not None and not profile:
         raise RequestError("--profile-runs has no effect without --profile: give both, or none")
     with errors.interruptible():
@@ -145,7 +163,10 @@ def generate(
             config=config,
             profiled_runs=runs,
         )
-        _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
+        if prompts is None:
+            _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
+        else:
+            _run_rows(request, prompts, shard, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
 def _check_prompt(prompt: str | None, prompt_text: str | None) -> None:
@@ -181,6 +202,8 @@ def _hint_of_file(prompt: str) -> str | None:
         return f"the settings beside a result are used again with --from {name}"
     if ending in (".yaml", ".yml", ".py"):
         return f"settings are read with --config {name}"
+    if ending in _TABLE_ENDINGS:
+        return f"many prompts are read with --prompts {name}"
     if ending in _TEXT_ENDINGS:
         return "give the words themselves, in quotes"
     return f"a picture or a video is given with --ref {name}" if ending else "give the words themselves, in quotes"
@@ -212,10 +235,40 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
     if request.profiled_runs:
         flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
-    with Pipeline.reporting_to(reporter) as pipe:
+    with Pipeline.reporting_to(reporter, stay=False) as pipe:
         result = pipe.run(request, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
+
+
+def _run_rows(
+    request: "GenerateRequest", prompts: Path, part: str | None, *, dry_run: bool, as_json: bool, quiet: bool
+) -> None:
+    from opensora_cli.core.ranks import find_context
+    from opensora_cli.engine.generate.prompts import Shard, read_prompts
+
+    if find_context(os.environ) is not None:
+        raise RequestError(
+            "--prompts makes videos on one device, and this is one of several ranks",
+            hint="start osora once for each GPU, each with its --shard, as --shard 1/2 and --shard 2/2",
+        )
+    shard = Shard() if part is None else Shard.of(part)
+    rows = read_prompts(prompts)
+    reporter = output.make_reporter(quiet=quiet)
+    output.note_start(reporter)
+    with errors.uninterrupted():
+        from opensora_cli.api.pipeline import Pipeline
+        from opensora_cli.engine.generate.batch import plan_rows
+
+    if dry_run:
+        plan = plan_rows(request, rows, shard=shard, reporter=reporter)
+        output.print_result(plan, as_json=as_json)
+        plan.require_fit()
+        return
+    with Pipeline.reporting_to(reporter, stay=True) as pipe:
+        result = pipe.run_rows(request, rows, shard=shard)
+    output.print_result(result, as_json=as_json)
+    result.require_whole()
 
 
 def _print_presets(*, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from opensora_cli.settings.enums import (
     DType,
     Fit,
     ModelChoice,
+    NameFrom,
     OffloadChoice,
     OutputFormat,
     ReferenceRate,
@@ -113,6 +114,20 @@ MotionScore = Annotated[
     ),
 ]
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="Many prompts: a .txt, a line each, or a .csv, .jsonl or .parquet with the columns prompt, ref, negative, "
+        "seed, name, and any setting. What is finished is skipped.",
+    ),
+]
+ShardOption = Annotated[
+    str | None,
+    typer.Option("--shard", metavar="I/N", help="Make every N-th row of --prompts, from number I on."),
+]
+
 # How.
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Sampling steps.", rich_help_panel=_SAMPLING)]
 GuidanceScale = Annotated[
@@ -203,6 +218,15 @@ Format = Annotated[
     typer.Option(
         "--format",
         help="Kind of file. Default: from the file name, else mp4, and png of a picture.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+NameFromOption = Annotated[
+    NameFrom | None,
+    typer.Option(
+        "--name-from",
+        help="Name files in a folder by prompt and seed, or by the prompt as it is and the sample's number, as VBench "
+        "reads them. Default: seed.",
         rich_help_panel=_OUTPUT,
     ),
 ]

@@ -57,6 +57,33 @@ def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] =
         return _read_csv(path, wanted, optional) if kind == CSV else _read_parquet(path, wanted, optional)
 
 
+def read_rows(path: Path) -> tuple[list[str], Iterator[list[Any]]]:
+    """Return the names of all columns, and the rows, whose cells are as in `read_columns`; in a CSV file, a row has as
+    many cells as it has there.
+
+    Errors, also while the rows are read, are those of `read_columns`.
+    """
+    kind = check_table_name(path)
+    rows = _rows_of(path, kind)
+    return [str(name) for name in next(rows)], rows
+
+
+def _rows_of(path: Path, kind: str) -> Iterator[list[Any]]:
+    """Yield the header, then the rows."""
+    with _reading(path):
+        if kind == PARQUET:
+            table = _pyarrow().parquet.read_table(path)
+            yield table.column_names
+            yield from map(list, zip(*(column.to_pylist() for column in table.columns), strict=True))
+            return
+        rows = _csv_rows(path)
+        header = next(rows, None)
+        if header is None:
+            raise FileProblem(f"{path} is empty")
+        yield header
+        yield from rows
+
+
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table, whole or not at all (OutputError); None becomes an empty cell. Names: see `check_table_name`."""
     kind = check_table_name(path)

@@ -7,6 +7,7 @@ MAX_PROMPT_BYTES = 100
 """Room for the prompt in a name, in UTF-8 bytes. File systems allow 255 for the whole name; the seed, the index, and
 the ending come after it."""
 
+_MAX_WHOLE_BYTES = 200
 _HASH_DIGITS = 8
 _SEPARATOR = "-"
 
@@ -24,15 +25,30 @@ def file_stem(prompt: str, *, seed: int, index: int | None = None) -> str:
     return f"{prompt_part(prompt)}_seed{seed}{suffix}"
 
 
+def prompt_stem(prompt: str, *, index: int) -> str:
+    """Return the name, without ending, by which evaluation suites such as VBench look for a sample: `raining, sea-0`.
+
+    It is the prompt as it is. What no file name can have becomes `_`; a prompt of more than 200 bytes is cut, and has a
+    short hash at its end.
+    """
+    text = "".join("_" if character in "/\\" or character < " " else character for character in prompt)
+    if len(text.encode("utf-8", "surrogatepass")) > _MAX_WHOLE_BYTES:
+        text = f"{_cut(text, _MAX_WHOLE_BYTES)}{_SEPARATOR}{_digest(prompt)}"
+    return f"{text}{_SEPARATOR}{index}"
+
+
 def prompt_part(prompt: str) -> str:
     """Return the first part of `file_stem`; on Windows it is a name only with something after it."""
     words, lost_something = _words(prompt)
     text = _cut(words, MAX_PROMPT_BYTES)
     if text != words or not text or lost_something:
-        # surrogatepass: an argument that is not UTF-8 reaches Python as lone surrogates.
-        digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
-        text = _SEPARATOR.join(filter(None, [_cut(words, MAX_PROMPT_BYTES - _HASH_DIGITS - 1), digest]))
+        text = _SEPARATOR.join(filter(None, [_cut(words, MAX_PROMPT_BYTES - _HASH_DIGITS - 1), _digest(prompt)]))
     return text
+
+
+def _digest(prompt: str) -> str:
+    # surrogatepass: an argument that is not UTF-8 reaches Python as lone surrogates.
+    return hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
 
 
 def _words(prompt: str) -> tuple[str, bool]:
@@ -61,7 +77,7 @@ def _is_variation_selector(character: str) -> bool:
 
 def _cut(text: str, max_bytes: int) -> str:
     """Return the longest start of `text` within `max_bytes` of UTF-8, at a word's end if one is near."""
-    encoded = text.encode("utf-8")
+    encoded = text.encode("utf-8", "replace")
     if len(encoded) <= max_bytes:
         return text
     start = encoded[:max_bytes].decode("utf-8", "ignore")

@@ -196,6 +196,15 @@ class OffloadChoice(StrEnum):
     BLOCKS = "blocks"
 
 
+class NameFrom(StrEnum):
+    """What results in a folder are named after."""
+
+    SEED = "seed"
+    """The prompt, shortened, and the seed: `raining-sea_seed42`."""
+    PROMPT = "prompt"
+    """The prompt as it is, and the number of the sample from 0: `raining, sea-0`, as VBench looks for them."""
+
+
 class HostWeights(StrEnum):
     """Where the weights of offloaded blocks wait."""
 

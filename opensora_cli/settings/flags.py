@@ -53,6 +53,7 @@ class Flags(TypedDict, total=False):
     lora: Annotated[_Files | None, Flag("loras", each="an adapter")]
     out: Annotated[_File | None, Flag("output.path")]
     format: Annotated[str | None, Flag("output.format")]
+    name_from: Annotated[str | None, Flag("output.name_from")]
     overwrite: Annotated[bool | None, Flag("output.overwrite")]
     no_metadata: Annotated[bool | None, Flag("output.metadata", is_negated=True)]
     weights: Annotated[_File | None, Flag("runtime.weights")]

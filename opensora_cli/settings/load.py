@@ -114,12 +114,18 @@ def _gives_no_picture(given: Layer) -> bool:
     return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
 
 
-def source_of(request: GenerateRequest, key: str) -> str | None:
-    """Return where a setting of a request was given, such as `--threads` or a file; None where it was not.
+def given_for(request: GenerateRequest, key: str) -> Given | None:
+    """Return a setting of a request, and where it was given, such as `--threads` or a file; None where it was not.
     It raises what `load_runtime_settings` raises.
     """
     given = _given(request).get(key)
-    return None if given is None or given.value is None else given.source
+    return None if given is None or given.value is None else given
+
+
+def source_of(request: GenerateRequest, key: str) -> str | None:
+    """Return where a setting was given; see `given_for`."""
+    given = given_for(request, key)
+    return None if given is None else given.source
 
 
 def _refuse_two_sizes(overrides: Layer) -> None:

@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from opensora_cli.settings.base import Section
-from opensora_cli.settings.enums import OutputFormat
+from opensora_cli.settings.enums import NameFrom, OutputFormat
 from opensora_cli.settings.explain import either
 
 # Endings that people type and that would otherwise quietly become the name of a folder.
@@ -19,6 +19,11 @@ class OutputSettings(Section):
     path: str = Field(default="samples", min_length=1, description="a folder, or a file name with a known ending")
     format: OutputFormat | None = Field(
         default=None, description="none: from the file's ending, else mp4, and png of a picture"
+    )
+    name_from: NameFrom = Field(
+        default=NameFrom.SEED,
+        description="of results in a folder: seed for the prompt, shortened, and the seed; prompt for the prompt as it "
+        "is, and the number of the sample",
     )
     overwrite: bool = Field(default=False, description="replace existing files")
     metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")

@@ -43,7 +43,7 @@ class FakeEngine:
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
     @contextmanager
-    def reporting_to(self, reporter: Reporter) -> Iterator["FakeEngine"]:
+    def reporting_to(self, reporter: Reporter, *, stay: bool) -> Iterator["FakeEngine"]:
         """Stand for a pipeline."""
         self.reporter = reporter
         yield self

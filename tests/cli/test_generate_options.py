@@ -134,6 +134,24 @@ def test_a_size_in_pixels_and_another_one(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shard", "1/2"], "--shard has no effect without --prompts"),
+        (["sea", "--prompts", "p.txt"], "PROMPT cannot go with --prompts"),
+        (["--prompts", "p.txt", "--profile"], "--profile cannot go with --prompts"),
+        (["--prompts", "p.txt", "--from-latents", "a"], "--from-latents cannot go with --prompts"),
+        (["--prompts", "p.txt", "--shard", "3/2"], "--shard 3/2 must count from 1/2 to 2/2"),
+        (["--prompts", "p.xlsx"], "--prompts p.xlsx must end in .txt, .csv, .jsonl or .parquet"),
+    ],
+)
+def test_a_file_of_prompts_goes_with_few_others(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("name", "hint"),
     [
         ("boat.png", "--ref boat.png"),
@@ -143,7 +161,7 @@ def test_a_size_in_pixels_and_another_one(
         ("sea_seed42.mp4.json", "--from sea_seed42.mp4.json"),
         ("sea_seed42.latents.safetensors", "--from-latents sea_seed42.latents.safetensors"),
         ("style.safetensors", "--lora style.safetensors"),
-        ("clips.csv", "give the words themselves, in quotes"),
+        ("clips.csv", "many prompts are read with --prompts clips.csv"),
         ("sea", "give the words themselves, in quotes"),
     ],
 )

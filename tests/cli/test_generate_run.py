@@ -66,6 +66,24 @@ def osora(world, out, capsys):
     return run
 
 
+def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x"}\n')
+    code, stdout, stderr = osora("--prompts", str(prompts))
+    assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
+    assert "error: 1 of 2 rows failed\nerror: row 2: seed=x must be a whole number" in stderr
+    assert f"{out / 'manifest.jsonl'} lists all, and the same command tries these again" in stderr
+    prompts.write_text(prompts.read_text().splitlines()[0])
+    code, stdout, _ = osora("--prompts", str(prompts), "--json")
+    document = json.loads(stdout)
+    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/1", 0, 1)
+    code, stdout, _ = osora("--prompts", str(prompts), "--dry-run")
+    assert (code, stdout.splitlines()[:2]) == (
+        0,
+        ["rows      1 of 1 shape, and 0 that would be refused", "shape     rows: 1"],
+    )
+
+
 @pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
     code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, InstanceOf
 
 from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import BatchError
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.exchanges import PlannedExchange
@@ -26,6 +27,7 @@ from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
 
 _LISTED_FILES = 5
+_LISTED_ROWS = 20
 
 
 class PlannedStage(Document):
@@ -278,3 +280,76 @@ class GenerateResult(Document):
     def lines(self) -> list[str]:
         """Return the path of every result, and the times if they were asked for."""
         return [*(str(video.path) for video in self.videos), *(self.profile.lines() if self.profile else ())]
+
+
+class FailedRow(Document):
+    """A row that was not made."""
+
+    row: int
+    """From 1."""
+    prompt: str
+    error: str
+
+
+class BatchResult(Document):
+    """What a run over many prompts made."""
+
+    SCHEMA = "osora.batch/1"
+
+    rows: int
+    """That were asked for; of a shard, its own."""
+    made: int
+    kept: int
+    """Finished before."""
+    failed: tuple[FailedRow, ...]
+    outputs: tuple[Path, ...]
+    """Of all rows that are finished, in their order."""
+    manifest: Path
+
+    def lines(self) -> list[str]:
+        """Return the path of every result."""
+        return [str(path) for path in self.outputs]
+
+    def require_whole(self) -> None:
+        """Raise BatchError if rows failed."""
+        if self.failed:
+            raise BatchError(
+                "\n".join([f"{len(self.failed)} of {self.rows} rows failed", *_failed_lines(self.failed)]),
+                hint=f"the others are finished; {self.manifest} lists all, and the same command tries these again",
+            )
+
+
+class PlannedShape(Document):
+    """Rows that differ in prompt, seed, references and name alone."""
+
+    rows: int
+    plan: PlanDocument
+    """Of the first of them."""
+
+
+class BatchPlan(Document):
+    """What a run over many prompts would do."""
+
+    SCHEMA = "osora.batch-plan/1"
+
+    rows: int
+    failed: tuple[FailedRow, ...]
+    """That would be refused, as far as that is known."""
+    shapes: tuple[PlannedShape, ...]
+
+    def lines(self) -> list[str]:
+        """Return the plan for people."""
+        shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
+        head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
+        plans = (line for shape in self.shapes for line in (f"shape     rows: {shape.rows}", *shape.plan.lines()))
+        return [head, *_failed_lines(self.failed), *plans]
+
+    def require_fit(self) -> None:
+        """Raise HardwareError if some stage of a shape needs more memory than may be used."""
+        for shape in self.shapes:
+            shape.plan.require_fit()
+
+
+def _failed_lines(failed: Sequence[FailedRow]) -> list[str]:
+    lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
+    return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]

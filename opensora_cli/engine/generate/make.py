@@ -12,6 +12,7 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.decode import Decoding, decode_samples, write_video
@@ -81,6 +82,11 @@ def computing(plan: ExecutionPlan, reporter: Reporter) -> Iterator[None]:
         yield
 
 
+def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> PromptEmbeds:
+    """Encode the prompts of a plan, inside `computing`; errors are those of `make_videos`."""
+    return retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)[0]
+
+
 def make_videos(
     plan: ExecutionPlan,
     files: Sequence[SampleFiles],
@@ -90,6 +96,7 @@ def make_videos(
     *,
     finish: Callable[[Decoding], V],
     saved: Mapping[int, DenoisedSample] | None = None,
+    embeds: PromptEmbeds | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[V, ...]:
     """Do every stage once, inside `computing`; return what `finish` makes of each sample, in the order of `files`.
@@ -102,6 +109,7 @@ def make_videos(
         record: times and shows them.
         finish: see `decode_samples`.
         saved: by index, the latents of samples whose `saved` is there: all steps or some are done already.
+        embeds: of the prompts; None: they are encoded here.
         ranks: that share the work; None: there is only this one.
 
     Raises:
@@ -116,7 +124,7 @@ def make_videos(
     missing = [sample for sample in files if sample.index not in denoised]
     given: list[tuple[Sequence[SampleFiles], Sequence[Reference]]] = [(files, references)]
     if missing:
-        embeds, _ = retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)
+        embeds = embeds or text_embeds(plan, models, record)
         if plan.picture is not None:
             # Each sample has its own. Right after its own text: the encoders of both are the same, and still loaded.
             pictures = _pictures(plan, missing, models, record, ranks)

@@ -38,7 +38,7 @@ from opensora_cli.engine.generate.targets import (
 )
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
-from opensora_cli.settings.enums import ModelName, OutputFormat
+from opensora_cli.settings.enums import ModelName, NameFrom, OutputFormat
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 from opensora_cli.settings.used import used_settings
@@ -178,7 +178,7 @@ def sample_settings(plan: ExecutionPlan, sample: SampleFiles) -> GenerateSetting
         changes["loras"] = tuple(
             {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
         )
-    if output.named_format is not None and plan.num_samples > 1:
+    if plan.num_samples > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
         changes["output.path"] = str(sample.target)
     return settings.replace(changes)
 

@@ -15,6 +15,7 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
+from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, save
@@ -58,7 +59,7 @@ from opensora_cli.settings.load import (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Origins:
+class Origins:
     """Where choices come from that are reported."""
 
     model: str | None = None
@@ -67,12 +68,13 @@ class _Origins:
     """What set their number; None: nothing that is known."""
 
     def note(self, reporter: Reporter) -> None:
+        """Report which model was chosen, if it was."""
         if self.model is not None:
             reporter.note(self.model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class Run:
     """How a generation is carried out, whatever it makes."""
 
     reporter: Reporter
@@ -80,10 +82,12 @@ class _Run:
     """Set in one of several ranks."""
     ranks: Ranks | None = None
     """All of them, once they have met."""
-    origins: _Origins = _Origins()
+    origins: Origins = Origins()
     profiled_runs: int = 0
     models: LoadedModels | None = None
     """Which outlive the run; None: it loads its own."""
+    embeds: PromptEmbeds | None = None
+    """Of its prompts; None: they are encoded when it comes to that."""
 
     @property
     def is_main(self) -> bool:
@@ -118,7 +122,7 @@ def generate_from_request(
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     # A rank has its settings from a file that is gone afterwards.
-    origins = _Origins(choice, source_of(request, "runtime.threads") if context is None else None)
+    origins = Origins(choice, source_of(request, "runtime.threads") if context is None else None)
     if context is None and settings.parallel.world_size > 1:
         require_devices(settings)
         settings = refined(settings, reporter=reporter)
@@ -129,7 +133,7 @@ def generate_from_request(
         return made
     runs = request.profiled_runs
     return _generate(
-        settings, _Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs, models=models)
+        settings, Run(reporter=reporter, context=context, origins=origins, profiled_runs=runs, models=models)
     )
 
 
@@ -195,7 +199,7 @@ def generate(
         HardwareError: there is no such device, or not enough memory.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
-    run = _Run(reporter=reporter or SilentReporter(), context=context, profiled_runs=profiled_runs)
+    run = Run(reporter=reporter or SilentReporter(), context=context, profiled_runs=profiled_runs)
     return _generate(settings, run)
 
 
@@ -209,8 +213,8 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
     settings = settings.replace({"picture.save": False})
-    run = _Run(reporter=reporter, origins=_Origins(choice, source_of(request, "runtime.threads")), models=models)
-    plan = _plan_here(settings, run)
+    run = Run(reporter=reporter, origins=Origins(choice, source_of(request, "runtime.threads")), models=models)
+    plan = plan_here(completed(settings, reporter), models)
     require_weights(plan, reporter)
     require_room(plan, reporter)
     references = references_of(plan, reporter)
@@ -225,32 +229,39 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     return video
 
 
-def _generate(settings: GenerateSettings, run: _Run) -> GenerateResult:
+def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
     if run.context is not None:
         reporter = WatchedReporter(run.reporter, on_device=[*ON_DEVICE, *(f"{PICTURE} {stage}" for stage in ON_DEVICE)])
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
-            return _carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
-    return _carry_out(_plan_here(settings, run), run)
+            return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
+    return carry_out(plan_here(completed(settings, run.reporter), run.models), run)
 
 
-def _plan_here(settings: GenerateSettings, run: _Run) -> ExecutionPlan:
-    """Return the plan of one process that has no others, with the models that it has loaded before."""
+def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return settings for one process alone, with a prompt that is rewritten, if that is wanted, and with their mode.
+
+    Raises RequestError if they are for several devices, or nothing suits the references, and MediaError as `with_mode`.
+    """
     if settings.parallel.world_size > 1:
         raise RequestError(
             f"{settings.parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    settings = with_mode(refined(settings, reporter=run.reporter), run.reporter)
-    if run.models is None:
+    return with_mode(refined(settings, reporter=reporter), reporter)
+
+
+def plan_here(settings: GenerateSettings, models: LoadedModels | None) -> ExecutionPlan:
+    """Return the plan of one process that has no others, and these models; see `make_plan`."""
+    if models is None:
         return make_plan(settings)
     hardware = rank_hardware(settings)
-    loaded = run.models.bytes_on(hardware.device)
     # What they take can be released.
-    hardware = dataclasses.replace(hardware, free_bytes=hardware.free_bytes + loaded)
-    return run.models.planned(make_plan(settings, hardware=hardware))
+    free = hardware.free_bytes + models.bytes_on(hardware.device)
+    return models.planned(make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free)))
 
 
-def _carry_out(plan: ExecutionPlan, run: _Run) -> GenerateResult:
+def carry_out(plan: ExecutionPlan, run: Run) -> GenerateResult:
+    """Make what is planned but for what was made before; errors are those of `generate`."""
     require_weights(plan, run.reporter)
     found = () if run.profiled_runs else _agreed(plan, run.ranks, lambda: choose_outputs(plan))
     if found and all(sample.made_before for sample in found):
@@ -297,7 +308,7 @@ def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Re
     )
 
 
-def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
+def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
     require_room(plan, run.reporter)
     references = references_of(plan, run.reporter) if run.is_main else []
 
@@ -321,13 +332,14 @@ def _make(plan: ExecutionPlan, run: _Run, claims: Claims) -> GenerateResult:
     if run.is_main:
         refuse_pictures(plan, files)
     saved = saved_samples(plan, files, run.ranks)
-    plan = plan.with_threads(by=run.origins.threads)
+    if plan.threads is None:
+        plan = plan.with_threads(by=run.origins.threads)
     times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
     with computing(plan, run.reporter):
         trials = [] if times is None else _trials(plan, files, references, saved, run, times)
         record = RunRecord(run.reporter, block_times=times)
         with run.lending() as models:
-            videos = _saved_videos(plan, files, references, saved, models, record, run.ranks)
+            videos = _saved_videos(plan, files, references, saved, models, record, run)
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
         model=plan.settings.model.name,
@@ -351,7 +363,7 @@ def _trials(
     files: Sequence[SampleFiles],
     references: Sequence[Reference],
     saved: Mapping[int, DenoisedSample],
-    run: _Run,
+    run: Run,
     times: ModuleTimes,
 ) -> list[dict[str, float]]:
     """Make the videos as often as is to be profiled but once, and once before to warm up; return the times of stages.
@@ -365,7 +377,7 @@ def _trials(
         with temporary_folder() as folder, run.lending() as models:
             trial = _into(plan, folder)
             trial_files = [sample_files(trial.settings, sample.index) for sample in files]
-            _saved_videos(trial, trial_files, references, saved, models, record, run.ranks)
+            _saved_videos(trial, trial_files, references, saved, models, record, run)
         timings.append(record.timings_s)
         if not number:
             times.clear()
@@ -391,15 +403,16 @@ def _saved_videos(
     saved: Mapping[int, DenoisedSample],
     models: LoadedModels,
     record: RunRecord,
-    ranks: Ranks | None,
+    run: Run,
 ) -> tuple[GeneratedVideo, ...]:
     """Make and save the videos; return the results."""
     output = plan.settings.output
     # Without a sidecar nobody knows which request has made a result. Rank 0 alone keeps anything.
     may_repeat = output.metadata and not output.overwrite
-    is_main = ranks is None or ranks.is_main
-    with record.rescue(files, may_repeat=may_repeat) if is_main else nullcontext():
-        return make_videos(plan, files, references, models, record, finish=save, saved=saved, ranks=ranks)
+    with record.rescue(files, may_repeat=may_repeat) if run.is_main else nullcontext():
+        return make_videos(
+            plan, files, references, models, record, finish=save, saved=saved, embeds=run.embeds, ranks=run.ranks
+        )
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:

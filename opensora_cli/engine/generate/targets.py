@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.folder_lock import locked_file
 from opensora_cli.media.files import media_path
-from opensora_cli.media.names import file_stem
+from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import in_the_way, is_there, read_sidecar, refuse_existing, result_bytes, sidecar_path
+from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
@@ -66,7 +67,9 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
     """Return the files of a sample: in a folder named after prompt and seed, several of one given name numbered."""
     output, seed = settings.output, settings.sampling.seed + index
     kind, named = settings.output_format, Path(output.path)
-    if output.named_format is None:
+    if output.named_format is None and output.name_from is NameFrom.PROMPT:
+        target = named / f"{prompt_stem(settings.refine.original or settings.prompt, index=index)}.{kind}"
+    elif output.named_format is None:
         # Named by seed: sample i is what seed + i makes on its own, so it has that name, too.
         again = "" if number == 1 else f"_{number}"
         # By what was typed: that is how a result is looked for.
@@ -127,10 +130,12 @@ def find_target(
         OutputError: a named file, its sidecar, or its latents are there from another request; or no file can have such
             a name.
     """
-    has_one_name = settings.output.named_format is not None or settings.output.overwrite
+    output = settings.output
+    is_named = output.named_format is not None or output.name_from is NameFrom.PROMPT
+    has_one_name = is_named or output.overwrite
     request = request_sha256(settings.sampling.seed + index)
     names: Iterator[SampleFiles] = (sample_files(settings, index, number=number) for number in count(1))
-    if settings.output.overwrite and settings.output.named_format is None:
+    if output.overwrite and not is_named:
         names = iter([_own_files(settings, index, request)])
     while True:
         sample = replace(next(names), request_sha256=request)
@@ -145,7 +150,7 @@ def find_target(
                 keep()
                 return _resumed(sample, Path(settings.resume), overwrite=settings.output.overwrite)
             # Looked at even with --overwrite: a name that no file can have is to be refused as well.
-            if sample.is_free or settings.output.overwrite:
+            if sample.is_free or output.overwrite:
                 keep()
                 return sample
             if not remake and read_made(sample).get(REQUEST_KEY) == request:

@@ -15,11 +15,12 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
 
 NO_SETTINGS = {"prompt", "prompt_text", "json_", "quiet", "dry_run", "profile", "profile_runs", "list_presets"}
+OF_ROWS = {"prompts", "shard"}
 OF_FILES = {"config", "set_", "from_"}
 
 
 def test_every_option_of_generate_is_in_the_table() -> None:
-    assert set(inspect.signature(generate).parameters) == {*FLAGS, *NO_SETTINGS, *OF_FILES}
+    assert set(inspect.signature(generate).parameters) == {*FLAGS, *NO_SETTINGS, *OF_FILES, *OF_ROWS}
     command = typer.main.get_command(app).commands["generate"]
     assert {option_of(name) for name in FLAGS} <= {option for parameter in command.params for option in parameter.opts}
 

@@ -1,0 +1,356 @@
+"""`osora generate --prompts FILE`: many requests in one run, with the models loaded once."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.engine.components.hardware import versions
+from opensora_cli.engine.components.velocity import PromptEmbeds
+from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
+from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
+from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.make import computing, text_embeds
+from opensora_cli.engine.generate.manifest import Manifest
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
+from opensora_cli.engine.generate.run import Run, carry_out, completed, plan_here, resolve_generate_settings
+from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.settings.explain import Given, explain
+from opensora_cli.settings.generate import GenerateSettings, SamplingSettings
+from opensora_cli.settings.load import GenerateRequest, given_for
+
+_DEFAULTS: Mapping[str, object] = {
+    "prompt": "",
+    "negative_prompt": "",
+    "sampling.seed": SamplingSettings().seed,
+    "condition.references": (),
+}
+_MOST_ROWS = 64
+_MOST_EMBEDS_BYTES = 2**30
+"""Of the host's memory, for prompts that are encoded before any of them is made into a video."""
+
+
+class _RowReporter(SilentReporter):
+    """Passes on warnings with the row that they are about; stages and notes of single rows are too many to show."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._noted: set[str] = set()
+        self.row = 0
+
+    def note(self, text: str) -> None:
+        """Show a line once, if it is of the machine and not of the row."""
+        kind = text.partition(":")[0]
+        if kind in ("model", "attention", "threads", "memory", "weights") and text not in self._noted:
+            self._noted.add(text)
+            self._reporter.note(text)
+
+    def warn(self, text: str) -> None:
+        self._reporter.warn(f"row {self.row}: {text}")
+
+
+class _Shape:
+    """Rows that are planned once for each condition mode."""
+
+    def __init__(self, template: GenerateSettings, defaults: Mapping[str, object], rows: list[Row]) -> None:
+        self.rows = rows
+        self.template = template
+        self._defaults = defaults
+        self._plans: dict[str | None, ExecutionPlan] = {}
+        self._digest = _digest(template)
+
+    @property
+    def rows_together(self) -> int:
+        """How many rows' prompts are encoded before the first of them is made."""
+        text, model = self.template.text, self.template.model
+        num_bytes = 2 * text.t5_max_length * model.context_in_dim * 4
+        return max(1, min(_MOST_ROWS, _MOST_EMBEDS_BYTES // num_bytes))
+
+    def settings(self, row: Row) -> GenerateSettings:
+        """Return the settings of a row; a RequestError if it breaks a rule."""
+        changes = {**self._defaults, **row.own}
+        if row.name is not None:
+            kind = self.template.output_format
+            ending = "" if row.name.lower().endswith(f".{kind}") else f".{kind}"
+            changes["output.path"] = str(Path(self.template.output.path) / f"{row.name}{ending}")
+        try:
+            return self.template.replace(changes)
+        except ValidationError as error:
+            raise RequestError("; ".join(explain(error))) from error
+
+    def plan(self, row: Row, models: LoadedModels | None, reporter: Reporter) -> ExecutionPlan:
+        """Return the plan of a row, with the threads of the first; errors are those of `generate`."""
+        settings = completed(self.settings(row), reporter)
+        mode = settings.condition.mode
+        if mode not in self._plans:
+            self._plans[mode] = plan_here(settings, models).with_threads()
+        plan = self._plans[mode]
+        return dataclasses.replace(plan, settings=settings.replace({"runtime.threads": plan.settings.runtime.threads}))
+
+    def key(self, row: Row) -> str:
+        """Return the hash of what decides the results of a row, by which a manifest knows it."""
+        own = {**self._defaults, **row.own}
+        files = [_stamp(path) for path in _references_of(own)]
+        return _sha256([self._digest, {key: str(value) for key, value in own.items()}, files, row.name])
+
+
+def _digest(template: GenerateSettings) -> str:
+    """Return the hash of what decides the results of all rows of a shape."""
+    places = ("prompt", "negative_prompt", "files", "output", "memory", "parallel", "runtime", "refine")
+    values = {key: value for key, value in template.model_dump(mode="json").items() if key not in places}
+    values["sampling"].pop("seed")
+    values["condition"].pop("references")
+    parts = {
+        **values,
+        "format": template.output_format,
+        "refine": [template.refine.prompt, template.refine.motion_score],
+        "runtime": [template.runtime.device, template.runtime.dtype, template.runtime.attention],
+        "fp8_storage": template.memory.fp8_storage,
+        "weights": {part: stamp_of(path) for part, path in find_weights(template).paths.items()},
+        "loras": [_stamp(lora.path) for lora in template.loras],
+        "versions": versions(),
+    }
+    return _sha256(parts)
+
+
+def _references_of(own: Mapping[str, object]) -> Sequence[str]:
+    files = own["condition.references"]
+    return files.split(";") if isinstance(files, str) else tuple(files)  # type: ignore[arg-type]  # of `OWN_KEYS`
+
+
+def _stamp(path: str) -> object:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return path
+    return [path, state.st_size, state.st_mtime_ns]
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+_Failures = list[tuple[Row, OsoraError]]
+
+
+def _shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter) -> tuple[list[_Shape], _Failures]:
+    """Return the rows by shape, and those that are refused already.
+
+    Raises:
+        RequestError: results would be one file, or no row has settings for which there are.
+        CheckpointError: weights are missing.
+    """
+    failures: _Failures = []
+    members: dict[tuple[tuple[str, Given], ...], list[Row]] = {}
+    for row in rows:
+        if row.problem is not None:
+            failures.append((row, RequestError(row.problem)))
+        else:
+            members.setdefault(row.shape, []).append(row)
+    shapes = []
+    for changes, alike in members.items():
+        asked = dataclasses.replace(request, overrides={**request.overrides, **dict(changes)})
+        template = _template(asked, alike, failures, reporter)
+        if template is None:
+            continue
+        given = {key: given_for(asked, key) for key in OWN_KEYS}
+        defaults = {key: _DEFAULTS[key] if at is None else at.value for key, at in given.items()}
+        shapes.append(_Shape(template, defaults, alike))
+    if not shapes and failures:
+        _raise_if_all_are_one(failures)
+    for shape in shapes:
+        output, parallel = shape.template.output, shape.template.parallel
+        if parallel.world_size > 1:
+            raise RequestError(
+                f"--prompts makes videos on one device, and {parallel.world_size} are asked for",
+                hint="start osora once for each GPU, with --devices 0 --shard 1/2, --devices 1 --shard 2/2 and so on",
+            )
+        if output.named_format is not None:
+            raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
+        find_weights(shape.template).require(needed_components(shape.template))
+    return shapes, failures
+
+
+def _template(
+    asked: GenerateRequest, rows: list[Row], failures: _Failures, reporter: Reporter
+) -> GenerateSettings | None:
+    """Return settings with which a row can be made; rows before it are failures, and taken from `rows`."""
+    while rows:
+        row = rows[0]
+        own = {key: Given(value, f"row {row.number}") for key, value in row.own.items()}
+        try:
+            return resolve_generate_settings(
+                dataclasses.replace(asked, overrides={**asked.overrides, **own}), reporter=reporter
+            )[0]
+        except OsoraError as error:
+            is_of_all = bool(failures) and failures[-1][1].message == error.message
+            failures += [(each, error) for each in (rows if is_of_all else rows[:1])]
+            del rows[: len(rows) if is_of_all else 1]
+    return None
+
+
+def _raise_if_all_are_one(failures: _Failures) -> None:
+    """Raise the error of all rows, if they have one and the same: then it is the request's."""
+    if len({error.message for _, error in failures}) == 1:
+        raise failures[0][1]
+
+
+def generate_rows(
+    request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter, models: LoadedModels
+) -> BatchResult:
+    """Make and save what every row of this shard asks for, with models that stay loaded; what is finished is kept.
+
+    Rows of one shape are made one after the other. Their prompts are encoded first, many at a time, so that the
+    encoders are loaded once also where there is no room for them beside the transformer. A row that fails stops no
+    other. `request` has what all rows have in common.
+
+    Raises:
+        RequestError: the request is for several devices or one file, or contradicts itself for every row.
+        CheckpointError: weights are missing.
+        OutputError: the manifest cannot be written.
+        KeyboardInterrupt: its argument says how much is finished.
+    """
+    chosen = shard.rows(rows)
+    told = _RowReporter(reporter)
+    shapes, failures = _shapes_of(request, chosen, told)
+    folder = Path(shapes[0].template.output.path if shapes else GenerateSettings(prompt="any").output.path)
+    with (
+        Manifest(folder, shard) as manifest,
+        reporter.stage("rows", total=len(chosen), unit="rows") as progress,
+    ):
+        batch = _Batch(manifest, models, told, progress)
+        for row, error in failures:
+            batch.fail(row, None, error)
+        try:
+            for shape in shapes:
+                batch.make(shape)
+        except KeyboardInterrupt as interrupt:
+            finished = f"{len(batch.outputs)} of {len(chosen)} rows are finished: the same command goes on"
+            raise KeyboardInterrupt(finished) from interrupt
+    if not batch.outputs:
+        _raise_if_all_are_one(batch.failures)
+    return BatchResult(
+        rows=len(chosen),
+        made=batch.made,
+        kept=len(batch.outputs) - batch.made,
+        failed=_failed_rows(batch.failures),
+        outputs=tuple(path for number in sorted(batch.outputs) for path in batch.outputs[number]),
+        manifest=manifest.path,
+    )
+
+
+def _failed_rows(failures: _Failures) -> tuple[FailedRow, ...]:
+    ordered = sorted(failures, key=lambda failure: failure[0].number)
+    return tuple(FailedRow(row=row.number, prompt=row.prompt, error=error.message) for row, error in ordered)
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A row that is being made."""
+
+    row: Row
+    key: str
+    plan: ExecutionPlan
+    embeds: PromptEmbeds | None = None
+
+
+class _Batch:
+    """A run over many rows."""
+
+    def __init__(
+        self, manifest: Manifest, models: LoadedModels, reporter: _RowReporter, progress: StageProgress
+    ) -> None:
+        self._manifest, self._models = manifest, models
+        self._reporter, self._progress = reporter, progress
+        self.failures: _Failures = []
+        self.outputs: dict[int, Sequence[Path]] = {}
+        """Of the rows that are finished, by their numbers."""
+        self.made = 0
+
+    def fail(self, row: Row, key: str | None, error: OsoraError) -> None:
+        """Remember a row that is not made."""
+        self._manifest.add_failed(row, key, error.message)
+        self.failures.append((row, error))
+        self._progress.advance()
+
+    def make(self, shape: _Shape) -> None:
+        """Make the rows of a shape that are not finished."""
+        waiting: list[tuple[Row, str]] = []
+        for row in shape.rows:
+            key = shape.key(row)
+            finished = None if shape.template.output.overwrite else self._manifest.finished(key)
+            if finished is None:
+                waiting.append((row, key))
+            else:
+                self._finish(row, finished)
+        for start in range(0, len(waiting), shape.rows_together):
+            self._make_together(shape, waiting[start : start + shape.rows_together])
+
+    def _make_together(self, shape: _Shape, rows: Sequence[tuple[Row, str]]) -> None:
+        jobs: list[_Job] = []
+        for row, key in rows:
+            with self._failing(row, key):
+                jobs.append(_Job(row, key, shape.plan(row, self._models, self._reporter)))
+        for job in jobs:
+            with self._failing(job.row, job.key), computing(job.plan, self._reporter):
+                record = RunRecord(self._reporter, keeps_results=False)
+                job.embeds = text_embeds(job.plan, self._models, record)
+        for job in jobs:
+            if job.embeds is not None:
+                with self._failing(job.row, job.key):
+                    self._make_one(job)
+                job.embeds = None
+
+    def _make_one(self, job: _Job) -> None:
+        start = time.perf_counter()
+        videos = carry_out(job.plan, Run(reporter=self._reporter, models=self._models, embeds=job.embeds)).videos
+        seconds = time.perf_counter() - start
+        paths = [video.path for video in videos]
+        self._manifest.add_done(job.row, job.key, paths, seeds=[video.seed for video in videos], seconds=seconds)
+        self._finish(job.row, paths)
+        self.made += 1
+
+    def _finish(self, row: Row, paths: Sequence[Path]) -> None:
+        self.outputs[row.number] = paths
+        self._progress.advance()
+
+    @contextmanager
+    def _failing(self, row: Row, key: str) -> Iterator[None]:
+        """Let a failure of the block end this row alone."""
+        self._reporter.row = row.number
+        try:
+            yield
+        except OsoraError as error:
+            self.fail(row, key, error)
+
+
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
+    """Return what `generate_rows` would do: a plan for each shape, whatever the number of rows; errors are the same."""
+    chosen = shard.rows(rows)
+    told = _RowReporter(reporter)
+    shapes, failures = _shapes_of(request, chosen, told)
+    planned = []
+    for shape in shapes:
+        for row in shape.rows:
+            told.row = row.number
+            try:
+                plan = shape.plan(row, None, told)
+            except OsoraError as error:
+                failures.append((row, error))
+                continue
+            planned.append(PlannedShape(rows=len(shape.rows), plan=PlanDocument.of(plan)))
+            break
+    return BatchPlan(
+        rows=len(chosen),
+        failed=_failed_rows(failures),
+        shapes=tuple(planned),
+    )

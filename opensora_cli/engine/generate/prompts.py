@@ -1,0 +1,209 @@
+"""Files of prompts: a row for each request, with the settings that are its own. Needs no torch."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.formatting import plain
+from opensora_cli.core.reading import reading, require_file
+from opensora_cli.data.table_files import CSV, PARQUET, read_rows
+from opensora_cli.settings.explain import Given, either, nearest
+from opensora_cli.settings.flags import FLAGS
+from opensora_cli.settings.generate import MAX_SEED, GenerateSettings
+from opensora_cli.settings.layers import all_keys
+
+ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
+OWN_KEYS = ("prompt", "negative_prompt", "sampling.seed", "condition.references")
+"""What differs from row to row without another plan."""
+
+_NAME, _SEED = "name", "sampling.seed"
+_SHORT = {"prompt": "prompt", "negative": "negative_prompt", _NAME: _NAME}
+_OF_ALL_ROWS = ("output.", "parallel.", "runtime.device", "runtime.weights", "from_latents", "resume")
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a file of prompts."""
+
+    number: int
+    """From 1, without the header and blank lines."""
+    own: Mapping[str, object]
+    """Of `OWN_KEYS`, those that it gives."""
+    shape: tuple[tuple[str, Given], ...] = ()
+    """Its other settings: rows that have the same are planned once."""
+    name: str | None = None
+    """Of its result, without the folder."""
+    problem: str | None = None
+    """Why it cannot be used; None: nothing is known against it."""
+
+    @property
+    def prompt(self) -> str:
+        """What it asks for; empty where it does not say."""
+        return str(self.own.get("prompt", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of several equal parts of the rows: every `count`-th, from number `index` on."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> "Shard":
+        """Return the part that `2/8` names; a RequestError where that is none."""
+        index, _, count = text.partition("/")
+        if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
+            raise RequestError(f"--shard {text} must be two numbers, as in --shard 2/8")
+        if not 1 <= int(index) <= int(count):
+            raise RequestError(f"--shard {text} must count from 1/{count} to {count}/{count}")
+        return cls(int(index), int(count))
+
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows of this part."""
+        return [row for row in rows if (row.number - self.index) % self.count == 0]
+
+
+def read_prompts(path: Path) -> list[Row]:
+    """Read all rows of a `.txt` file (a prompt a line), or a `.csv`, `.jsonl` or `.parquet` table.
+
+    Columns are prompt, negative, ref, seed, name, the other options of `osora generate` (`num_frames`), and settings by
+    their keys (`sampling.flow_shift`). An empty cell gives nothing. Paths start from the folder of the file. Rows that
+    cannot be used have a `problem`.
+
+    Raises:
+        RequestError: the file is of another kind, or a column is none of these.
+        FileProblem: it is missing or broken, has no column `prompt`, or no rows.
+        HardwareError: parquet, and pyarrow is not installed.
+    """
+    kind = path.suffix.lower()
+    if kind not in ENDINGS:
+        raise RequestError(f"--prompts {path} must end in {either(ENDINGS)}, which determines the format")
+    require_file(path)
+    cells = _of_text(path) if kind == ".txt" else _of_json(path) if kind == ".jsonl" else _of_table(path)
+    folder = path.absolute().parent
+    keys: dict[str, str] = {}
+    rows: list[Row] = []
+    names: dict[str, int] = {}
+    for number, values in enumerate(cells, start=1):
+        row = values if isinstance(values, str) else _row(number, values, keys, path, folder)
+        if isinstance(row, str):
+            row = Row(number, {}, problem=row)
+        elif row.name is not None and names.setdefault(row.name, number) != number:
+            row = replace(row, problem=f"name={row.name} is that of row {names[row.name]}")
+        rows.append(row)
+    if not rows:
+        raise FileProblem(f"{path} has no rows")
+    if keys and "prompt" not in keys:
+        raise FileProblem(f"{path} has no column prompt; it has {plain(', '.join(keys))}")
+    return rows
+
+
+def _of_text(path: Path) -> Iterator[dict[str, object]]:
+    for line in _lines(path):
+        yield {"prompt": line}
+
+
+def _of_json(path: Path) -> Iterator[dict[str, object] | str]:
+    """Yield the objects of a file, or why a line is none."""
+    for line in _lines(path):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield f"it is no JSON: {plain(str(error))}"
+            continue
+        yield values if isinstance(values, dict) else "it is no JSON object"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with reading(path), path.open(encoding="utf-8-sig") as file:
+            yield from (line for line in map(str.strip, file) if line)
+    except UnicodeDecodeError as error:
+        raise FileProblem(f"{path} is not text in UTF-8") from error
+
+
+def _of_table(path: Path) -> Iterator[dict[str, object] | str]:
+    header, rows = read_rows(path)
+    twice = {name for name in header if header.count(name) > 1}
+    if twice:
+        raise FileProblem(f"{path} has two columns {plain(min(twice))}")
+    for cells in rows:
+        if len(cells) > len(header):
+            yield f"it has {len(cells)} cells, and the table {len(header)} columns: quote a text that has commas in it"
+        else:
+            yield dict(zip(header, [*cells, *[None] * (len(header) - len(cells))], strict=True))
+
+
+def _row(number: int, values: Mapping[str, object], keys: dict[str, str], path: Path, folder: Path) -> Row | str:
+    """Return a row, or why it is none; `keys` are the settings of the columns that were seen so far."""
+    own: dict[str, object] = {}
+    shape: list[tuple[str, Given]] = []
+    name: str | None = None
+    for column, value in values.items():
+        if column not in keys:
+            keys[column] = _key(column, path)
+        key = keys[column]
+        if value is None or value == "" or value != value:  # the last is NaN, an empty cell of parquet
+            continue
+        if key == _NAME:
+            name = str(value)
+        elif key == "condition.references":
+            own[key] = _references(value, folder)
+        elif key in OWN_KEYS:
+            own[key] = value
+        else:
+            shape.append((key, Given(_plain(value), f"column {column}")))
+    if not str(own.get("prompt", "")).strip():
+        return "prompt is empty"
+    problem = _problem(own, name)
+    return problem or Row(number, own, tuple(sorted(shape, key=lambda pair: pair[0])), name)
+
+
+def _key(column: str, path: Path) -> str:
+    """Return what a column gives; a RequestError if it is nothing, or of all rows together."""
+    known = {**_SHORT, **{name: flag.key for name, flag in FLAGS.items() if not flag.is_negated}}
+    key = known.get(column) or (column if column in all_keys(GenerateSettings) else None)
+    if key is None:
+        close = nearest(column, [*known, *all_keys(GenerateSettings)])
+        raise RequestError(
+            f"{path}: there is no column {plain(column)}",
+            hint=f"did you mean {close}?" if close else "columns are prompt, negative, ref, seed, name, and settings",
+        )
+    if key.startswith(_OF_ALL_ROWS):
+        raise RequestError(f"{path}: {column} is the same for all rows", hint="give it on the command line")
+    return key
+
+
+def _plain(value: Any) -> object:
+    """Return a value that can be compared and is read like a typed one."""
+    return value if isinstance(value, str | int | float | bool) else ",".join(map(str, value))
+
+
+def _references(value: Any, folder: Path) -> tuple[str, ...]:
+    files = value.split(";") if isinstance(value, str) else map(str, value if isinstance(value, list) else [value])
+    return tuple(str(folder / file.strip()) for file in files if file.strip())
+
+
+def _problem(own: Mapping[str, Any], name: str | None) -> str | None:
+    """Return what is wrong with a row as far as that is cheap to know."""
+    seed = own.get(_SEED, 0)
+    try:
+        number = int(seed) if isinstance(seed, float) and seed.is_integer() else int(str(seed))
+    except ValueError:
+        number = -1
+    if not 0 <= number <= MAX_SEED:
+        return f"seed={plain(str(seed))} must be a whole number of at least 0 and at most {MAX_SEED}"
+    missing = [file for file in own.get("condition.references", ()) if not os.path.exists(file)]
+    if missing:
+        return f"{missing[0]} does not exist"
+    if name is not None and (
+        name.startswith(".") or {"/", "\\", "\0"} & set(name) or len(os.fsencode(name)) > _LONGEST_NAME
+    ):
+        return f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
+    return None

@@ -1,0 +1,210 @@
+"""Many prompts in one run: the videos of single runs, what a rerun keeps, and rows that fail alone."""
+
+import json
+import os
+
+import psutil
+import pytest
+from tiny_world import DEMO_SIZES, demo_settings
+
+from opensora_cli.core.exceptions import BatchError, CheckpointError, RequestError
+from opensora_cli.engine.generate import batch, denoise, load
+from opensora_cli.engine.generate.batch import generate_rows, plan_rows
+from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.prompts import Shard, read_prompts
+from opensora_cli.engine.generate.run import generate
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+ROWS = """prompt,seed,num_frames,ref,name
+"raining, sea",7,5,,
+desert,8,5,{picture},dunes
+"raining, sea",9,5,{broken},
+sea,7,x,,
+"raining, sea",7,1,,
+"""
+
+
+@pytest.fixture
+def asked(world, tmp_path):
+    def request(**more):
+        overrides = {
+            **DEMO_SIZES,
+            "runtime.model_choice": "demo",
+            "runtime.weights": str(world.demo),
+            "runtime.threads": 1,
+            "sampling.num_inference_steps": 2,
+            "output.path": str(tmp_path / "out"),
+            **{key.replace("__", "."): value for key, value in more.items()},
+        }
+        return GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
+
+    return request
+
+
+@pytest.fixture
+def rows_of(tmp_path):
+    def write(text, *, kind="csv"):
+        path = tmp_path / f"prompts.{kind}"
+        path.write_text(text)
+        return read_prompts(path)
+
+    return write
+
+
+def run(request, rows, reporter, *, shard="1/1", models=None):
+    with models or LoadedModels(stay=True) as lent:
+        return generate_rows(request, rows, shard=Shard.of(shard), reporter=reporter, models=lent)
+
+
+def lines_of(result):
+    return [json.loads(line) for line in result.manifest.read_text().splitlines()]
+
+
+def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked, rows_of, reporter, monkeypatch):
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    rows = rows_of(ROWS.format(picture=world.picture, broken=tmp_path / "broken.png"))
+    result = run(asked(), rows, reporter)
+    assert [path.name for path in result.outputs] == ["raining-sea_seed7.mp4", "dunes.mp4", "raining-sea_seed7.png"]
+    assert (result.rows, result.made, result.kept) == (5, 3, 0)
+    broken, wrong = result.failed
+    assert (broken.row, broken.prompt) == (3, "raining, sea")
+    assert "broken.png" in broken.error
+    assert (wrong.row, wrong.error) == (4, "video.num_frames=x must be a whole number (from column num_frames)")
+    with pytest.raises(BatchError, match=r"2 of 5 rows failed\nrow 3: .*broken\.png.*\nrow 4: video\.num_frames=x"):
+        result.require_whole()
+    alone = demo_settings(
+        world, tmp_path / "alone", prompt="desert", sampling__seed=8, video__num_frames=5, runtime__threads=1,
+        condition__references=str(world.picture),
+    )  # fmt: skip
+    [video] = generate(alone).videos
+    assert video.path.read_bytes() == result.outputs[1].read_bytes()
+    assert json.loads((tmp_path / "out" / "dunes.mp4.json").read_text())["given_frames_psnr_db"] is not None
+
+    written = {line["row"]: line for line in lines_of(result)}
+    assert {row: line["status"] for row, line in written.items()} == {
+        1: "done", 2: "done", 3: "failed", 4: "failed", 5: "done",
+    }  # fmt: skip
+    assert written[2]["outputs"] == [{"path": "dunes.mp4", "seed": 8, "bytes": result.outputs[1].stat().st_size}]
+    assert reporter.totals["rows"] == reporter.advanced["rows"] == 5
+
+    # A rerun computes nothing but what is missing, and mends a manifest that a crash has cut off.
+    result.outputs[0].unlink()
+    with result.manifest.open("a") as file:
+        file.write('{"row": 9, "key"')
+    evaluated = []
+    sample = denoise.sample_latents
+    monkeypatch.setattr(denoise, "sample_latents", lambda *a, **k: evaluated.append(k["seed"]) or sample(*a, **k))
+    again = run(asked(), rows, reporter)
+    assert (again.made, again.kept, len(again.failed)) == (1, 2, 2)
+    assert again.outputs == result.outputs
+    assert evaluated == [7]
+    assert [line["row"] for line in lines_of(again)][-3:] == [4, 3, 1]
+    assert sorted(path.suffix for path in again.manifest.parent.iterdir()) == sorted(
+        [".mp4", ".mp4", ".png", ".json", ".json", ".json", ".jsonl"]
+    )
+
+
+def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, monkeypatch):
+    loads = []
+    for name in ("load_t5", "load_transformer"):
+        original = getattr(load, name)
+
+        def counted(*args, original=original, name=name, **options):
+            loads.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(load, name, counted)
+    result = run(
+        asked(memory__offload="model", video__num_frames=1), rows_of("sea\ndesert\nrain", kind="txt"), reporter
+    )
+    assert result.made == 3
+    assert loads.count("load_t5") == 1
+    assert any(line.startswith("row 3: the demo model does not know") for line in reporter.warnings)
+
+
+def test_100_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, monkeypatch):
+    path = tmp_path / "p.csv"
+    path.write_text("prompt,seed,num_frames\n" + "".join(f"sea,{seed},{5 + seed % 2 * 12}\n" for seed in range(10**5)))
+    planned = []
+    plan = batch.plan_here
+    monkeypatch.setattr(batch, "plan_here", lambda *args: planned.append(args) or plan(*args))
+    result = plan_rows(asked(), read_prompts(path), shard=Shard.of("2/4"), reporter=reporter)
+    assert len(planned) == 1  # odd seeds alone
+    assert [(shape.rows, shape.plan.num_frames) for shape in result.shapes] == [(25_000, 17)]
+    assert result.lines()[0] == "rows      25000 of 1 shape, and 0 that would be refused"
+
+
+def test_shards_have_manifests_of_their_own_and_read_all(asked, rows_of, reporter):
+    rows = rows_of("sea\ndesert\n", kind="txt")
+    request = asked(video__num_frames=1)
+    parts = [run(request, rows, reporter, shard=f"{index}/2") for index in (1, 2)]
+    assert [(part.rows, part.made, part.manifest.name) for part in parts] == [
+        (1, 1, "manifest-1of2.jsonl"),
+        (1, 1, "manifest-2of2.jsonl"),
+    ]
+    whole = run(request, rows, reporter)
+    assert (whole.made, whole.kept) == (0, 2)
+
+
+def test_names_for_evaluation(asked, rows_of, reporter):
+    request = asked(video__num_frames=1, sampling__num_samples=2, output__name_from="prompt")
+    result = run(request, rows_of("A cat, and a dog.\n", kind="txt"), reporter)
+    assert [path.name for path in result.outputs] == ["A cat, and a dog.-0.png", "A cat, and a dog.-1.png"]
+    assert run(request, rows_of("A cat, and a dog.\n", kind="txt"), reporter).kept == 1
+    other = run(
+        asked(video__num_frames=1, output__name_from="prompt", sampling__seed=9),
+        rows_of("sea\nsea\n", kind="txt"),
+        reporter,
+    )
+    assert (other.made, [path.name for path in other.outputs]) == (2, ["sea-0.png", "sea-0.png"])
+
+
+def test_what_is_wrong_with_every_row_is_wrong_with_the_request(tmp_path, asked, rows_of, reporter):
+    rows = rows_of("sea\ndesert\n", kind="txt")
+    for changes, error, message in (
+        ({"sampling.num_inference_steps": "x"}, RequestError, "num_inference_steps=x must be a whole number"),
+        ({"output.path": str(tmp_path / "a.mp4")}, RequestError, "is one file: name a folder"),
+        ({"parallel.gpus": 2, "runtime.device": "cpu"}, RequestError, "on one device, and 2 are asked for"),
+        ({"files.transformer": "gone.safetensors"}, CheckpointError, "gone.safetensors"),
+    ):
+        with pytest.raises(error, match=message):
+            run(asked(**{key.replace(".", "__"): value for key, value in changes.items()}), rows, reporter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_says_how_much_is_finished(asked, rows_of, reporter, monkeypatch):
+    made = batch.carry_out
+
+    def interrupt(plan, run):
+        if plan.settings.prompt == "desert":
+            raise KeyboardInterrupt
+        return made(plan, run)
+
+    monkeypatch.setattr(batch, "carry_out", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command goes on"):
+        run(asked(video__num_frames=1), rows_of("sea\ndesert\n", kind="txt"), reporter)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_clips_take_no_more_memory_and_files_than_a_hundred(asked, rows_of, reporter):
+    process = psutil.Process()
+    rows = rows_of("prompt,seed\n" + "".join(f"sea,{seed}\n" for seed in range(1000)))
+    seen = []
+    original = reporter.advance
+
+    def advance(amount=1):
+        original(amount)
+        if reporter.advanced["rows"] % 100 == 0:
+            seen.append((process.memory_info().rss, process.num_fds()))
+
+    reporter.advance = advance
+    result = run(asked(video__num_frames=5, sampling__num_inference_steps=1), rows, reporter)
+    assert result.made == 1000
+    assert len(os.listdir(result.manifest.parent)) == 2001
+    (first, files), *_, (last, files_at_the_end) = seen
+    assert files_at_the_end == files
+    assert last < first * 1.05 + 2**24

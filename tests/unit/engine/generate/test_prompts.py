@@ -1,0 +1,127 @@
+"""Files of prompts: what their rows ask for, and what is wrong with a file or a row."""
+
+import json
+
+import pytest
+
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.engine.generate.prompts import Row, Shard, read_prompts
+from opensora_cli.settings.explain import Given
+
+TABLE = [
+    {"prompt": "raining, sea", "seed": 3, "num_frames": 5, "name": "wet"},
+    {"prompt": 'a "quoted" desert', "seed": None, "num_frames": None, "name": None},
+]
+
+
+def write(folder, kind):
+    path = folder / f"prompts.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in TABLE))
+    elif kind == "csv":
+        path.write_text('prompt,seed,num_frames,name\n"raining, sea",3,5,wet\n"a ""quoted"" desert"\n', "utf-8-sig")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(TABLE), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_table_gives_each_row_its_settings(tmp_path, kind):
+    first, second = read_prompts(write(tmp_path, kind))
+    assert (first.number, first.prompt, first.name, first.problem) == (1, "raining, sea", "wet", None)
+    assert int(first.own["sampling.seed"]) == 3
+    [(key, frames)] = first.shape
+    assert (key, int(frames.value), frames.source) == ("video.num_frames", 5, "column num_frames")
+    assert second == Row(2, {"prompt": 'a "quoted" desert'})
+
+
+def test_a_text_has_a_prompt_a_line(tmp_path):
+    (tmp_path / "p.txt").write_text("\ufeffraining, sea\n\n  desert, dry \n", "utf-8")
+    assert [row.own for row in read_prompts(tmp_path / "p.txt")] == [
+        {"prompt": "raining, sea"},
+        {"prompt": "desert, dry"},
+    ]
+
+
+def test_files_are_found_from_the_folder_of_the_table(tmp_path):
+    (tmp_path / "a.png").touch()
+    (tmp_path / "p.csv").write_text("prompt,ref\nsea,a.png; a.png\nsea,gone.png\n")
+    here, gone = read_prompts(tmp_path / "p.csv")
+    assert here.own["condition.references"] == (str(tmp_path / "a.png"),) * 2
+    assert gone.problem == f"{tmp_path / 'gone.png'} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": " "}, "prompt is empty"),
+        ({"seed": 1}, "prompt is empty"),
+        ({"prompt": "a", "seed": "x"}, "seed=x must be a whole number"),
+        ({"prompt": "a", "seed": -1}, "seed=-1 must be"),
+        ({"prompt": "a", "seed": 2.5}, r"seed=2\.5 must be"),
+        ({"prompt": "a", "seed": True}, "seed=True must be"),
+        ({"prompt": "a", "name": "../a"}, r"name=\.\./a must be the name of a file"),
+        ({"prompt": "a", "name": "x" * 201}, "at most 200 bytes"),
+        ({"prompt": "a", "name": "good"}, "name=good is that of row 1"),
+        ("[1]", "it is no JSON object"),
+        ('{"prompt": ', "it is no JSON"),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_used_says_why(tmp_path, row, problem):
+    lines = [json.dumps({"prompt": "a", "name": "good"}), row if isinstance(row, str) else json.dumps(row)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    good, bad = read_prompts(tmp_path / "p.jsonl")
+    assert good.problem is None
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(bad.problem)
+
+
+def test_a_comma_without_quotes_is_no_other_prompt(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt\nraining, sea\n")
+    [row] = read_prompts(tmp_path / "p.csv")
+    assert row.problem == "it has 2 cells, and the table 1 columns: quote a text that has commas in it"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        ("p.csv", "prompt,sede\na,1\n", RequestError, "there is no column sede"),
+        ("p.csv", "prompt,out\na,b\n", RequestError, "out is the same for all rows"),
+        ("p.csv", "prompt,parallel.gpus\na,2\n", RequestError, "is the same for all rows"),
+        ("p.csv", "prompt,prompt\na,b\n", FileProblem, "two columns prompt"),
+        ("p.csv", "seed\n1\n", FileProblem, "has no column prompt; it has seed"),
+        ("p.csv", "prompt\n", FileProblem, "has no rows"),
+        ("p.csv", "", FileProblem, "is empty"),
+        ("p.txt", "\n \n", FileProblem, "has no rows"),
+        ("p.txt", b"\xff\xfe\x00", FileProblem, "is not text in UTF-8"),
+        ("p.json", "[]", RequestError, r"must end in \.txt, \.csv, \.jsonl or \.parquet"),
+        ("p.parquet", "none", FileProblem, "is not a table"),
+    ],
+    ids=str,
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, name, text, error, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(error, match=message) as caught:
+        read_prompts(tmp_path / name)
+    if "sede" in message:
+        assert caught.value.hint == "did you mean seed?"
+
+
+def test_shards_divide_the_rows():
+    rows = [Row(number, {"prompt": "a"}) for number in range(1, 8)]
+    parts = [[row.number for row in Shard.of(f"{index}/3").rows(rows)] for index in (1, 2, 3)]
+    assert parts == [[1, 4, 7], [2, 5], [3, 6]]
+    for wrong in ("3", "0/3", "4/3", "a/b", "1/", "-1/2"):
+        with pytest.raises(RequestError, match="--shard"):
+            Shard.of(wrong)
+
+
+def test_settings_are_named_by_their_keys(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt,sampling.flow_shift\na,3\nb,\n")
+    first, second = read_prompts(tmp_path / "p.csv")
+    assert first.shape == (("sampling.flow_shift", Given("3", "column sampling.flow_shift")),)
+    assert second.shape == ()
