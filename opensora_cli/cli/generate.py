@@ -71,6 +71,7 @@ def generate(
     fps: options.Fps = None,
     motion_score: options.MotionScore = None,
     steps: options.Steps = None,
+    stop_at: options.StopAt = None,
     guidance_scale: options.GuidanceScale = None,
     image_guidance_scale: options.ImageGuidanceScale = None,
     seed: options.Seed = None,

@@ -130,6 +130,16 @@ ShardOption = Annotated[
 
 # How.
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help="Sampling steps.", rich_help_panel=_SAMPLING)]
+StopAt = Annotated[
+    int | None,
+    typer.Option(
+        "--stop-at",
+        metavar="N",
+        min=1,
+        help="Stop after N steps: NAME_stepN shows what is predicted by then, and --resume goes on.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 GuidanceScale = Annotated[
     float | None, typer.Option("--guidance-scale", metavar="X", help="Weight of the prompt.", rich_help_panel=_SAMPLING)
 ]

@@ -33,11 +33,12 @@ class VelocityFn(Protocol):
 DistilledVelocityFn = Callable[[torch.Tensor, float], torch.Tensor]
 """`(packed_latents_BND, t) -> velocity_BND` of a guidance-distilled model."""
 
-OnStep = Callable[[int, torch.Tensor], None]
-"""Called after each step with how many are done and their `packed_latents_BND`, from which the loop can go on."""
+OnStep = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called after each step with how many are done, their packed_latents_BND, from which the loop can go on, and the
+velocity_BND of the last."""
 
 
-def _ignore(steps: int, packed_latents_BND: torch.Tensor) -> None:
+def _ignore(steps: int, packed_latents_BND: torch.Tensor, velocity_BND: torch.Tensor) -> None:
     pass
 
 
@@ -58,13 +59,14 @@ def denoise(
     mode: ConditionMode,
     num_latent_frames: int,
     steps_done: int = 0,
+    stop_at: int | None = None,
     on_step: OnStep = _ignore,
 ) -> torch.Tensor:
     """Return the packed latents at the last of `timesteps`, guided by three branches.
 
     Only the branches that can change a step's result are computed; `count_evaluations` returns how many that will be.
     `packed_latents_BND` is noise, or what is there after `steps_done`, its tokens ordered by latent frame; they keep
-    their dtype from step to step.
+    their dtype from step to step. With `stop_at`, those after so many steps are returned.
     `timesteps` fall and are one more than there are steps (fewer than two are a ValueError). `mode` is `t2v` for a clip
     with one latent frame.
     """
@@ -79,7 +81,13 @@ def denoise(
         for step in range(len(timesteps) - 1)
     ]
     return denoise_with_scales(
-        velocity, packed_latents_BND, timesteps=timesteps, scales=scales, steps_done=steps_done, on_step=on_step
+        velocity,
+        packed_latents_BND,
+        timesteps=timesteps,
+        scales=scales,
+        steps_done=steps_done,
+        stop_at=stop_at,
+        on_step=on_step,
     )
 
 
@@ -90,6 +98,7 @@ def denoise_with_scales(
     timesteps: Sequence[float],
     scales: Sequence[GuidanceScales],
     steps_done: int = 0,
+    stop_at: int | None = None,
     on_step: OnStep = _ignore,
 ) -> torch.Tensor:
     """Do what `denoise` does, with the scales of each step worked out: on fake tensors they cannot be."""
@@ -97,7 +106,7 @@ def denoise_with_scales(
     def guided(step: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
         return combine_branches(velocity(latents_BND, t, branches_needed(scales[step])), scales[step])
 
-    return _euler(guided, packed_latents_BND, timesteps, steps_done, on_step)
+    return _euler(guided, packed_latents_BND, timesteps, (steps_done, stop_at), on_step)
 
 
 def denoise_distilled(
@@ -106,6 +115,7 @@ def denoise_distilled(
     *,
     timesteps: Sequence[float],
     steps_done: int = 0,
+    stop_at: int | None = None,
     on_step: OnStep = _ignore,
 ) -> torch.Tensor:
     """As `denoise`, for a model that has learned guidance as an input; one evaluation per step."""
@@ -113,20 +123,21 @@ def denoise_distilled(
     def at_step(_: int, latents_BND: torch.Tensor, t: float) -> torch.Tensor:
         return velocity(latents_BND, t)
 
-    return _euler(at_step, packed_latents_BND, timesteps, steps_done, on_step)
+    return _euler(at_step, packed_latents_BND, timesteps, (steps_done, stop_at), on_step)
 
 
 def _euler(
     velocity: Callable[[int, torch.Tensor, float], torch.Tensor],
     packed_latents_BND: torch.Tensor,
     timesteps: Sequence[float],
-    steps_done: int,
+    steps: tuple[int, int | None],
     on_step: OnStep,
 ) -> torch.Tensor:
     if len(timesteps) < 2:
         raise ValueError(f"sampling needs at least two timesteps, not {len(timesteps)}")
     latents_BND = packed_latents_BND
-    for step, (t, t_next) in islice(enumerate(pairwise(timesteps)), steps_done, None):
-        latents_BND = euler_step(latents_BND, velocity(step, latents_BND, t), t=t, t_next=t_next)
-        on_step(step + 1, latents_BND)
+    for step, (t, t_next) in islice(enumerate(pairwise(timesteps)), *steps):
+        velocity_BND = velocity(step, latents_BND, t)
+        latents_BND = euler_step(latents_BND, velocity_BND, t=t, t_next=t_next)
+        on_step(step + 1, latents_BND, velocity_BND)
     return latents_BND

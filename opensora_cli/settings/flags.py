@@ -42,6 +42,7 @@ class Flags(TypedDict, total=False):
     fps: Annotated[int | str | None, Flag("video.fps")]
     motion_score: Annotated[int | str | None, Flag("prompt_suffix.motion_score")]
     steps: Annotated[int | str | None, Flag("sampling.num_inference_steps")]
+    stop_at: Annotated[int | str | None, Flag("sampling.stop_at")]
     guidance_scale: Annotated[float | str | None, Flag("sampling.guidance_scale")]
     image_guidance_scale: Annotated[float | str | None, Flag("sampling.image_guidance_scale")]
     seed: Annotated[int | str | None, Flag("sampling.seed")]

@@ -87,6 +87,12 @@ class SamplingSettings(Section):
     """How the video is sampled."""
 
     num_inference_steps: int = Field(default=50, ge=1, le=1000, description="Euler steps")
+    stop_at: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps after which to stop: what is predicted by then becomes the video, and the latents are "
+        "saved, to go on from; none: at the end",
+    )
     guidance_scale: float = Field(default=7.5, ge=0, le=100, description="weight of the prompt; 1 turns guidance off")
     image_guidance_scale: float = Field(
         default=3.0, ge=0, le=100, description="weight of the reference; 1 turns it off"
@@ -204,6 +210,7 @@ class GenerateSettings(Section):
             *_size_problems(self),
             *_length_problems(self),
             *_seed_problems(self),
+            *_stop_problems(self),
             *_condition_problems(self),
             *_picture_problems(self),
             *_parallel_problems(self),
@@ -307,6 +314,13 @@ def _seed_problems(settings: GenerateSettings) -> list[str]:
         f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: "
         f"use at most {MAX_SEED - samples + 1}"
     ]
+
+
+def _stop_problems(settings: GenerateSettings) -> list[str]:
+    stop, steps = settings.sampling.stop_at, settings.sampling.num_inference_steps
+    if stop is None or stop < steps:
+        return []
+    return [f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={steps}: drop it, or use fewer"]
 
 
 def _condition_problems(settings: GenerateSettings) -> list[str]:

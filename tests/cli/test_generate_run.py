@@ -346,8 +346,8 @@ def test_ctrl_c_while_denoising(osora, out, monkeypatch, capsys):
     denoise = denoising.denoise
 
     def interrupted(velocity, *args, on_step, **options):
-        def stop(steps, packed_1ND):
-            on_step(steps, packed_1ND)
+        def stop(*reached):
+            on_step(*reached)
             raise KeyboardInterrupt
 
         return denoise(velocity, *args, on_step=stop, **options)

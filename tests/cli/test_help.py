@@ -59,6 +59,7 @@ OPTIONS = {
     "--from-latents",
     "--resume",
     "--save-state-every",
+    "--stop-at",
     "--overwrite",
     "--no-metadata",
     "--list-presets",

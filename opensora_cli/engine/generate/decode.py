@@ -1,5 +1,6 @@
 """From latents to results: decode, and save what is decoded as it comes, or hold it in memory."""
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -197,7 +198,11 @@ def save(decoding: Decoding) -> GeneratedVideo:
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, plan, sample, figures)
-    record.complete(sample.media, sample.latents)
+    stop = plan.settings.sampling.stop_at
+    record.complete(sample.media, sample.latents if stop is None else None)
+    if stop is not None and sample.latents is not None:
+        where = f"stopped after step {stop} of {len(plan.timesteps) - 1}"
+        record.reporter.note(f"{where}: go on with osora generate --resume {shlex.quote(str(sample.latents))}")
     psnr_db = decoding.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, record.reporter)
     return GeneratedVideo(

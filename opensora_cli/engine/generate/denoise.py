@@ -19,7 +19,7 @@ from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
-from opensora_cli.sampling.denoise import OnStep, denoise, denoise_distilled
+from opensora_cli.sampling.denoise import OnStep, denoise, denoise_distilled, euler_step
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
 
@@ -52,6 +52,13 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
                 f"{sample.saved} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for "
                 f"{plan.latent_shape}",
                 hint="change neither size, length nor model when going on from latents",
+            )
+        stop, steps = plan.settings.sampling.stop_at, sample.saved_steps
+        if stop is not None and not plan.decodes_only and (steps is None or steps >= stop):
+            after = "all steps" if steps is None else f"step {steps}"
+            raise RequestError(
+                f"sampling.stop_at={stop} is over: {sample.saved} was saved after {after}",
+                hint="go on without --stop-at, or stop later",
             )
         if sample.saved_steps is not None and not 0 < sample.saved_steps < len(plan.timesteps) - 1:
             raise CheckpointError(
@@ -114,7 +121,8 @@ def denoise_samples(
                     )
                 latents_CTHW = latents_1CTHW[0].cpu()
                 samples.append(DenoisedSample(latents_CTHW, time.perf_counter() - start))
-                progress_of_sample.save(latents_CTHW)
+                if plan.settings.sampling.stop_at is None:
+                    progress_of_sample.save(latents_CTHW)
 
     retried(denoise_the_rest, plan, DENOISE, models, record)
     return samples
@@ -129,14 +137,15 @@ class _Progress:
         self._has_others = ranks is not None
         self._last: tuple[int, torch.Tensor] | None = None
 
-    def step(self, steps: int, packed_1ND: torch.Tensor) -> None:
+    def step(self, steps: int, packed_1ND: torch.Tensor, velocity_1ND: torch.Tensor) -> None:
         """Remember the latents after so many steps, and save them if they are asked for."""
         if self._path is None:
             return
         # A GPU that waits for a rank which has ended would never come to copying them.
         self._last = steps, packed_1ND.cpu() if self._has_others else packed_1ND
-        every = self._plan.settings.output.save_state_every
-        if every is not None and not steps % every:
+        settings = self._plan.settings
+        every = settings.output.save_state_every
+        if steps == settings.sampling.stop_at or (every is not None and not steps % every):
             self._save_last()
 
     @contextmanager
@@ -156,7 +165,8 @@ class _Progress:
         """Save latents after so many steps, None: all."""
         if self._path is None:
             return
-        settings, request = sample_settings(self._plan, self._sample), self._sample.request_sha256
+        settings = sample_settings(self._plan, self._sample).replace({"sampling.stop_at": None})
+        request = self._sample.request_sha256
         with self._record.keeping(self._path, is_begun=steps is not None):
             save_latents(self._path, latents_CTHW, settings, request_sha256=request, steps=steps)
 
@@ -179,9 +189,9 @@ def sample_latents(
     steps_done: int = 0,
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
-    on_step: OnStep = lambda steps, packed_1ND: None,
+    on_step: OnStep = lambda steps, packed_1ND, velocity_1ND: None,
 ) -> torch.Tensor:
-    """Return latents_1CTHW of one sample, given frames put back.
+    """Return latents_1CTHW of one sample, given frames put back; where `sampling.stop_at` ends it, those predicted.
 
     `transformer` is on the plan's device and called like `MMDiT`. `reference_latents` has the latents_CTHW of each
     reference. `begun_CTHW` are what `steps_done` have made of the noise; None: none are done. All `ranks` that share
@@ -223,9 +233,22 @@ def sample_latents(
     )
     latents_1CTHW = noise_1CTHW if begun_CTHW is None else begun_CTHW[None].to(noise_1CTHW)
     packed_1ND = pack_latents(latents_1CTHW, patch_size)
+    stop = settings.sampling.stop_at
+    predicted: list[torch.Tensor] = []
+
+    def stepped(steps: int, packed_1ND: torch.Tensor, velocity_1ND: torch.Tensor) -> None:
+        on_step(steps, packed_1ND, velocity_1ND)
+        if steps == stop:
+            predicted.append(euler_step(packed_1ND, velocity_1ND, t=plan.timesteps[steps], t_next=0.0))
+
     if distilled:
         packed_1ND = denoise_distilled(
-            velocity.distilled, packed_1ND, timesteps=plan.timesteps, steps_done=steps_done, on_step=on_step
+            velocity.distilled,
+            packed_1ND,
+            timesteps=plan.timesteps,
+            steps_done=steps_done,
+            stop_at=stop,
+            on_step=stepped,
         )
     else:
         packed_1ND = denoise(
@@ -236,8 +259,10 @@ def sample_latents(
             mode=plan.mode,
             num_latent_frames=num_latent_frames,
             steps_done=steps_done,
-            on_step=on_step,
+            stop_at=stop,
+            on_step=stepped,
         )
+    [packed_1ND] = predicted or [packed_1ND]
     latents_1CTHW = _unpacked(plan, packed_1ND)
     if plan.mode.gives_pictures:
         latents_1CTHW = restore_references(latents_1CTHW, mask_11THW, given_1CTHW)

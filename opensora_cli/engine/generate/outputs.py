@@ -194,6 +194,8 @@ def _request_parts(plan: ExecutionPlan, references: Sequence[str]) -> dict[str, 
     used = used_settings(settings)
     others = "files", "runtime", "output", "condition", "refine", "picture"
     values = {key: value for key, value in used.items() if key not in others}
+    # What stops early has another name, and goes on as a part of the same.
+    values["sampling"] = {key: value for key, value in used["sampling"].items() if key != "stop_at"}
     return {
         **values,
         "memory": settings.memory.fp8_storage,

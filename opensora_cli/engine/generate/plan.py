@@ -395,17 +395,22 @@ def _guidance(settings: GenerateSettings) -> Guidance:
 
 def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: ConditionMode, steps_done: int = 0) -> int:
     """Return how often the model is evaluated for one video, of which so many steps are done."""
+    steps, stop = settings.sampling.num_inference_steps, settings.sampling.stop_at
+
+    def left(done: int) -> int:
+        if settings.model.guidance_embed:
+            return steps - done
+        return count_evaluations(
+            guidance,
+            mode=mode,
+            num_inference_steps=steps,
+            num_latent_frames=settings.num_latent_frames,
+            steps_done=done,
+        )
+
     if settings.from_latents is not None:
         return 0
-    if settings.model.guidance_embed:
-        return settings.sampling.num_inference_steps - steps_done
-    return count_evaluations(
-        guidance,
-        mode=mode,
-        num_inference_steps=settings.sampling.num_inference_steps,
-        num_latent_frames=settings.num_latent_frames,
-        steps_done=steps_done,
-    )
+    return left(steps_done) - (0 if stop is None else left(stop))
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:

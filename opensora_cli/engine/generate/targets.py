@@ -78,6 +78,9 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
         target = named.with_stem(f"{named.stem}_{index:03d}")
     else:
         target = named
+    latents = target.with_name(f"{target.stem}{LATENTS_ENDING}")
+    if settings.sampling.stop_at is not None:
+        target = target.with_stem(f"{target.stem}_step{settings.sampling.stop_at}")
     media = media_path(target, format=kind, num_frames=settings.video.num_frames)
     keeps_latents = output.save_latents and settings.from_latents is None
     return SampleFiles(
@@ -87,7 +90,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
         target=target,
         media=media,
         sidecar=sidecar_path(media) if output.metadata else None,
-        latents=target.with_name(f"{target.stem}{LATENTS_ENDING}") if keeps_latents else None,
+        latents=latents if keeps_latents else None,
         saved=None if settings.from_latents is None else Path(settings.from_latents),
     )
 

@@ -110,15 +110,17 @@ def test_a_run_goes_on_from_any_step_to_the_same_latents(done):
     timesteps, options = _timesteps(7), {"mode": condition_mode("t2v"), "num_latent_frames": FRAMES}
     options |= {"timesteps": timesteps, "guidance": Guidance()}
 
-    def keep(steps, latents):
+    def keep(steps, latents, velocity):
         assert steps == len(reached)
+        assert torch.equal(latents, euler_step(reached[-1], velocity, t=timesteps[steps - 1], t_next=timesteps[steps]))
         reached.append(latents)
 
     whole = denoise(velocity, reached[0], on_step=keep, **options)
     assert (len(reached), reached[-1] is whole) == (8, True)
     seen = []
-    rest = denoise(velocity, reached[done], steps_done=done, on_step=lambda steps, _: seen.append(steps), **options)
+    rest = denoise(velocity, reached[done], steps_done=done, on_step=lambda steps, *_: seen.append(steps), **options)
     assert torch.equal(rest, whole)
+    assert torch.equal(denoise(velocity, reached[0], stop_at=max(done, 1), **options), reached[max(done, 1)])
     assert seen == [*range(done + 1, 8)]
     counted = {"mode": condition_mode("t2v"), "num_inference_steps": 7, "num_latent_frames": FRAMES}
     assert count_evaluations(Guidance(), **counted, steps_done=done) == 2 * (7 - done)

@@ -12,6 +12,7 @@ from tiny_world import RecordingReporter, demo_settings, released_settings
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.media.read import read_video
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
 
@@ -254,3 +255,61 @@ def test_torn_and_foreign_files(state, tmp_path):
         go_on(state)
     with pytest.raises(CheckpointError, match="does not exist"):
         go_on(tmp_path / "none.latents.safetensors")
+
+
+def stopping(world, out, **changes):
+    return demo_settings(world, out, **{**T2V, "sampling__stop_at": "2", **changes})
+
+
+def test_a_run_that_is_to_stop_leaves_a_video_and_a_state_that_goes_on(world, tmp_path, whole):
+    settings, reporter = stopping(world, tmp_path), RecordingReporter()
+    result = generate(settings, reporter=reporter)
+    partial, state = tmp_path / f"{NAME}_step2.mp4", tmp_path / STATE
+    assert names(tmp_path) == [STATE, partial.name, f"{partial.name}.json"]
+    assert [video.path for video in result.videos] == [partial]
+    assert result.model_evaluations == reporter.totals["denoise"] == 4
+    assert json.loads((tmp_path / f"{partial.name}.json").read_text())["model_evaluations"] == 4
+    assert f"stopped after step 2 of {STEPS}: go on with osora generate --resume {state}" in reporter.notes
+    frames = read_video(partial).frames_THWC.float()
+    assert frames.shape[0] == settings.video.num_frames
+    [again] = generate(settings).videos
+    assert again.made_before
+    finished, _ = go_on(state)
+    assert (finished.model_evaluations, finished.videos[0].path.read_bytes()) == (4, whole)
+    assert names(tmp_path) == sorted(f"{NAME}{part}.mp4{end}" for part in ("", "_step2") for end in ("", ".json"))
+    # Later predictions are nearer to the result.
+    expected = read_video(finished.videos[0].path).frames_THWC.float()
+    late = generate(stopping(world, tmp_path / "late", sampling__stop_at=str(STEPS - 1))).videos[0].path
+    errors = [(frames - expected).square().mean(), (read_video(late).frames_THWC.float() - expected).square().mean()]
+    assert errors[1] < errors[0]
+
+
+def test_the_same_command_without_the_stop_goes_on(world, tmp_path, whole):
+    generate(stopping(world, tmp_path / "clip.mp4"))
+    result = generate(demo_settings(world, tmp_path / "clip.mp4", **T2V))
+    assert (result.model_evaluations, (tmp_path / "clip.mp4").read_bytes()) == (4, whole)
+    assert names(tmp_path) == ["clip.mp4", "clip.mp4.json", "clip_step2.mp4", "clip_step2.mp4.json"]
+
+
+def test_one_of_several_drafts_goes_on(world, tmp_path):
+    settings = stopping(world, tmp_path, sampling__num_samples="3")
+    generate(settings)
+    chosen = tmp_path / "raining-sea_seed43.latents.safetensors"
+    result, _ = go_on(chosen)
+    [alone] = generate(demo_settings(world, tmp_path / "alone", **T2V, sampling__seed="43")).videos
+    assert result.videos[0].path.read_bytes() == alone.path.read_bytes()
+
+
+def test_what_has_stopped_once_stops_later_and_not_earlier(world, tmp_path, whole):
+    generate(stopping(world, tmp_path))
+    result = generate(stopping(world, tmp_path, sampling__stop_at="3"))
+    assert (result.model_evaluations, steps_in(tmp_path / STATE)) == (2, "3")
+    with pytest.raises(RequestError, match=r"sampling\.stop_at=1 is over: .* was saved after step 3"):
+        generate(stopping(world, tmp_path, sampling__stop_at="1"))
+    finished, _ = go_on(tmp_path / STATE)
+    assert finished.videos[0].path.read_bytes() == whole
+
+
+def test_a_stop_is_before_the_end(world, tmp_path):
+    with pytest.raises(RequestError, match=f"sampling.stop_at={STEPS} must be less than sampling.num_inference_steps"):
+        stopping(world, tmp_path, sampling__stop_at=str(STEPS))
