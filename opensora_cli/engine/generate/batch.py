@@ -20,6 +20,7 @@ from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, Faile
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, text_embeds
 from opensora_cli.engine.generate.manifest import Manifest
+from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
 from opensora_cli.engine.generate.run import Run, carry_out, completed, plan_here, resolve_generate_settings
@@ -93,14 +94,21 @@ class _Shape:
         mode = settings.condition.mode
         if mode not in self._plans:
             self._plans[mode] = plan_here(settings, models).with_threads()
-        plan = self._plans[mode]
-        return dataclasses.replace(plan, settings=settings.replace({"runtime.threads": plan.settings.runtime.threads}))
+        return _of_row(self._plans[mode], settings)
 
     def key(self, row: Row) -> str:
         """Return the hash of what decides the results of a row, by which a manifest knows it."""
         own = {**self._defaults, **row.own}
         files = [_stamp(path) for path in _references_of(own)]
         return _sha256([self._digest, {key: str(value) for key, value in own.items()}, files, row.name])
+
+
+def _of_row(plan: ExecutionPlan, settings: GenerateSettings) -> ExecutionPlan:
+    """Return the plan of a row from that of another of its shape and mode."""
+    settings = settings.replace({"runtime.threads": plan.settings.runtime.threads})
+    asked = picture_settings(settings)
+    picture = None if plan.picture is None or asked is None else _of_row(plan.picture, asked)
+    return dataclasses.replace(plan, settings=settings, picture=picture)
 
 
 def _digest(template: GenerateSettings) -> str:

@@ -8,7 +8,7 @@ import pytest
 from tiny_world import DEMO_SIZES, demo_settings
 
 from opensora_cli.core.exceptions import BatchError, CheckpointError, RequestError
-from opensora_cli.engine.generate import batch, denoise, load
+from opensora_cli.engine.generate import batch, denoise, load, make
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
@@ -123,6 +123,19 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
     assert result.made == 3
     assert loads.count("load_t5") == 1
     assert any(line.startswith("row 3: the demo model does not know") for line in reporter.warnings)
+
+
+def test_each_row_has_a_picture_of_its_own(asked, rows_of, reporter, monkeypatch):
+    encoded = []
+    encode = make.encode_text
+
+    def watched(plan, *args):
+        encoded.append((plan.settings.prompt, plan.settings.video.num_frames))
+        return encode(plan, *args)
+
+    monkeypatch.setattr(make, "encode_text", watched)
+    run(asked(picture__first=True, video__num_frames=5), rows_of("sea\ndesert\n", kind="txt"), reporter)
+    assert sorted(encoded) == [("desert", 1), ("desert", 5), ("sea", 1), ("sea", 5)]
 
 
 def test_100_000_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, monkeypatch):
