@@ -23,7 +23,8 @@ from opensora_cli.engine.generate.manifest import Manifest
 from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
-from opensora_cli.engine.generate.run import Run, carry_out, completed, plan_here, resolve_generate_settings
+from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
+from opensora_cli.engine.generate.run import Run, carry_out
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings, SamplingSettings

@@ -11,7 +11,7 @@ from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
-from opensora_cli.engine.generate.run import resolve_generate_settings
+from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts
 from opensora_cli.settings.generate import GenerateSettings

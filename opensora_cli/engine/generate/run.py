@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -16,23 +16,20 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, save
 from opensora_cli.engine.generate.denoise import DenoisedSample, saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
-from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
 from opensora_cli.engine.generate.outputs import (
     check_outputs,
     choose_outputs,
-    open_latents,
     refuse_pictures,
     requests_of,
 )
-from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan, make_plan, rank_hardware
+from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -43,17 +40,14 @@ from opensora_cli.engine.generate.ranks import (
 )
 from opensora_cli.engine.generate.references import Reference, references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
+from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.engine.generate.targets import LATENTS_ENDING, Claims, SampleFiles, sample_files
+from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
-from opensora_cli.settings.enums import ModelChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import (
     GenerateRequest,
-    SavedSettings,
-    load_generate_settings,
-    load_runtime_settings,
     source_of,
 )
 
@@ -137,44 +131,6 @@ def generate_from_request(
     )
 
 
-def resolve_generate_settings(request: GenerateRequest, *, reporter: Reporter) -> tuple[GenerateSettings, str | None]:
-    """Return the settings that a request means on this machine, and which model was chosen and why, where it was.
-
-    The model decides the preset, and saved latents bring the settings that made them. What a `.py` file holds that has
-    no place here is reported.
-
-    Raises:
-        RequestError: a key is unknown, or a value breaks a rule.
-        FileProblem: a file of settings or the saved latents are missing or broken.
-    """
-    from_latents = request.overrides.get("from_latents")
-    resume = request.overrides.get("resume")
-    if resume is not None and request.saved is None:
-        request = dataclasses.replace(request, saved=_settings_in(str(resume.value)))
-    elif from_latents is not None and request.saved is None:
-        source = str(from_latents.value)
-        saved = SavedSettings(source=source, values=open_latents(source).settings)
-        refuse_sampled(request.overrides, saved.values)
-        request = dataclasses.replace(request, saved=saved)
-    runtime = load_runtime_settings(request)
-    decision = choose_model(runtime.model_choice, weights=runtime.weights, device=runtime.device)
-    settings = load_generate_settings(request, model=decision.name, report=reporter.note)
-    return settings, decision.line() if runtime.model_choice is ModelChoice.AUTO else None
-
-
-def _settings_in(state: str) -> SavedSettings:
-    """Return the settings that began a state, for a result beside it."""
-    saved = open_latents(state)
-    try:
-        settings = GenerateSettings.model_validate(dict(saved.settings))
-    except ValueError as error:
-        raise CheckpointError(f"{state} holds settings that this version of osora does not know") from error
-    place = Path(state)
-    name = f"{place.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
-    output = settings.output.replace({"path": str(place.with_name(name))}).model_dump(mode="json")
-    return SavedSettings(source=state, values={**saved.settings, "output": output})
-
-
 def generate(
     settings: GenerateSettings,
     *,
@@ -235,29 +191,6 @@ def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     return carry_out(plan_here(completed(settings, run.reporter), run.models), run)
-
-
-def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return settings for one process alone, with a prompt that is rewritten, if that is wanted, and with their mode.
-
-    Raises RequestError if they are for several devices, or nothing suits the references, and MediaError as `with_mode`.
-    """
-    if settings.parallel.world_size > 1:
-        raise RequestError(
-            f"{settings.parallel.world_size} devices are asked for, and this is one process",
-            hint="start with osora generate --gpus N, torchrun or srun",
-        )
-    return with_mode(refined(settings, reporter=reporter), reporter)
-
-
-def plan_here(settings: GenerateSettings, models: LoadedModels | None) -> ExecutionPlan:
-    """Return the plan of one process that has no others, and these models; see `make_plan`."""
-    if models is None:
-        return make_plan(settings)
-    hardware = rank_hardware(settings)
-    # What they take can be released.
-    free = hardware.free_bytes + models.bytes_on(hardware.device)
-    return models.planned(make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free)))
 
 
 def carry_out(plan: ExecutionPlan, run: Run) -> GenerateResult:

@@ -12,7 +12,7 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import warn_of_missing_weights
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import resolve_generate_settings
+from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.mem_profile.allocator_use import allocator_use
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure

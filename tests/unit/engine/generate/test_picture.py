@@ -17,7 +17,8 @@ from opensora_cli.engine.generate.early import refuse_early
 from opensora_cli.engine.generate.picture import picture_settings, size_of_picture
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.run import generate, resolve_generate_settings
+from opensora_cli.engine.generate.resolve import resolve_generate_settings
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
 

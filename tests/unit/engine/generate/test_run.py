@@ -21,10 +21,10 @@ from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generat
 from opensora_cli.engine.generate.outputs import choose_outputs
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
+from opensora_cli.engine.generate.resolve import resolve_generate_settings
 from opensora_cli.engine.generate.run import (
     generate,
     generate_from_request,
-    resolve_generate_settings,
 )
 from opensora_cli.engine.generate.targets import Claims
 from opensora_cli.media.read import read_picture, read_video
