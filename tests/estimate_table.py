@@ -23,13 +23,14 @@ from opensora_cli.settings.load import load_preset
 
 TABLE = Path(opensora_cli.__file__).parent / "assets" / "estimates.json"
 
-_PRESETS = ("demo", "256px", "768px", "high_compression")
+_PRESETS = ("demo", "256px", "768px", "high_compression", "flux1_dev")
 _LITTLE = 2**20
 _PICTURE = {"condition.references": ("any.png",)}
-_CHANGES = (
+_GPUS = tuple({"parallel.gpus": count} for count in (2, 4, 8))
+_GIVEN = (
+    *({"condition.mode": "i2v_head", **_PICTURE, **gpus} for gpus in _GPUS),
     *({"condition.mode": mode, **_PICTURE} for mode in ("i2v_head", "i2v_tail", "v2v_head", "v2v_tail")),
     {"condition.mode": "i2v_loop", "condition.references": ("any.png", "any.png")},
-    *({"parallel.gpus": count} for count in (2, 4, 8)),
 )
 _RATIOS = ("9:16", "4:3", "3:4", "1:1")
 
@@ -38,16 +39,18 @@ def known_after_plans() -> dict[str, tuple[int, int]]:
     """Return what is known after the presets have been planned, without the table, on devices of both kinds."""
     known_needs().clear()
     for preset in _PRESETS:
-        settings = load_preset(preset, prompt="any")
+        # A picture that is made first is one of flux1_dev, and then given.
+        settings = load_preset(preset, prompt="any").replace({"picture.first": False})
+        changed = (*(_GIVEN if settings.model.cond_embed else ()), *_GPUS)
         with _little_memory("cpu", torch.float32):
             _plan(settings, with_hint=True)
-            for changes in _CHANGES:
+            for changes in changed:
                 _plan(settings.replace(changes))
         if preset == "demo":  # which has one size, and needs no GPU
             continue
         with _little_memory("cuda", torch.bfloat16):
             _plan(settings, with_hint=True)
-            for changes in (*_CHANGES, *({"video.aspect_ratio": ratio} for ratio in _RATIOS)):
+            for changes in (*changed, *({"video.aspect_ratio": ratio} for ratio in _RATIOS)):
                 _plan(settings.replace(changes))
     return {key: astuple(need) for key, need in sorted(known_needs().items())}
 

@@ -149,6 +149,7 @@ def dc_ae_settings(world: World, output: Path, *, prompt: str = "raining, sea", 
     """Return a shrunken preset of the model over the video DC-AE: 6 latent frames of 4 x 8, in tiles."""
     overrides = {
         **DC_AE_SIZES,
+        "picture.first": "false",
         "video.height": "16",
         "video.width": "32",
         "video.num_frames": "24",

@@ -97,8 +97,8 @@ def load_generate_settings(
     _refuse_two_sizes(request.overrides)
     given = _given(request, report)
     resolution = given.get("video.resolution")
-    if "picture.first" not in given and _gives_no_picture(given):
-        # That of a preset gives way.
+    if any("picture.first" not in layer and _gives_no_picture(layer) for layer in (request.overrides, given)):
+        # That of a preset gives way, and what is typed wins over files.
         given["picture.first"] = Given(False, "what is given")
     preset = generate_preset(model, resolution=str(resolution.value) if resolution else None)
     settings = validate(GenerateSettings, given, below=_preset(preset))

@@ -215,6 +215,8 @@ def _sampling(values: ReferenceValues) -> Iterator[tuple[str, object]]:
 def _picture(values: ReferenceValues, path: Path) -> Iterator[tuple[str, object]]:
     """Yield how a picture is made first, where one is."""
     if not values.peek("use_t2i2v"):
+        if values.has("sampling_option"):
+            yield "picture.first", False
         return
     yield "picture.first", True
     if (resolution := values.take_text("img_resolution")) is not None:

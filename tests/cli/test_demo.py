@@ -1,6 +1,7 @@
 """The demo model that comes with osora, as a newcomer meets it."""
 
 import importlib.resources
+import json
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from media_tags import read_metadata
 
 from opensora_cli.cli.app import main
-from opensora_cli.media.read import read_video
+from opensora_cli.media.read import read_picture, read_video
 
 MOST_BYTES = 40_000_000
 PROMPT = "raining, sea with a zeppelin"
@@ -55,3 +56,19 @@ def test_is_small_enough_to_be_embedded():
     folder = Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
 
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MOST_BYTES
+
+
+def test_a_picture_is_made_first_and_is_the_first_frame(tmp_path, capsys):
+    out = tmp_path / "boat.mp4"
+    small = ["--model", "demo", "--device", "cpu", "--num-frames", "5", "--steps", "8", "--out", str(out)]
+    command = ["generate", "a red boat on the sea", *small, "--t2i2v", "--save-picture", "--json"]
+    assert main([*command, "--dry-run"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["condition_mode"], plan["picture"]["num_frames"]) == ("i2v_head", 1)
+    assert plan["peak_gib"] >= plan["picture"]["peak_gib"]
+    assert main(command) == 0
+    [made] = json.loads(capsys.readouterr().out)["outputs"]
+    assert made["picture"]["file"] == str(tmp_path / "boat.picture.png")
+    picture_HWC, first_HWC = read_picture(tmp_path / "boat.picture.png"), read_video(out).frames_THWC[0]
+    assert (picture_HWC.float() - first_HWC.float()).square().mean().sqrt() < 25
+    assert made["given_frames_psnr_db"] > 20

@@ -96,6 +96,10 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine, capsys: pytest.CaptureFi
     assert settings_of(engine, "sea", "--preset", "768px", "--res", "256px") == load_preset("256px", prompt="sea")
     for name in ("demo", "high_compression"):
         assert settings_of(engine, "sea", "--preset", name) == load_preset(name, prompt="sea")
+    for given in (["--ref", "a.png"], ["--cond", "t2v"]):
+        # In place of the picture that the preset makes first.
+        assert not settings_of(engine, "sea", "--preset", "high_compression", *given).picture.first
+    assert settings_of(engine, "sea", "--preset", "high_compression", "--cond", "i2v_tail").picture.first
     capsys.readouterr()
     assert main(["generate", "sea", "--preset", "786px"]) == 2
     assert capsys.readouterr().err.startswith(

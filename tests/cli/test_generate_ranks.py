@@ -52,6 +52,27 @@ def test_two_processes_make_what_one_makes() -> None:
     assert np.abs(one - two).max() <= 1
 
 
+@pytest.mark.slow
+def test_two_processes_make_the_same_picture_first() -> None:
+    small = ["--set", "video.height=48", "--set", "video.width=32", "--steps", "2", "--t2i2v", "--save-picture"]
+    # Two samples, of which the branches of the video's guidance are shared, and the tokens of the picture.
+    several = [*SHORT, *small, "--num-samples", "2", "--format", "png", "--set", "sampling.image_guidance_scale=2"]
+    command = [sys.executable, "-m", "opensora_cli", *several, "--gpus", "2", "--out", "two.png", "--json"]
+    degree = ["--set", "parallel.cfg_parallel_degree=2"]
+    done = subprocess.run([*command, *degree], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "devices: 2, branches of guidance 2" in done.stderr
+    made = json.loads(done.stdout)["outputs"]
+    assert [video["picture"]["file"] for video in made] == ["two_000.picture.png", "two_001.picture.png"]
+    assert main([*several, "--out", "one.png"]) == 0
+    for number in ("000", "001"):
+        one, two = (np.asarray(Image.open(f"{name}_{number}.picture.png")).astype(int) for name in ("one", "two"))
+        assert np.abs(one - two).max() <= 1
+        one, two = frames(f"one_{number}"), frames(f"two_{number}")
+        assert one.shape == two.shape == (5, 48, 32, 3)
+        assert np.abs(one - two).max() <= 2
+
+
 def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 

@@ -47,8 +47,7 @@ def refuse_early(request: GenerateRequest, *, dry_run: bool, reporter: Reporter)
                 raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
         if not dry_run:
             require_refinement(settings)
-            for part in filter(None, (picture_settings(settings), settings)):
-                find_weights(part).require(needed_components(part))
+            _require_weights(settings)
             _refuse_named(settings, remake=request.profiled_runs > 0)
     except (OsoraError, ValueError):
         for line in notes:
@@ -86,6 +85,17 @@ def _settings(request: GenerateRequest, notes: list[str]) -> GenerateSettings | 
     runtime = load_runtime_settings(request)
     model = choose_model_early(runtime.model_choice, weights=runtime.weights, device=runtime.device)
     return None if model is None else load_generate_settings(request, model=model, report=notes.append)
+
+
+def _require_weights(settings: GenerateSettings) -> None:
+    picture = picture_settings(settings)
+    if picture is not None:
+        try:
+            find_weights(picture).require(needed_components(picture))
+        except CheckpointError as error:
+            hint = f"{error.hint}; --set picture.first=false makes no picture first"
+            raise CheckpointError(error.message, hint=hint) from error
+    find_weights(settings).require(needed_components(settings))
 
 
 def _refuse_named(settings: GenerateSettings, *, remake: bool) -> None:

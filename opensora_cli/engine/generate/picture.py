@@ -10,6 +10,9 @@ from opensora_cli.settings.enums import OutputFormat
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
+PICTURE_MODE = "i2v_head"
+"""How the picture is given where no mode is asked for."""
+
 _CHOSEN_DEGREES = ("ulysses_degree", "ring_degree", "cfg_parallel_degree")
 
 

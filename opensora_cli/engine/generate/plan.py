@@ -21,7 +21,7 @@ from opensora_cli.engine.components.weights import Component, WeightFiles, find_
 from opensora_cli.engine.estimate.generation import GenerationSizes
 from opensora_cli.engine.estimate.offload import DENOISE, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
-from opensora_cli.engine.generate.picture import picture_settings, size_of_picture
+from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
 from opensora_cli.engine.generate.targets import num_samples
 from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.mesh import MeshShape
@@ -251,6 +251,8 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
     tiled: dict[str, object] = {f"vae.{axis}_tiling": True for axis in ("spatial", "temporal")}
     if not (settings.vae.spatial_tiling and settings.vae.temporal_tiling):
         yield " ".join(f"--set {key}=true" for key in tiled), tiled
+    if plan.picture is not None:
+        yield "--set picture.first=false", {"picture.first": False, "condition.mode": "t2v"}
     smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
     if settings.video.height is None and settings.video.resolution != smallest:
         yield f"--res {smallest}", {"video.resolution": smallest}
@@ -289,7 +291,12 @@ def make_plan(
         patch_size=settings.model.patch_size,
     )
     latent_shape = (settings.vae.grid.latent_channels, settings.num_latent_frames, rows, columns)
-    mode = condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
+    asked = picture_settings(settings)
+    picture = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device)
+    if picture is not None:
+        _, _, size_note = size_of_picture(settings, settings.picture.resolution)
+    named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
+    mode = condition_mode(named, num_latent_frames=settings.num_latent_frames)
     lengths = settings.condition.lengths
     guidance = _guidance(settings)
     sampling = settings.sampling
@@ -317,10 +324,6 @@ def make_plan(
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
     )
-    asked = picture_settings(settings)
-    picture = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device)
-    if picture is not None:
-        _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes)
     offload = fitting.choose(fitting.budget_bytes)
     return ExecutionPlan(

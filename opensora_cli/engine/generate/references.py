@@ -22,6 +22,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
+from opensora_cli.engine.generate.picture import PICTURE_MODE
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.read import is_picture, read_picture, read_video
@@ -62,7 +63,7 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
         return settings
     references = settings.condition.references
     is_first = settings.picture.first and settings.from_latents is None
-    mode = "i2v_head" if is_first else _suggested_mode(references)
+    mode = PICTURE_MODE if is_first else _suggested_mode(references)
     if references:
         reporter.note(f"condition: {mode}, which suits the {_count(references)} given")
     try:

@@ -81,6 +81,8 @@ def mem_profile(
 def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
     warn_of_missing_weights(what, reporter)
     plan = make_plan(with_mode(what, reporter))
+    if plan.picture is not None:
+        reporter.note("the picture that is made first is no part of this profile")
     hardware = plan.hardware
     with ExitStack() as stack:
         if settings.snapshot is not None:

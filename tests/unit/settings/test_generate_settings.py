@@ -12,7 +12,7 @@ from opensora_cli.settings.load import load_preset
 RELEASED = load_preset("256px", prompt="raining, sea")
 DEMO = load_preset("demo", prompt="raining, sea")
 PICTURES = load_preset("flux1_dev", prompt="raining, sea")
-HIGH_COMPRESSION = load_preset("high_compression", prompt="raining, sea")
+HIGH_COMPRESSION = load_preset("high_compression", prompt="raining, sea").replace({"picture.first": False})
 
 
 def problems(settings: GenerateSettings, changes: dict[str, object]) -> str:

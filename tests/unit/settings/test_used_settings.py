@@ -71,9 +71,19 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
             {"sampling.embedded_guidance", "loras"},
         ),
         (
-            made("high_compression", vae__temporal_tiling=False),
+            made("high_compression", vae__temporal_tiling=False, picture__first=False),
             {"vae.latent_channels", "vae.sample_size", "vae.scale_factor", "vae.dc_ae.temporal_tile_size"},
             {"vae.kind", "vae.dc_ae.spatial_tile_size", "vae.dc_ae.scaling_factor", "video.causal_lengths"},
+        ),
+        (
+            made("t2i2v_256px", condition__mode="i2v_head"),
+            {"vae.dc_ae"},
+            {"picture.first", "picture.model.depth", "sampling.embedded_guidance", "condition.fit"},
+        ),
+        (
+            made("demo", condition__mode="i2v_head", picture__first=True),
+            {"picture.model", "picture.vae", "picture.files", "sampling.embedded_guidance"},
+            {"picture.own_model", "picture.resolution"},
         ),
         (
             made("flux1_dev"),
@@ -82,7 +92,18 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
         ),
         (made("demo"), {"vae.tile_overlap_factor"}, {"prompt_suffix.motion_score", "video.resolution"}),
     ],
-    ids=["t2v", "i2v", "v2v", "v2v_easy", "distilled", "dc_ae", "pictures", "demo"],
+    ids=[
+        "t2v",
+        "i2v",
+        "v2v",
+        "v2v_easy",
+        "distilled",
+        "dc_ae",
+        "picture_first",
+        "demo_picture_first",
+        "pictures",
+        "demo",
+    ],
 )
 def test_what_took_part(settings: GenerateSettings, without: set[str], there: set[str]) -> None:
     def has(key: str) -> bool:

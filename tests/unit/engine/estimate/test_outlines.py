@@ -75,7 +75,8 @@ def needs_of(preset, changes, monkeypatch, *, device_type, mesh=None, chunk_fram
                 ("demo", {**SMALL, **TILES, "video.num_frames": 21, "video.max_frames": 21}),
                 ("256px", {**REFERENCES, "video.num_frames": 77, "video.aspect_ratio": "4:3"}),
                 ("768px", {}),
-                ("high_compression", {**REFERENCES, "video.num_frames": 48}),
+                ("high_compression", {**REFERENCES, "picture.first": False, "video.num_frames": 48}),
+                ("flux1_dev", {}),
             )
             for dtype, device_type, mesh, chunk in (
                 ("float32", "cpu", None, None),

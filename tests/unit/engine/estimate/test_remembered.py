@@ -38,6 +38,7 @@ def planned(preset: str, device: str, free: int, **changes: object) -> Execution
         ("768px", "cpu", 1),
         ("768px", "cuda", 24),
         ("high_compression", "cuda", 80),
+        ("t2i2v_256px", "cuda", 24),
     ],
 )
 def test_a_preset_is_planned_without_counting(preset: str, device: str, gib: int, table: dict[str, Need]) -> None:

@@ -98,8 +98,9 @@ def test_a_picture_that_does_not_fit_is_refused(world, tmp_path):
     large = StageMemory("denoise", weight_bytes=2**60, data_bytes=0)
     plan = replace(plan, picture=replace(plan.picture, stages=(large,)))
     assert not plan.fits
-    with pytest.raises(HardwareError, match="the stage picture denoise needs"):
+    with pytest.raises(HardwareError, match="the stage picture denoise needs") as caught:
         plan.require_fit()
+    assert "--set picture.first=false" in caught.value.hint
 
 
 @pytest.mark.usefixtures("without_estimates")
@@ -107,11 +108,13 @@ def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
     settings = picture_first_settings(world, tmp_path, picture__files__transformer="gone.safetensors")
     with pytest.raises(CheckpointError, match=r"of the flux1-dev model are missing: gone.safetensors") as caught:
         generate(settings)
-    assert caught.value.hint == f"osora ckpt download flux1-dev --to {world.released}"
+    download = f"osora ckpt download flux1-dev --to {world.released}"
+    assert caught.value.hint == download
     overrides = {"prompt": "sea", "picture.first": True, "runtime.weights": str(tmp_path), "model.name": "open-sora-v2"}
     request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
-    with pytest.raises(CheckpointError, match="of the flux1-dev model are missing"):
+    with pytest.raises(CheckpointError, match="of the flux1-dev model are missing") as caught:
         refuse_early(request, dry_run=False, reporter=reporter)
+    assert caught.value.hint.endswith("; --set picture.first=false makes no picture first")
 
 
 @pytest.mark.usefixtures("without_estimates")

@@ -75,8 +75,10 @@ def test_preset_of_high_compression_without_weights(tmp_path):
     made = make_plan(settings)
     assert (made.height, made.width) == (576, 1024)
     assert (made.latent_shape, made.video_tokens) == ((128, 32, 18, 32), 32 * 18 * 32)
-    assert made.evaluations_per_sample == 80
-    weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
+    # From a picture, which is not half of its size.
+    assert (made.mode.name, made.evaluations_per_sample) == ("i2v_head", 110)
+    assert (made.picture.height, made.picture.width, made.picture.evaluations_per_sample) == (576, 1024, 50)
+    weight_bytes = {stage.name: stage.own_bytes for stage in made.stages}
     assert weight_bytes["denoise"] == 2 * 11_891_971_200
     assert weight_bytes["decode"] == 2 * 459_462_147
     assert PlanDocument.of(made).missing_weights[:2] == (

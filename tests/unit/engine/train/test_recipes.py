@@ -176,6 +176,7 @@ def test_what_high_compression_made_generates_at_the_scale_of_its_latents(folder
         "files": {**files, "t5": "t5", "clip": "clip"},
         **{"runtime.weights": str(folder), "runtime.device": "cpu", "output.path": str(tmp_path / "video.mp4")},
         **{"video.height": SIZE, "video.width": SIZE, "video.num_frames": 8, "sampling.num_inference_steps": 1},
+        "picture.first": False,
     }
     settings = load_preset("high_compression", prompt="sea").replace(changes)
     with pytest.raises(CheckpointError, match=r"trained on latents with vae\.dc_ae\.scaling_factor=4\.0") as caught:
