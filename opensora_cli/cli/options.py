@@ -195,6 +195,14 @@ PictureFirst = Annotated[
         rich_help_panel=_REFERENCE,
     ),
 ]
+Seamless = Annotated[
+    bool,
+    typer.Option(
+        "--seamless",
+        help="With --cond i2v_loop: leave out the last frame, which repeats the first.",
+        rich_help_panel=_REFERENCE,
+    ),
+]
 SavePicture = Annotated[
     bool,
     typer.Option(
@@ -241,6 +249,14 @@ NameFromOption = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.", rich_help_panel=_OUTPUT)]
+SaveLastFrame = Annotated[
+    bool,
+    typer.Option(
+        "--save-last-frame",
+        help="Keep the last frame beside the video, as NAME.last.png: a reference for the next.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 SaveStateEvery = Annotated[
     int | None,
     typer.Option(

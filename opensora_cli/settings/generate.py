@@ -125,6 +125,10 @@ class ConditionSettings(Section):
     video_latent_frames: int = Field(
         default=8, ge=1, description="latent frames of a v2v reference, without the causal one"
     )
+    seamless: bool = Field(
+        default=False,
+        description="leave out the last frame of i2v_loop, which repeats the first where it is played again",
+    )
     easy_latent_frames: int = Field(default=16, ge=1, description="likewise for the easy v2v modes")
 
     @field_validator("references", mode="before")
@@ -327,6 +331,8 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
     condition = settings.condition
     if condition.mode is None:
         return []
+    if condition.seamless and condition.mode != "i2v_loop":
+        return [f"condition.seamless=true has no effect with condition.mode={condition.mode}: use i2v_loop, or drop it"]
     mode, references = CONDITION_MODES[condition.mode], len(condition.references)
     if not mode.needs_reference and references:
         return [f"condition.mode={mode.name} takes no reference, and {_files(references)} given: drop --cond or --ref"]

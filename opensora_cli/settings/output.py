@@ -27,6 +27,7 @@ class OutputSettings(Section):
     )
     overwrite: bool = Field(default=False, description="replace existing files")
     metadata: bool = Field(default=True, description="write prompt, seed and settings beside and into the file")
+    last_frame: bool = Field(default=False, description="keep the last frame beside a video, as NAME.last.png")
     save_latents: bool = Field(default=True, description="save the latents before decoding, and where a run is stopped")
     save_state_every: int | None = Field(
         default=None, ge=1, description="steps after which the latents are saved, to go on from; none: only at the end"

@@ -33,6 +33,8 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     else:
         yield from (f"parallel.{name}" for name in type(settings.parallel).model_fields if name != "compression")
     yield from ("from_latents", "resume", "output.overwrite")
+    if not settings.condition.seamless:
+        yield "condition.seamless"
     if settings.sampling.stop_at is None:
         yield "sampling.stop_at"
     yield from (f"memory.{name}" for name in _unset(settings.memory))

@@ -61,6 +61,8 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--out", "x.webp"], "output.path", "x.webp"),
         (["--save-state-every", "5"], "output.save_state_every", 5),
         (["--stop-at", "5"], "sampling.stop_at", 5),
+        (["--save-last-frame"], "output.last_frame", True),
+        (["--seamless"], "condition.seamless", True),
         (["-o", "x.webp"], "output.path", "x.webp"),
         (["--format", "gif"], "output.format", "gif"),
         (["--overwrite"], "output.overwrite", True),

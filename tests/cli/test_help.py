@@ -59,6 +59,8 @@ OPTIONS = {
     "--from-latents",
     "--resume",
     "--save-state-every",
+    "--save-last-frame",
+    "--seamless",
     "--stop-at",
     "--overwrite",
     "--no-metadata",

@@ -23,10 +23,11 @@ from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR, Reference
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.engine.generate.targets import SampleFiles, read_made
+from opensora_cli.engine.generate.targets import SampleFiles, last_frame_path, read_made
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.enums import OutputFormat
 
 V = TypeVar("V")
 
@@ -96,12 +97,15 @@ class Decoding:
     def pieces(self) -> Generator[torch.Tensor]:
         """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU; once."""
         tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
+        left = self.plan.num_frames
         with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
             for piece_THWC in decode_latents(
                 self.plan, self._autoencoder, self._latents_CTHW, on_tile=progress.advance
             ):
                 self._psnr.add(piece_THWC)
-                yield piece_THWC
+                if left > 0:
+                    yield piece_THWC[:left]
+                left -= len(piece_THWC)
                 # Not needed any more, while the next is decoded.
                 del piece_THWC
 
@@ -198,6 +202,10 @@ def save(decoding: Decoding) -> GeneratedVideo:
 
     with record.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, plan, sample, figures)
+    if plan.settings.condition.seamless:
+        record.reporter.note(
+            f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
+        )
     stop = plan.settings.sampling.stop_at
     record.complete(sample.media, sample.latents if stop is None else None)
     if stop is not None and sample.latents is not None:
@@ -219,8 +227,17 @@ def write_video(
 ) -> None:
     """Write a result and its sidecar, which has the `figures` that are known once all pieces are written.
 
-    Both or neither; see `write_media`, whose errors these are.
+    Both or neither; see `write_media`, whose errors these are. Then the last frame, if it is to be kept.
     """
+    settings, tags = plan.settings, media_tags(plan, sample)
+    last_1HWC: list[torch.Tensor] = []
+
+    def watched() -> Iterator[torch.Tensor]:
+        for piece_THWC in pieces_tHWC:
+            if settings.output.last_frame:
+                last_1HWC[:] = [piece_THWC[-1:].clone()]
+            yield piece_THWC
+            del piece_THWC
 
     def describe(num_bytes: int) -> dict[str, object] | None:
         if sample.sidecar is None:
@@ -236,15 +253,18 @@ def write_video(
         )
 
     write_media(
-        pieces_tHWC,
+        watched(),
         sample.target,
-        fps=plan.settings.video.fps,
-        format=plan.settings.output_format,
-        metadata=media_tags(plan, sample),
+        fps=settings.video.fps,
+        format=settings.output_format,
+        metadata=tags,
         # Also where another run has used the name in the hours since the first check.
-        replace=plan.settings.output.overwrite,
+        replace=settings.output.overwrite,
         describe=describe,
     )
+    if last_1HWC:
+        path, png = last_frame_path(sample.target), OutputFormat.PNG
+        write_media(last_1HWC, path, fps=1, format=png, metadata=tags, replace=settings.output.overwrite)
 
 
 def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:

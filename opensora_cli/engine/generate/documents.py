@@ -128,7 +128,7 @@ class PlanDocument(Document):
             dtype=hardware.dtype_name,
             height=plan.height,
             width=plan.width,
-            num_frames=settings.video.num_frames,
+            num_frames=plan.num_frames,
             fps=settings.video.fps,
             num_samples=plan.num_samples,
             condition_mode=plan.mode.name,

@@ -33,6 +33,7 @@ from opensora_cli.engine.generate.targets import (
     Claims,
     SampleFiles,
     find_target,
+    last_frame_path,
     read_made,
     steps_in,
 )
@@ -107,11 +108,16 @@ def picture_files(plan: ExecutionPlan, sample: SampleFiles) -> SampleFiles:
 
 def refuse_pictures(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> None:
     """Raise OutputError if a picture that is to be kept beside a video would replace another file."""
-    if plan.picture is None or not plan.settings.picture.save or plan.settings.output.overwrite:
+    settings = plan.settings
+    if settings.output.overwrite:
         return
-    for picture in (picture_files(plan, sample) for sample in files):
-        if not picture.made_before:
-            refuse_existing(picture.media, picture.sidecar)
+    for sample in files:
+        if settings.output.last_frame:
+            refuse_existing(last_frame_path(sample.target), None)
+        if plan.picture is not None and settings.picture.save:
+            picture = picture_files(plan, sample)
+            if not picture.made_before:
+                refuse_existing(picture.media, picture.sidecar)
 
 
 def check_outputs(files: Sequence[SampleFiles], plan: ExecutionPlan, *, create: bool) -> None:
@@ -276,7 +282,7 @@ def sidecar_document(
         "condition_mode": plan.mode.name,
         "height": plan.height,
         "width": plan.width,
-        "num_frames": settings.video.num_frames,
+        "num_frames": plan.num_frames,
         "fps": settings.video.fps,
         "model_evaluations": plan.evaluations_per_sample,
         "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},

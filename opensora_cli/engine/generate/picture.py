@@ -36,6 +36,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "prompt_suffix": {"motion_score": None, "add_fps": False},
         "output.format": OutputFormat.PNG,
         "output.save_latents": False,
+        "output.last_frame": False,
         "output.save_state_every": None,
         "resume": None,
         "sampling.stop_at": None,

@@ -98,6 +98,11 @@ class ExecutionPlan:
         return f"{size}{frames}, by {settings.model.name} in {len(self.timesteps) - 1} steps"
 
     @property
+    def num_frames(self) -> int:
+        """Frames of the result."""
+        return self.settings.video.num_frames - self.settings.condition.seamless
+
+    @property
     def tokens_per_frame(self) -> int:
         """Packed tokens of one latent frame."""
         return self.latent_shape[2] * self.latent_shape[3] // self.settings.model.patch_size**2

@@ -95,6 +95,11 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
     )
 
 
+def last_frame_path(video: Path) -> Path:
+    """Return where the last frame of a video is kept."""
+    return video.with_name(f"{video.stem}.last.png")
+
+
 class Claims:
     """Names that this process has to itself until the block ends; of other processes of osora only one gets each."""
 

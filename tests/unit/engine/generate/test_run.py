@@ -791,6 +791,38 @@ class TestRequests:
         assert reporter.notes == []
 
 
+def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):
+    loop = {"condition__mode": "i2v_loop", "condition__references": str(world.picture)}
+    whole = generate(demo_settings(world, tmp_path / "whole", **loop)).videos[0]
+    settings = demo_settings(world, tmp_path / "loop", **loop, condition__seamless="true")
+    [video] = generate(settings, reporter=reporter).videos
+    assert (
+        f"seamless: the last frame, which repeats the first, is left out: {settings.video.num_frames - 1} frames"
+        in (reporter.notes)
+    )
+    assert json.loads(video.sidecar.read_text())["num_frames"] == settings.video.num_frames - 1
+    assert len(read_video(video.path).frames_THWC) == settings.video.num_frames - 1
+    # The last given frame is compared before it is left out.
+    assert video.given_frames_psnr_db == whole.given_frames_psnr_db
+    with pytest.raises(RequestError, match=r"condition\.seamless=true has no effect with condition\.mode=i2v_head"):
+        generate(demo_settings(world, tmp_path, condition__references=str(world.picture), condition__seamless="true"))
+
+
+def test_the_last_frame_is_kept_beside_the_video(world, tmp_path):
+    png = {"output__path": str(tmp_path / "a.png"), "output__last_frame": "true"}
+    frames = generate(demo_settings(world, tmp_path, **png)).videos[0].path
+    last = tmp_path / "a.last.png"
+    kept = read_picture(last)
+    assert torch.equal(kept, read_picture(sorted(frames.iterdir())[-1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.json", "a.last.png"]
+    last.write_bytes(b"theirs")
+    with pytest.raises(OutputError, match=r"a\.last\.png exists already"):
+        generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"))
+    assert last.read_bytes() == b"theirs"
+    generate(demo_settings(world, tmp_path, **png, output__overwrite="true"))
+    assert torch.equal(read_picture(last), kept)
+
+
 @pytest.mark.parametrize(("psnr_db", "warns"), [(16.0, True), (23.9, True), (24.1, False)])
 def test_given_frames_that_do_not_come_back_are_warned_of(reporter, psnr_db, warns):
     decode.report_given_frames(psnr_db, 7, reporter)
