@@ -6,7 +6,7 @@ functions; a batch of one gives the same latents, bit for bit.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from opensora_cli.engine.generate.text import encode_prompts
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
+from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import denoise
 from opensora_cli.sampling.guidance import Branch
@@ -34,35 +34,18 @@ Clips = NDArray[np.uint8]
 """(N, T, H, W, 3), RGB."""
 
 
-class Models:
-    """The parts of the model, each loaded when it is first asked for, and kept.
+class Models(NamedTuple):
+    """The parts of the model."""
 
-    Args:
-        plan: says where the weights are, and how large the parts.
-    """
+    t5: T5Encoder
+    clip: ClipEncoder
+    transformer: MMDiT
+    vae: Autoencoder
 
-    def __init__(self, plan: ExecutionPlan) -> None:
-        self._plan = plan
 
-    @cached_property
-    def t5(self) -> T5Encoder:
-        """The encoder of the prompt's tokens."""
-        return load.load_t5(self._plan)
-
-    @cached_property
-    def clip(self) -> ClipEncoder:
-        """The encoder of its pooled meaning."""
-        return load.load_clip(self._plan)
-
-    @cached_property
-    def transformer(self) -> MMDiT:
-        """The video transformer."""
-        return load.load_transformer(self._plan)
-
-    @cached_property
-    def vae(self) -> HunyuanVAE:
-        """The autoencoder."""
-        return load.load_vae(self._plan)
+def load_models(plan: ExecutionPlan) -> Models:
+    """Return all parts, of the weights and sizes of a plan."""
+    return Models(load.load_t5(plan), load.load_clip(plan), load.load_transformer(plan), load.load_vae(plan))
 
 
 class BatchVelocity:
@@ -161,7 +144,7 @@ def sample_batch(
     return restore_references(latents_BCTHW, mask_B1THW, given_BCTHW) if plan.mode.gives_pictures else latents_BCTHW
 
 
-def decode_batch(plan: ExecutionPlan, vae: HunyuanVAE, latents_BCTHW: Tensor) -> Clips:
+def decode_batch(plan: ExecutionPlan, vae: Autoencoder, latents_BCTHW: Tensor) -> Clips:
     """Return the clips, cut to what was asked for."""
     pixels_BCTHW = vae.decode(latents_BCTHW, tiling=vae_tiling(plan.settings.vae))
     cut_BCTHW = pixels_BCTHW[:, :, : plan.settings.video.num_frames, : plan.height, : plan.width]
@@ -170,7 +153,7 @@ def decode_batch(plan: ExecutionPlan, vae: HunyuanVAE, latents_BCTHW: Tensor) ->
 
 
 @torch.inference_mode()
-def reconstruct(plan: ExecutionPlan, vae: HunyuanVAE, clips_NTHWC: Clips, *, batch: int) -> Clips:
+def reconstruct(plan: ExecutionPlan, vae: Autoencoder, clips_NTHWC: Clips, *, batch: int) -> Clips:
     """Return clips as the autoencoder gives them back: the mode of the posterior, decoded."""
     tiling = vae_tiling(plan.settings.vae)
     decoded = []

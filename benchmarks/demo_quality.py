@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from batch_generate import Clips, Models, as_pixels, generate_clips, reconstruct
+from batch_generate import Clips, Models, as_pixels, generate_clips, load_models, reconstruct
 from quality_report import SCHEMA, percent, report_lines
 from scene_reader import (
     ANSWERS,
@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[
     """Measure what the command line asks for, and return the report."""
     settings = demo_settings(options.weights, options.set, seed=options.seed)
     plan = make_plan(settings)
-    models = Models(plan)
+    models = load_models(plan)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
     if {"vae", "prompts"} & set(options.part):
         reader = obtain_reader(options.reader, say=say)

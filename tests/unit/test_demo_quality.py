@@ -141,7 +141,7 @@ def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode_name", ["t2v", "i2v_head"])
 def test_batch_of_one_is_what_generate_computes(plan: ExecutionPlan, mode_name: str) -> None:
     plan = dataclasses.replace(plan, mode=condition_mode(mode_name))
-    models = batch_generate.Models(plan)
+    models = batch_generate.load_models(plan)
     embeds = encode_prompts(plan.settings, models.t5, models.clip)
     with torch.inference_mode():
         references = None
@@ -159,7 +159,7 @@ def test_batch_of_one_is_what_generate_computes(plan: ExecutionPlan, mode_name: 
 
 @pytest.mark.slow
 def test_videos_do_not_depend_on_their_batch(plan: ExecutionPlan) -> None:
-    models = batch_generate.Models(plan)
+    models = batch_generate.load_models(plan)
     prompts = ["raining, sea", "a boat at night", "the sea"]
     pictures = np.stack([render_scene(scene(), num_frames=1)[0]] * 3)
     pictures[1] = 255 - pictures[1]
