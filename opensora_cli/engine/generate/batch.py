@@ -29,6 +29,7 @@ from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings, SamplingSettings
 from opensora_cli.settings.load import GenerateRequest, given_for
+from opensora_cli.settings.output import OutputSettings
 
 _DEFAULTS: Mapping[str, object] = {
     "prompt": "",
@@ -155,7 +156,7 @@ def _shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter
     """Return the rows by shape, and those that are refused already.
 
     Raises:
-        RequestError: results would be one file, or no row has settings for which there are.
+        RequestError: the settings are for several devices, or nothing is right with any row.
         CheckpointError: weights are missing.
     """
     failures: _Failures = []
@@ -177,16 +178,23 @@ def _shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter
     if not shapes and failures:
         _raise_if_all_are_one(failures)
     for shape in shapes:
-        output, parallel = shape.template.output, shape.template.parallel
+        parallel = shape.template.parallel
         if parallel.world_size > 1:
             raise RequestError(
                 f"--prompts makes videos on one device, and {parallel.world_size} are asked for",
                 hint="start osora once for each GPU, with --devices 0 --shard 1/2, --devices 1 --shard 2/2 and so on",
             )
-        if output.named_format is not None:
-            raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
         find_weights(shape.template).require(needed_components(shape.template))
     return shapes, failures
+
+
+def _folder_of(request: GenerateRequest) -> Path:
+    """Return where all results go; a RequestError if that is one file."""
+    given = given_for(request, "output.path")
+    output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
+    if output.named_format is not None:
+        raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
+    return Path(output.path)
 
 
 def _template(
@@ -231,9 +239,8 @@ def generate_rows(
     chosen = shard.rows(rows)
     told = _RowReporter(reporter)
     shapes, failures = _shapes_of(request, chosen, told)
-    folder = Path(shapes[0].template.output.path if shapes else GenerateSettings(prompt="any").output.path)
     with (
-        Manifest(folder, shard) as manifest,
+        Manifest(_folder_of(request), shard) as manifest,
         reporter.stage("rows", total=len(chosen), unit="rows") as progress,
     ):
         batch = _Batch(manifest, models, told, progress)
@@ -344,6 +351,7 @@ class _Batch:
 
 def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
     """Return what `generate_rows` would do: a plan for each shape, whatever the number of rows; errors are the same."""
+    _folder_of(request)
     chosen = shard.rows(rows)
     told = _RowReporter(reporter)
     shapes, failures = _shapes_of(request, chosen, told)
