@@ -171,6 +171,9 @@ def _pictures(
 
     with record.part(PICTURE) as own:
         given = dict(make_videos(plan.picture, missing, (), models, own, finish=given_to_video, ranks=sharing))
+    if ranks is not None:
+        # Rank 0 alone has decoded, and so has other models than the rest, with whom it loads the next one.
+        models.release()
     for picture, is_there in zip(pictures, there, strict=True):
         if is_there and (ranks is None or ranks.is_main):
             record.reporter.note(f"made before by the same request: {picture.media}")
