@@ -9,8 +9,8 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
-from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths, Source
-from opensora_cli.settings.base import Section, Words, split_list
+from opensora_cli.core.conditions import CONDITION_MODES, Source
+from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
     FileSettings,
@@ -20,18 +20,17 @@ from opensora_cli.settings.components import (
     Tf32Settings,
     VAESettings,
 )
+from opensora_cli.settings.condition import ConditionSettings
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import (
     AspectRatio,
     DType,
-    Fit,
     ModelChoice,
     ModelName,
     OutputFormat,
-    ReferenceRate,
     VAEKind,
 )
-from opensora_cli.settings.explain import either, nearest
+from opensora_cli.settings.explain import either
 from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.picture import PictureSettings
 from opensora_cli.settings.prompts import PromptSuffixSettings, RefineSettings, with_asked_score
@@ -108,50 +107,6 @@ class SamplingSettings(Section):
     seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the noise; sample i takes seed + i")
     num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
     embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="guidance input of a distilled model")
-
-
-class ConditionSettings(Section):
-    """What part of the video is given."""
-
-    mode: str | None = Field(
-        default=None, description=f"{', '.join(CONDITION_MODES)}; none: t2v, or what suits the references"
-    )
-    references: tuple[str, ...] = Field(default=(), description="pictures or videos; as text, separated by ;")
-    fit: Fit = Field(default=Fit.CROP, description="how a reference of another shape is fitted in")
-    ref_fps: ReferenceRate = Field(
-        default=ReferenceRate.KEEP,
-        description="of a video at another rate: keep its frames as they are, or match the rate by resampling",
-    )
-    video_latent_frames: int = Field(
-        default=8, ge=1, description="latent frames of a v2v reference, without the causal one"
-    )
-    seamless: bool = Field(
-        default=False,
-        description="leave out the last frame of i2v_loop, which repeats the first where it is played again",
-    )
-    easy_latent_frames: int = Field(default=16, ge=1, description="likewise for the easy v2v modes")
-
-    @field_validator("references", mode="before")
-    @classmethod
-    def _split_files(cls, value: object) -> object:
-        # The first to see the value (see Section): file names may have commas in them, so only ; separates.
-        return split_list(value, separator=";") if isinstance(value, str) else value
-
-    @field_validator("mode")
-    @classmethod
-    def _mode_exists(cls, value: str | None) -> str | None:
-        if value is not None and value not in CONDITION_MODES:
-            close = nearest(value, CONDITION_MODES)
-            raise ValueError(
-                f"condition.mode={value} must be one of {', '.join(CONDITION_MODES)}"
-                + (f": did you mean {close}?" if close else "")
-            )
-        return value
-
-    @property
-    def lengths(self) -> ReferenceLengths:
-        """Latent frames that the v2v modes give."""
-        return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
 
 class GenerateSettings(Section):

@@ -8,10 +8,10 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.generate.early import refuse_sampled
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.outputs import open_latents
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
+from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import LATENTS_ENDING
 from opensora_cli.settings.enums import ModelChoice
 from opensora_cli.settings.generate import GenerateSettings

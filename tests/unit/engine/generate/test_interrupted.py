@@ -19,8 +19,8 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, fitting, load, outputs, references, text
 from opensora_cli.engine.generate.dry_run import plan_from_request, plan_generation
-from opensora_cli.engine.generate.outputs import open_latents
 from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest
 

@@ -1,0 +1,107 @@
+"""The latents of a sample in a file, before they are decoded, and where a run is stopped."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.files import write_bytes_atomic
+from opensora_cli.core.formatting import plain
+from opensora_cli.engine.generate.early import LATENTS_HINT, require_latents
+from opensora_cli.engine.generate.targets import REQUEST_KEY, STEPS_KEY, steps_in
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.used import used_settings
+
+LATENTS_SCHEMA = "osora.latents/1"
+_KEY = "latents"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLatents:
+    """What such a file says of its latents, which are read on request."""
+
+    path: str | Path
+    settings: Mapping[str, object]
+    """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
+    request_sha256: str | None
+    """Of what asked for them."""
+    steps: int | None = None
+    """Steps that they have been through; None: all."""
+
+    def read(self) -> torch.Tensor:
+        """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU.
+        Raises CheckpointError if the file is not whole any more, or some are not finite.
+        """
+        with _opened_latents(self.path) as file:
+            latents_CTHW: torch.Tensor = file.get_tensor(_KEY)
+        if not bool(latents_CTHW.isfinite().all()):
+            raise CheckpointError(f"{self.path} holds latents that are not finite", hint=LATENTS_HINT)
+        return latents_CTHW
+
+
+def save_latents(
+    path: Path,
+    latents_CTHW: torch.Tensor,
+    settings: GenerateSettings,
+    *,
+    request_sha256: str = "",
+    steps: int | None = None,
+) -> None:
+    """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError).
+
+    `steps` are those that they have been through, None: all.
+    """
+    values = json.dumps(used_settings(settings))
+    metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
+    if steps is not None:
+        metadata[STEPS_KEY] = str(steps)
+    write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
+
+
+def open_latents(path: str | Path) -> SavedLatents:
+    """Open a file of `save_latents`; a CheckpointError if it is missing, truncated, or not such a file."""
+    require_latents(path)
+    with _opened_latents(path) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        if metadata.get("schema") != LATENTS_SCHEMA or _KEY not in set(file.keys()):
+            raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
+        dtype = file.get_slice(_KEY).get_dtype()
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
+        try:
+            steps = steps_in(metadata)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} holds no latents of osora: {plain(str(error))}", hint=LATENTS_HINT
+            ) from error
+        return SavedLatents(path, _settings_in(path, metadata), metadata.get(REQUEST_KEY) or None, steps)
+
+
+@contextmanager
+def _opened_latents(path: str | Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        reason = plain(" ".join(str(error).split()))
+        raise CheckpointError(f"{path} is truncated or no safetensors file: {reason}", hint=LATENTS_HINT) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _settings_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        settings: object = json.loads(metadata["settings"])
+    except (KeyError, ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT)
+    return settings
