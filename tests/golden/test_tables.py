@@ -7,11 +7,13 @@ import pytest
 
 from opensora_cli.data.buckets import NO_BUCKET, Samples, map_target_fps
 from opensora_cli.engine.encode.datasets import make_buckets
+from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.sampling.guidance import oscillating_scale
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.sampling.sizes import image_size, inference_sizes, nearest_training_size, training_sizes
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.data import DataSettings
+from opensora_cli.settings.load import load_preset
 
 
 @pytest.fixture
@@ -52,8 +54,14 @@ def test_sizes_of_pictures(golden_json):
         ratio, *size = nearest_training_size(asked[0], asked[1], multiple=asked[2])
         if row["height"] is None:
             taken[asked] = ratio, *size
-        else:
-            assert (ratio, *size) == (row["aspect_ratio"], row["height"], row["width"]), row
+            continue
+        assert (ratio, *size) == (row["aspect_ratio"], row["height"], row["width"]), row
+        preset = "t2i2v_256px" if asked[2] == 16 else "high_compression"
+        video = {"aspect_ratio": row["aspect_ratio"], "resolution": row["resolution"]}
+        changes = {**{f"video.{key}": value for key, value in video.items()}, "picture.resolution": asked[0]}
+        picture = picture_settings(load_preset(preset, prompt="any").replace(changes))
+        # There, one of high compression is then made of half the size a side, which is a mistake.
+        assert [picture.video.height, picture.video.width] == size, row
     assert taken == {("256px", "4:3", 32): ("3:2", 224, 288)}
 
 
