@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
 from opensora_cli.engine.components.text_sizes import ClipSizes, T5Sizes
 from opensora_cli.engine.estimate import generation, remembered, text
@@ -52,7 +53,7 @@ def needs_of(preset, changes, monkeypatch, *, device_type, mesh=None, chunk_fram
         args[args.index("cpu")] = device_type
         if name == "_denoising" and mesh is not None:
             args[1] = replace(args[1], mesh=mesh)
-        if name == "_decoding":
+        if name == "_decoding" and autoencoder_on_meta(args[0]).decodes_in_chunks:
             args[-1] = (chunk_frames, chunk_frames is not None and device_type != "cpu")
         needs = []
         for make in (fake_device, fake_tensors):
