@@ -140,4 +140,5 @@ def _euler(
         velocity_BND = velocity(step, latents_BND, t)
         latents_BND = euler_step(latents_BND, velocity_BND, t=t, t_next=t_next)
         on_step(step + 1, latents_BND, velocity_BND)
+        del velocity_BND  # not needed any more, while the next is evaluated
     return latents_BND
