@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from opensora_cli.checkpoint.stream import write_all
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.folder_lock import locked_file
@@ -84,10 +85,13 @@ class Manifest:
 
     def _add(self, row: Row, key: str | None, values: Mapping[str, object]) -> None:
         line = json.dumps({"row": row.number, "key": key, "prompt": row.prompt, "name": row.name, **values}) + "\n"
+        before = os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write(line.encode("utf-8"))
+            write_all(self._file, line.encode("utf-8"))
             os.fsync(self._file.fileno())
         except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
             raise self._problem(error) from error
 
     def _read(self, line: bytes) -> None:
@@ -113,7 +117,6 @@ class Manifest:
 
     def _appending(self) -> Any:
         try:
-            # Without a buffer: a line is one write.
             return self.path.open("ab", buffering=0)
         except OSError as error:
             raise self._problem(error) from error
