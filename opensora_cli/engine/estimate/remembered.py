@@ -8,11 +8,11 @@ import importlib.resources
 import json
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec
+from typing import TypeVarTuple
 
 from opensora_cli.engine.estimate.fake_tensors import Need
 
-P = ParamSpec("P")
+Given = TypeVarTuple("Given")
 
 
 @cache
@@ -22,15 +22,15 @@ def known_needs() -> dict[str, Need]:
     return {key: Need(*sizes) for key, sizes in json.loads(table.read_text(encoding="utf-8")).items()}
 
 
-def remembered(count: Callable[P, Need]) -> Callable[P, Need]:
-    """Return `count` with a memory; the `repr` of what it is given, by position, says all that matters."""
+def remembered(count: Callable[[*Given], Need]) -> Callable[[*Given], Need]:
+    """Return `count` with a memory; the `repr` of what it is given says all that matters."""
 
     @wraps(count)
-    def find(*given: P.args, **options: P.kwargs) -> Need:
+    def find(*given: *Given) -> Need:
         known = known_needs()
         key = hashlib.sha256(repr((count.__name__, given)).encode()).hexdigest()[:16]
         if key not in known:
-            known[key] = count(*given, **options)
+            known[key] = count(*given)
         return known[key]
 
     return find

@@ -106,8 +106,8 @@ def denoise_samples(
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
             for sample in missing:
                 start = time.perf_counter()
-                progress_of_sample = _Progress(plan, sample, record, ranks)
-                with progress_of_sample.kept():
+                saver = _Saver(plan, sample, record, ranks)
+                with saver.kept():
                     latents_1CTHW = sample_latents(
                         plan,
                         evaluate,
@@ -118,19 +118,19 @@ def denoise_samples(
                         steps_done=sample.saved_steps or 0,
                         ranks=ranks,
                         on_evaluation=progress.advance,
-                        on_step=progress_of_sample.step,
+                        on_step=saver.step,
                     )
                 latents_CTHW = latents_1CTHW[0].cpu()
                 samples.append(DenoisedSample(latents_CTHW, time.perf_counter() - start))
                 if plan.settings.sampling.stop_at is None:
-                    progress_of_sample.save(latents_CTHW)
+                    saver.save(latents_CTHW)
 
     retried(denoise_the_rest, plan, DENOISE, models, record)
     return samples
 
 
-class _Progress:
-    """How far a sample is, of which latents are saved: all, or those that some steps are still to be done of."""
+class _Saver:
+    """Saves the latents of a sample: those of the end, or of a step from which they go on."""
 
     def __init__(self, plan: ExecutionPlan, sample: SampleFiles, record: RunRecord, ranks: Ranks | None) -> None:
         self._plan, self._sample, self._record = plan, sample, record
