@@ -212,7 +212,7 @@ def save(decoding: Decoding) -> GeneratedVideo:
         where = f"stopped after step {stop} of {len(plan.timesteps) - 1}"
         record.reporter.note(f"{where}: go on with osora generate --resume {shlex.quote(str(sample.latents))}")
     psnr_db = decoding.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, record.reporter)
+    report_given_frames(psnr_db, sample.seed, record.reporter, made_first=plan.picture is not None)
     return GeneratedVideo(
         path=sample.media,
         sidecar=sample.sidecar,
@@ -267,12 +267,13 @@ def write_video(
         write_media(last_1HWC, path, fps=1, format=png, metadata=tags, replace=settings.output.overwrite)
 
 
-def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:
-    """Report how well given frames came back, and warn where they did not."""
+def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
+    """Report how well given frames came back, and warn where a user's did not; others are of a picture made first."""
     if psnr_db is None:
         return
-    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
-    if psnr_db < LOW_PSNR_DB:
+    given = "the picture made first" if made_first else "given frames"
+    came = f"{given} came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if not made_first and psnr_db < LOW_PSNR_DB:
         reporter.warn(
             f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
             "something else; a reference like the model's own videos comes back better"

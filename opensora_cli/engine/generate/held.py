@@ -80,5 +80,6 @@ def hold(decoding: Decoding, *, request_sha256: Callable[[int, str], str]) -> He
     """Return a sample in memory, whose request `outputs.requests_of` has described before it was made."""
     frames_THWC = torch.cat([*decoding.pieces()])
     figures = decoding.figures()
-    report_given_frames(figures.given_frames_psnr_db, decoding.sample.seed, decoding.record.reporter)
+    seed, reporter = decoding.sample.seed, decoding.record.reporter
+    report_given_frames(figures.given_frames_psnr_db, seed, reporter, made_first=decoding.plan.picture is not None)
     return HeldVideo(decoding.plan, decoding.sample, frames_THWC, figures, request_sha256)

@@ -129,6 +129,9 @@ class TestMade:
         text, picture = ["load", "text"], ["picture text", "picture load", "picture denoise", "picture load"]
         decoded, video = ["picture decode"] * 2, ["load", "encode", "encode", "load", "denoise", "denoise"]
         assert reporter.stages == [*text, *picture, *decoded, *video, *["decode", "save"] * 2]
+        # Random weights bring it back badly, which is no fault of a reference that nobody gave.
+        assert [line for line in reporter.warnings if "came back" in line] == []
+        assert len([line for line in reporter.notes if line.startswith("the picture made first came back at")]) == 2
         size = {"video__height": "16", "video__width": "64"}
         alone = generate(flux_settings(world, tmp_path / "alone", sampling__num_samples="2", **size))
         for seed, video, made in zip((42, 43), result.videos, alone.videos, strict=True):
