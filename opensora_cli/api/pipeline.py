@@ -31,6 +31,7 @@ _NOT_IN_A_CALL = (
     ("num_samples", "is 1 in Python", "call once for each seed: sample i takes seed + i"),
     ("resume", "goes on with a run of the command line", "use osora generate --resume FILE"),
     ("save_state_every", "is for runs of the command line", "use osora generate --save-state-every N"),
+    ("preview_every", "is for runs of the command line", "use osora generate --preview-every N"),
 )
 
 

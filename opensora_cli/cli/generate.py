@@ -90,6 +90,7 @@ def generate(
     overwrite: options.Overwrite = False,
     save_last_frame: options.SaveLastFrame = False,
     save_state_every: options.SaveStateEvery = None,
+    preview_every: options.PreviewEvery = None,
     no_metadata: options.NoMetadata = False,
     json_: options.Json = False,
     quiet: options.Quiet = False,
@@ -217,7 +218,7 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
 
     context = find_context(os.environ)
     is_main = context is None or context.is_main
-    reporter = output.make_reporter(quiet=quiet or not is_main)
+    reporter = output.make_reporter(quiet=quiet or not is_main, pictures=not as_json)
     if context is None:
         from opensora_cli.engine.generate.early import refuse_early
 

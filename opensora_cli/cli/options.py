@@ -257,6 +257,16 @@ SaveLastFrame = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+PreviewEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--preview-every",
+        metavar="N",
+        min=1,
+        help="Show in the terminal what is predicted after every N steps, and keep it as NAME.preview.gif.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 SaveStateEvery = Annotated[
     int | None,
     typer.Option(

@@ -1,5 +1,6 @@
 """Progress of stages on stderr, with the time left."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +75,9 @@ class LineReporter:
     def figures(self, values: Mapping[str, str]) -> None:
         """Drop them: lines stay where they are."""
 
+    def picture(self, png: bytes, label: str) -> None:
+        """Drop it: a log shows none."""
+
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Run a stage; one that fails ends without a line, since the error will follow, and one of no time, too."""
@@ -103,8 +107,11 @@ class _LineStage:
 class BarReporter:
     """Bars on a terminal, stderr by default, one per running stage; a finished stage leaves a line."""
 
-    def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, console: Console | None = None, *, pictures: bool = False, clock: Clock = time.monotonic
+    ) -> None:
         self._console = console or Console(stderr=True, highlight=False)
+        self._pictures = pictures
         self._clock = clock
         self._progress: _Bars | None = None
 
@@ -120,6 +127,17 @@ class BarReporter:
         """Show them in a table above the bars, until the last bar ends."""
         if self._progress is not None:
             self._progress.values = dict(values)
+
+    def picture(self, png: bytes, label: str) -> None:
+        """Show it above the bars, with its line, in the best way that the terminal has."""
+        if not self._pictures:
+            return
+        from opensora_cli.cli.terminal_pictures import shown
+
+        renderable = shown(png, self._console, os.environ)
+        if renderable is not None:
+            self.note(label)
+            self._console.print(renderable, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:

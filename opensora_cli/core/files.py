@@ -149,6 +149,14 @@ def require_there(*paths: str) -> None:
             os.stat(path)
 
 
+def user_cache(kind: str) -> Path | None:
+    """Return the folder of the user's cache for one kind of thing, which may not exist; None: they have none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "osora" / kind
+    except RuntimeError:
+        return None
+
+
 def refuse_special(path: Path) -> None:
     """Refuse a device, a pipe or a socket as the place of a result: renaming would replace it.
     Raises OutputError if `path` is one.

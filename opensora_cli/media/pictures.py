@@ -167,6 +167,11 @@ def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -
         iio.imwrite(file, frame_HWC.numpy(), plugin="pillow", extension=".png", pnginfo=info)
 
 
+def png_bytes(frame_HWC: torch.Tensor) -> bytes:
+    """Return a uint8 RGB frame as a PNG file."""
+    return bytes(iio.imwrite("<bytes>", frame_HWC.numpy(), plugin="pillow", extension=".png"))
+
+
 def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
     """Return a uint8 RGB frame as a JPEG file, made smaller where a side has over `longest_side` pixels."""
     picture = Image.fromarray(frame_HWC.numpy())

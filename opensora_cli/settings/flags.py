@@ -76,6 +76,7 @@ FLAGS: Mapping[str, Flag] = {
     "num_samples": Flag("sampling.num_samples"),
     "resume": Flag("resume"),
     "save_state_every": Flag("output.save_state_every"),
+    "preview_every": Flag("output.preview_every"),
     "save_picture": Flag("picture.save"),
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }

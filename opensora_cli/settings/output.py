@@ -32,6 +32,12 @@ class OutputSettings(Section):
     save_state_every: int | None = Field(
         default=None, ge=1, description="steps after which the latents are saved, to go on from; none: only at the end"
     )
+    preview_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps after which what is predicted by then is shown in the terminal, and kept as "
+        "NAME.preview.gif; none: never",
+    )
 
     @property
     def named_format(self) -> OutputFormat | None:

@@ -60,6 +60,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--set", "loras=a:2;b"], "loras", (LoraFile(path="a", scale=2.0), LoraFile(path="b"))),
         (["--out", "x.webp"], "output.path", "x.webp"),
         (["--save-state-every", "5"], "output.save_state_every", 5),
+        (["--preview-every", "5"], "output.preview_every", 5),
         (["--stop-at", "5"], "sampling.stop_at", 5),
         (["--save-last-frame"], "output.last_frame", True),
         (["--seamless"], "condition.seamless", True),

@@ -117,7 +117,7 @@ def _digest(template: GenerateSettings) -> str:
     """Return the hash of what decides the results of all rows of a shape."""
     places = ("prompt", "negative_prompt", "files", "memory", "parallel", "runtime", "refine")
     values = {key: value for key, value in template.model_dump(mode="json").items() if key not in places}
-    for name in ("path", "overwrite", "save_latents", "save_state_every"):
+    for name in ("path", "overwrite", "save_latents", "save_state_every", "preview_every"):
         values["output"].pop(name)
     values["sampling"].pop("seed")
     values["condition"].pop("references")

@@ -15,6 +15,7 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents
 from opensora_cli.engine.generate.stages import RunRecord
@@ -23,6 +24,9 @@ from opensora_cli.sampling.conditioning import prepare_inference_condition, rest
 from opensora_cli.sampling.denoise import OnStep, denoise, denoise_distilled, euler_step
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
+
+OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
+"""Called after each step with how many are done, and what returns latents_1CTHW as they are predicted by then."""
 
 _NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
 
@@ -79,12 +83,14 @@ def denoise_samples(
     record: RunRecord,
     *,
     begun: Mapping[int, torch.Tensor] = _NOTHING,
+    previews: Previews | None = None,
     ranks: Ranks | None = None,
 ) -> list[DenoisedSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
     Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What ends early is saved
-    as it is. `ranks` share the work; references and files are rank 0's. None: there is only this one.
+    as it is. `previews` are given what each step predicts; None: nobody looks. `ranks` share the work; references and
+    files are rank 0's. None: there is only this one.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -107,6 +113,13 @@ def denoise_samples(
             for sample in missing:
                 start = time.perf_counter()
                 saver = _Saver(plan, sample, record, ranks)
+
+                def predicted(
+                    steps: int, latents_1CTHW: Callable[[], torch.Tensor], sample: SampleFiles = sample
+                ) -> None:
+                    if previews is not None:
+                        previews.step(sample, steps, lambda: latents_1CTHW()[0])
+
                 with saver.kept():
                     latents_1CTHW = sample_latents(
                         plan,
@@ -119,6 +132,7 @@ def denoise_samples(
                         ranks=ranks,
                         on_evaluation=progress.advance,
                         on_step=saver.step,
+                        on_predicted=predicted,
                     )
                 latents_CTHW = latents_1CTHW[0].cpu()
                 samples.append(DenoisedSample(latents_CTHW, time.perf_counter() - start))
@@ -191,13 +205,14 @@ def sample_latents(
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda steps, packed_1ND, velocity_1ND: None,
+    on_predicted: OnPredicted = lambda steps, latents_1CTHW: None,
 ) -> torch.Tensor:
     """Return latents_1CTHW of one sample, given frames put back; where `sampling.stop_at` ends it, those predicted.
 
     `transformer` is on the plan's device and called like `MMDiT`. `reference_latents` has the latents_CTHW of each
     reference. `begun_CTHW` are what `steps_done` have made of the noise; None: none are done. All `ranks` that share
     the sample get the latents; None: there is only this one. `on_evaluation` is called after each evaluation of the
-    transformer, `on_step` after each step.
+    transformer, `on_step` and `on_predicted` after each step.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape
@@ -237,10 +252,21 @@ def sample_latents(
     stop = settings.sampling.stop_at
     predicted: list[torch.Tensor] = []
 
+    def finished(packed_1ND: torch.Tensor) -> torch.Tensor:
+        latents_1CTHW = _unpacked(plan, packed_1ND)
+        if plan.mode.gives_pictures:
+            latents_1CTHW = restore_references(latents_1CTHW, mask_11THW, given_1CTHW)
+        return latents_1CTHW
+
     def stepped(steps: int, packed_1ND: torch.Tensor, velocity_1ND: torch.Tensor) -> None:
         on_step(steps, packed_1ND, velocity_1ND)
+
+        def prediction() -> torch.Tensor:
+            return finished(euler_step(packed_1ND, velocity_1ND, t=plan.timesteps[steps], t_next=0.0))
+
+        on_predicted(steps, prediction)
         if steps == stop:
-            predicted.append(euler_step(packed_1ND, velocity_1ND, t=plan.timesteps[steps], t_next=0.0))
+            predicted.append(prediction())
 
     if distilled:
         packed_1ND = denoise_distilled(
@@ -263,11 +289,7 @@ def sample_latents(
             stop_at=stop,
             on_step=stepped,
         )
-    [packed_1ND] = predicted or [packed_1ND]
-    latents_1CTHW = _unpacked(plan, packed_1ND)
-    if plan.mode.gives_pictures:
-        latents_1CTHW = restore_references(latents_1CTHW, mask_11THW, given_1CTHW)
-    return latents_1CTHW
+    return predicted[0] if predicted else finished(packed_1ND)
 
 
 def _unpacked(plan: ExecutionPlan, packed_1ND: torch.Tensor) -> torch.Tensor:

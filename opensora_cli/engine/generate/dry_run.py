@@ -8,6 +8,7 @@ from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
 from opensora_cli.engine.generate.picture import picture_settings
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.preview_map import fitting_line, known_map
 from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
@@ -51,6 +52,8 @@ def plan_generation(
     warn_about_planned_prompts(plan, reporter)
     for line in filter(None, (plan.size_note, plan.fitting.ignored)):
         reporter.note(line)
+    if settings.output.preview_every is not None and plan.weights.complete and known_map(plan) is None:
+        reporter.note(f"previews: {fitting_line(plan)}")
     return plan
 
 

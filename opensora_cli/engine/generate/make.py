@@ -21,6 +21,8 @@ from opensora_cli.engine.generate.documents import reread_line
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import picture_files
 from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.preview_map import preview_map
+from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_to
 from opensora_cli.engine.generate.stages import RunRecord
@@ -130,17 +132,27 @@ def make_videos(
             pictures = _pictures(plan, missing, models, record, ranks)
             given = [([sample], pictures.get(sample.index, ())) for sample in files]
         encoded = [reference_latents(plan, references, models, record) for _, references in given]
+        previews = _previews(plan, models, record) if ranks is None or ranks.is_main else None
         for (samples, _), reference in zip(given, encoded, strict=True):
             rest = [sample for sample in samples if sample.index not in denoised]
             if not rest:
                 continue
-            made = denoise_samples(plan, rest, embeds, reference, models, record, begun=begun, ranks=ranks)
+            made = denoise_samples(
+                plan, rest, embeds, reference, models, record, begun=begun, previews=previews, ranks=ranks
+            )
             denoised |= {sample.index: latents for sample, latents in zip(rest, made, strict=True)}
     videos: list[V] = []
     for samples, references in given:
         latents = [denoised[sample.index] for sample in samples]
         videos += decode_samples(plan, samples, latents, references, models, record, finish=finish, ranks=ranks)
     return tuple(videos)
+
+
+def _previews(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> Previews | None:
+    if plan.settings.output.preview_every is None:
+        return None
+    colours = preview_map(plan, models, record)
+    return None if colours is None else Previews(plan, colours, record)
 
 
 def _pictures(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
-from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_json_object, read_text
@@ -212,12 +212,9 @@ def _read_score(answer: str) -> str:
 
 def _cache_file(asked: Mapping[str, object]) -> Path | None:
     """Return where the answer to a question is kept; None where the user has no folder for that."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
+    folder = user_cache("refined")
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return folder / "osora" / "refined" / f"{digest}.json"
+    return folder and folder / f"{digest}.json"
 
 
 def _cached(file: Path | None, read: Callable[[str], str]) -> str | None:

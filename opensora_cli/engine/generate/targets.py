@@ -100,6 +100,11 @@ def last_frame_path(video: Path) -> Path:
     return video.with_name(f"{video.stem}.last.png")
 
 
+def preview_path(target: Path) -> Path:
+    """Return where the latest preview of a sample is kept."""
+    return target.with_name(f"{target.stem}.preview.gif")
+
+
 class Claims:
     """Names that this process has to itself until the block ends; of other processes of osora only one gets each."""
 

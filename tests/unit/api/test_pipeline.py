@@ -157,7 +157,7 @@ def test_what_is_no_option_is_refused_with_the_nearest(new_pipeline: Callable[..
     assert caught.value.hint == "did you mean num_frames?"
     with pytest.raises(RequestError, match=r"video\.num_frames=x must be a whole number \(from num_frames\)"):
         new_pipeline()("sea", num_frames="x")
-    for name in ("model", "num_samples", "resume", "save_state_every"):
+    for name in ("model", "num_samples", "resume", "save_state_every", "preview_every"):
         with pytest.raises(RequestError, match=name):
             new_pipeline()("sea", **{name: 2})  # type: ignore[arg-type]
 

@@ -1,0 +1,53 @@
+"""Previews: what is predicted while a video is denoised, shown in the terminal and kept beside it."""
+
+from collections.abc import Callable
+
+import torch
+
+from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.preview_map import PreviewMap
+from opensora_cli.engine.generate.stages import RunRecord
+from opensora_cli.engine.generate.targets import SampleFiles, preview_path
+from opensora_cli.media.pictures import png_bytes
+from opensora_cli.media.sheets import enlarged, film_strip
+from opensora_cli.media.write import MediaFormat, write_media
+
+_GIF_SIDE = 256
+"""Pixels of the longer side, at most, unless there are more latents."""
+
+
+class Previews:
+    """Shows and keeps previews after every few steps, as `output.preview_every` asks for.
+
+    What fails is a warning once, and then left out: no video is lost for it.
+    """
+
+    def __init__(self, plan: ExecutionPlan, map_: PreviewMap, record: RunRecord) -> None:
+        self._plan, self._map, self._record = plan, map_, record
+        self._failed: set[str] = set()
+
+    def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
+        """Show and keep what the latents of a sample are predicted to be after so many steps, if it is time."""
+        every = self._plan.settings.output.preview_every
+        if every is None or steps % every:
+            return
+        frames_THWC = self._map.frames(predicted_CTHW())
+        label = f"preview of seed {sample.seed} after step {steps} of {len(self._plan.timesteps) - 1}"
+        self._tried("kept", lambda: self._keep(frames_THWC, sample))
+        self._tried("shown", lambda: self._record.reporter.picture(png_bytes(film_strip(frames_THWC)), label))
+
+    def _keep(self, frames_THWC: torch.Tensor, sample: SampleFiles) -> None:
+        settings = self._plan.settings
+        fps = settings.video.fps / settings.vae.grid.time_compression_ratio
+        path = preview_path(sample.target)
+        write_media([enlarged(frames_THWC, longest_side=_GIF_SIDE)], path, fps=fps, format=MediaFormat.GIF)
+
+    def _tried(self, what: str, action: Callable[[], object]) -> None:
+        if what in self._failed:
+            return
+        try:
+            action()
+        except (OsoraError, OSError, RuntimeError, ValueError) as error:
+            self._failed.add(what)
+            self._record.reporter.warn(f"previews are not {what} any more: {error}")

@@ -1,0 +1,186 @@
+"""Previews while a video is denoised: the same video, a GIF beside it, and no run that ends for one."""
+
+import json
+import os
+
+import pytest
+import torch
+from tiny_world import RecordingReporter, demo_settings, flux_settings, picture_first_settings, released_settings
+
+from opensora_cli.core.exceptions import OutputError
+from opensora_cli.data.scenes import SceneClip
+from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.weights import packaged_demo
+from opensora_cli.engine.generate import preview_map, previews
+from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.preview_map import PreviewMap, demo_map_file, fit_preview_map, known_map
+from opensora_cli.engine.generate.run import generate
+from opensora_cli.media.read import read_video
+from opensora_cli.media.resize import fit_frames, to_uint8
+from opensora_cli.media.similarity import psnr_db
+from opensora_cli.settings.load import load_preset
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+NAME = "raining-sea_seed42"
+EVERY = {"output__preview_every": "1"}
+
+
+class Watching(RecordingReporter):
+    """Keeps what is shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.pictures = []
+
+    def picture(self, png, label):
+        assert png.startswith(b"\x89PNG")
+        self.pictures.append(label)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(preview_map, "_LEAST_CLIPS", 1)
+    monkeypatch.setattr(preview_map, "_LEAST_SIZE", 32)
+    return tmp_path / "cache" / "osora" / "previews"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_previews_change_no_bit_and_are_kept_beside_the_video(world, tmp_path, cache):
+    plain = generate(demo_settings(world, tmp_path / "plain")).videos[0].path
+    reporter = Watching()
+    settings = demo_settings(world, tmp_path / "out", **EVERY, sampling__num_samples="2")
+    video = generate(settings, reporter=reporter).videos[0].path
+    assert video.read_bytes() == plain.read_bytes()
+    assert reporter.pictures == [
+        f"preview of seed {seed} after step {step} of 2" for seed in (42, 43) for step in (1, 2)
+    ]
+    assert names(tmp_path / "out") == [
+        f"raining-sea_seed{seed}{ending}" for seed in (42, 43) for ending in (".mp4", ".mp4.json", ".preview.gif")
+    ]
+    # One pixel for each of 16 x 16 latents, and one frame for each latent frame, made larger.
+    assert read_video(tmp_path / "out" / f"{NAME}.preview.gif").frames_THWC.shape == (5, 256, 256, 3)
+    [kept] = cache.iterdir()
+    assert PreviewMap.of_json(json.loads(kept.read_text())) is not None
+    assert [note for note in reporter.notes if note.startswith("previews:")] == [
+        "previews: the colours of this autoencoder's latents are not known yet: they are fitted first, and kept in "
+        f"{cache}"
+    ]
+
+
+def test_what_was_fitted_once_is_taken_from_the_cache(world, tmp_path, cache):
+    settings = demo_settings(world, tmp_path, **EVERY)
+
+    def is_to_be_fitted():
+        reporter = RecordingReporter()
+        plan = plan_generation(settings, reporter=reporter)
+        noted = [note for note in reporter.notes if note.startswith("previews:") and note.endswith(str(cache))]
+        assert len(noted) == (known_map(plan) is None)
+        return bool(noted)
+
+    assert is_to_be_fitted()
+    reporter = RecordingReporter()
+    generate(settings, reporter=reporter)
+    assert "preview" in reporter.stages
+    assert not is_to_be_fitted()
+    reporter = RecordingReporter()
+    generate(settings.replace({"sampling.seed": 43}), reporter=reporter)
+    assert "preview" not in reporter.stages
+    [kept] = cache.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:20])
+    assert is_to_be_fitted()
+    kept.write_bytes(whole)
+    assert not is_to_be_fitted()
+    os.utime(world.demo / settings.files.vae)
+    assert is_to_be_fitted()
+
+
+@pytest.mark.parametrize("make", [flux_settings, released_settings, picture_first_settings])
+def test_every_kind_of_model_is_previewed(world, tmp_path, make):
+    reporter = Watching()
+    generate(make(world, tmp_path, **EVERY), reporter=reporter)
+    assert len(reporter.pictures) == 2
+    assert (tmp_path / f"{NAME}.preview.gif").is_file()
+    assert [warning for warning in reporter.warnings if "preview" in warning] == []
+
+
+def test_a_preview_that_fails_is_a_warning_once(world, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OutputError("no space left")
+
+    monkeypatch.setattr(previews, "write_media", full)
+    reporter = Watching()
+    result = generate(demo_settings(world, tmp_path, **EVERY), reporter=reporter)
+    assert reporter.warnings == ["previews are not kept any more: no space left"]
+    assert len(reporter.pictures) == 2
+    assert result.videos[0].path.is_file()
+
+
+def test_memory_that_runs_out_in_a_preview_ends_no_run(world, tmp_path, monkeypatch):
+    def full(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PreviewMap, "frames", full)
+    reporter = Watching()
+    result = generate(demo_settings(world, tmp_path, **EVERY), reporter=reporter)
+    assert (reporter.warnings, reporter.pictures) == (["previews are not made any more: out of memory"], [])
+    assert result.videos[0].path.is_file()
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(world, tmp_path, cache):
+    cache.parent.parent.write_text("a file")
+    reporter = Watching()
+    generate(demo_settings(world, tmp_path / "out", **EVERY), reporter=reporter)
+    [warning] = reporter.warnings
+    assert warning.startswith("what previews need is not kept for the next time: cannot write")
+    assert len(reporter.pictures) == 2
+
+
+def test_previews_of_the_demo_are_near_to_what_it_decodes():
+    settings = load_preset("demo", prompt="any")
+    weights = packaged_demo() / settings.files.vae
+    colours = PreviewMap.of_json(json.loads(demo_map_file().read_text()))
+    with torch.inference_mode():
+        vae = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
+        clip = SceneClip(seed=2, number=0, held_out=True).render(size=64, num_frames=5, fps=12)
+        latents_1CTHW = vae.encode((torch.from_numpy(clip) / 127.5 - 1).permute(3, 0, 1, 2)[None])
+        decoded_THWC = to_uint8(vae.decode(latents_1CTHW)[0])
+    small_THWC = to_uint8(fit_frames(decoded_THWC, height=16, width=16, picture=True))
+    shown_THWC = colours.frames(latents_1CTHW[0])
+    assert shown_THWC.shape == (2, 16, 16, 3)
+    # The second latent frame is of four frames, of which it shows the mean.
+    expected = torch.stack([small_THWC[0], small_THWC[1:].float().mean(0).round().to(torch.uint8)])
+    grey = torch.full_like(expected, int(expected.float().mean()))
+    assert psnr_db(shown_THWC, expected) > psnr_db(grey, expected) + 4
+
+
+@pytest.mark.slow
+def test_the_map_of_the_demo_is_that_of_its_weights(monkeypatch):
+    monkeypatch.undo()  # the sizes of a small fit
+    settings = load_preset("demo", prompt="any")
+    weights = packaged_demo() / settings.files.vae
+    with torch.inference_mode():
+        vae = load_autoencoder(settings.vae, weights, device=torch.device("cpu"), dtype=torch.float32)
+        fitted = fit_preview_map(vae)
+    shipped = PreviewMap.of_json(json.loads(demo_map_file().read_text()))
+    torch.testing.assert_close(fitted.weights_C3, shipped.weights_C3, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(fitted.bias_3, shipped.bias_3, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"schema": "osora.preview-map/2", "weights": [[0, 0, 0]], "bias": [0, 0, 0]},
+        {"schema": "osora.preview-map/1", "weights": [[0, 0]], "bias": [0, 0, 0]},
+        {"schema": "osora.preview-map/1", "weights": "none", "bias": [0, 0, 0]},
+        {"schema": "osora.preview-map/1", "weights": [[0, 0, float("nan")]], "bias": [0, 0, 0]},
+    ],
+)
+def test_nonsense_is_no_map(document):
+    assert PreviewMap.of_json(document) is None
