@@ -72,6 +72,8 @@ def generate(
     motion_score: options.MotionScore = None,
     steps: options.Steps = None,
     stop_at: options.StopAt = None,
+    explore: options.Explore = None,
+    explore_steps: options.ExploreSteps = None,
     guidance_scale: options.GuidanceScale = None,
     image_guidance_scale: options.ImageGuidanceScale = None,
     seed: options.Seed = None,
@@ -138,6 +140,8 @@ def generate(
     _check_prompt(prompt, prompt_text)
     if shard is not None and prompts is None:
         raise RequestError("--shard has no effect without --prompts: drop it")
+    if explore is not None or explore_steps is not None:
+        _check_explored(typed)
     if prompts is not None:
         for option, value in (
             ("PROMPT", prompt),
@@ -160,6 +164,12 @@ def generate(
         flags = {name: typed[name] for name in FLAGS if typed[name] is not False}
         source, words = ("PROMPT", prompt) if prompt_text is None else ("--prompt-text", prompt_text)
         named = {} if words is None else {"prompt": Given(words, source)}
+        if explore is not None:
+            named |= {
+                "output.explore": Given(True, "--explore"),
+                "sampling.num_samples": Given(explore, "--explore"),
+                "sampling.stop_at": Given(explore_steps, "--explore-steps"),
+            }
         request = generate_request(
             named | given_flags(flags, called=option_of),
             assignments=set_ or [],
@@ -171,6 +181,15 @@ def generate(
             _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
         else:
             _run_rows(request, prompts, shard, dry_run=dry_run, as_json=json_, quiet=quiet)
+
+
+def _check_explored(typed: Mapping[str, Any]) -> None:
+    for missing, there in (("explore", "explore_steps"), ("explore_steps", "explore")):
+        if typed[missing] is None:
+            raise RequestError(f"--{there.replace('_', '-')} needs --{missing.replace('_', '-')}: give both, or none")
+    for name in ("prompts", "from_latents", "resume", "stop_at", "num_samples", "profile"):
+        if typed[name]:
+            raise RequestError(f"--{name.replace('_', '-')} cannot go with --explore: drop one of them")
 
 
 def _check_prompt(prompt: str | None, prompt_text: str | None) -> None:

@@ -140,6 +140,26 @@ StopAt = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+Explore = Annotated[
+    int | None,
+    typer.Option(
+        "--explore",
+        metavar="K",
+        min=1,
+        help="Begin K seeds and leave a sheet with a preview of each; --resume finishes those that you choose.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+ExploreSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--explore-steps",
+        metavar="N",
+        min=1,
+        help="Steps of each seed that --explore begins.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 GuidanceScale = Annotated[
     float | None, typer.Option("--guidance-scale", metavar="X", help="Weight of the prompt.", rich_help_panel=_SAMPLING)
 ]

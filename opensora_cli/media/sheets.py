@@ -1,8 +1,16 @@
 """Several pictures on one: the frames of a clip side by side, and many clips on a sheet."""
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from PIL import Image, ImageDraw
 
 _STRIP_FRAMES = 3
+_GAP, _LABEL_HEIGHT = 8, 16
+_EMPTY_SIZE = (64, 192)
+_BACKGROUND, _LETTERS = (32, 32, 32), (240, 240, 240)
 
 
 def enlarged(frames_THWC: torch.Tensor, *, longest_side: int) -> torch.Tensor:
@@ -21,3 +29,23 @@ def film_strip(frames_THWC: torch.Tensor) -> torch.Tensor:
     count = len(frames_THWC)
     chosen = torch.linspace(0, count - 1, min(count, _STRIP_FRAMES)).round().long()
     return torch.cat([*frames_THWC[chosen]], dim=1)
+
+
+def contact_sheet(cells: Sequence[tuple[str, torch.Tensor | None]]) -> torch.Tensor:
+    """Return pictures, uint8 RGB (H, W, 3) of one size, row by row on about a square, each below its label.
+
+    Where a picture is missing, its place is empty. At least one cell.
+    """
+    sizes = [tuple(picture_HWC.shape[:2]) for _, picture_HWC in cells if picture_HWC is not None] or [_EMPTY_SIZE]
+    height, width = (max(size[axis] for size in sizes) for axis in range(2))
+    cell_height, cell_width = height + _LABEL_HEIGHT + _GAP, width + _GAP
+    columns = max(1, min(len(cells), round(math.sqrt(len(cells) * cell_height / cell_width))))
+    rows = math.ceil(len(cells) / columns)
+    sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    for index, (label, picture_HWC) in enumerate(cells):
+        left, top = _GAP + index % columns * cell_width, _GAP + index // columns * cell_height
+        draw.text((left, top), label, fill=_LETTERS)
+        if picture_HWC is not None:
+            sheet.paste(Image.fromarray(picture_HWC.numpy()), (left, top + _LABEL_HEIGHT))
+    return torch.from_numpy(np.array(sheet))

@@ -38,6 +38,15 @@ class OutputSettings(Section):
         description="steps after which what is predicted by then is shown in the terminal, and kept as "
         "NAME.preview.gif; none: never",
     )
+    explore: bool = Field(
+        default=False,
+        description="leave drafts of all samples, stopped early and not decoded, and a sheet with a preview of each",
+    )
+
+    @property
+    def makes_previews(self) -> bool:
+        """Whether what is predicted on the way is shown and kept."""
+        return self.preview_every is not None or self.explore
 
     @property
     def named_format(self) -> OutputFormat | None:
@@ -60,6 +69,8 @@ class OutputSettings(Section):
             raise ValueError(
                 f"output.save_state_every={self.save_state_every} has no effect with output.save_latents=false: drop it"
             )
+        if self.explore and not self.save_latents:
+            raise ValueError("output.explore=true leaves latents to go on from: drop output.save_latents=false")
         if PurePath(self.path).suffix.lower().removeprefix(".") in _FOREIGN_ENDINGS:
             raise ValueError(
                 f"output.path={self.path} must end in {either([f'.{known}' for known in OutputFormat])} to be a file: "

@@ -315,3 +315,35 @@ def chatter(reporter: Reporter) -> None:
     with reporter.stage("denoise", total=2, unit="steps") as stage:
         stage.advance()
         stage.advance()
+
+
+def test_exploring_is_samples_that_stop_early(engine: FakeEngine) -> None:
+    settings = settings_of(engine, "raining, sea", "--explore", "6", "--explore-steps", "8")
+    assert (settings.output.explore, settings.sampling.num_samples, settings.sampling.stop_at) == (True, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--explore", "6"], "--explore needs --explore-steps: give both, or none"),
+        (["--explore-steps", "8"], "--explore-steps needs --explore: give both, or none"),
+        (["--explore", "6", "--explore-steps", "50"], "sampling.stop_at=50 must be less than"),
+        *(
+            (["--explore", "6", "--explore-steps", "8", *other], f"{other[0]} cannot go with --explore")
+            for other in (
+                ["--stop-at", "8"],
+                ["--num-samples", "2"],
+                ["--resume", "a.latents.safetensors"],
+                ["--from-latents", "a.latents.safetensors"],
+                ["--prompts", "prompts.txt"],
+                ["--profile"],
+            )
+        ),
+    ],
+)
+def test_contradictions_of_exploring_are_refused(
+    engine: FakeEngine, args: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "raining, sea", *args]) == 2
+    assert problem in capsys.readouterr().err
+    assert engine.settings is None

@@ -117,7 +117,7 @@ def _digest(template: GenerateSettings) -> str:
     """Return the hash of what decides the results of all rows of a shape."""
     places = ("prompt", "negative_prompt", "files", "memory", "parallel", "runtime", "refine")
     values = {key: value for key, value in template.model_dump(mode="json").items() if key not in places}
-    for name in ("path", "overwrite", "save_latents", "save_state_every", "preview_every"):
+    for name in ("path", "overwrite", "save_latents", "save_state_every", "preview_every", "explore"):
         values["output"].pop(name)
     values["sampling"].pop("seed")
     values["condition"].pop("references")
@@ -186,6 +186,8 @@ def _shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter
                 f"--prompts makes videos on one device, and {parallel.world_size} are asked for",
                 hint="start osora once for each GPU, with --devices 0 --shard 1/2, --devices 1 --shard 2/2 and so on",
             )
+        if shape.template.output.explore:
+            raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
         find_weights(shape.template).require(needed_components(shape.template))
     return shapes, failures
 

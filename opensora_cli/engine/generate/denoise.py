@@ -59,7 +59,8 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
                 hint="change neither size, length nor model when going on from latents",
             )
         stop, steps = plan.settings.sampling.stop_at, sample.saved_steps
-        if stop is not None and not plan.decodes_only and (steps is None or steps >= stop):
+        keeps = plan.decodes_only or plan.settings.output.explore
+        if stop is not None and not keeps and (steps is None or steps >= stop):
             after = "all steps" if steps is None else f"step {steps}"
             raise RequestError(
                 f"sampling.stop_at={stop} is over: {sample.saved} was saved after {after}",
@@ -180,7 +181,9 @@ class _Saver:
         """Save latents after so many steps, None: all."""
         if self._path is None:
             return
-        settings = sample_settings(self._plan, self._sample).replace({"sampling.stop_at": None})
+        settings = sample_settings(self._plan, self._sample).replace(
+            {"sampling.stop_at": None, "output.explore": False}
+        )
         request = self._sample.request_sha256
         with self._record.keeping(self._path, is_begun=steps is not None):
             save_latents(self._path, latents_CTHW, settings, request_sha256=request, steps=steps)

@@ -1,5 +1,6 @@
 """What `osora generate` returns: its plan with `--dry-run`, else its result."""
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.decode import GeneratedVideo
 from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
 from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
-from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.targets import SampleFiles, sheet_path
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.generate import GenerateSettings
@@ -63,6 +64,13 @@ class PlannedFile(Document):
     """The settings beside it; none where no metadata is wanted."""
     made_before: bool
     """Whether it is there already, from the same request, and stays."""
+
+    @classmethod
+    def of(cls, sample: SampleFiles, *, is_draft: bool) -> "PlannedFile":
+        """Return what a sample becomes: a result, or the latents of a draft."""
+        if is_draft and sample.latents is not None and not sample.made_before:
+            return cls(path=sample.latents, sidecar=None, made_before=False)
+        return cls(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
 
 
 class PlanDocument(Document):
@@ -110,6 +118,8 @@ class PlanDocument(Document):
     loras: tuple[PlannedLora, ...]
     missing_weights: tuple[str, ...]
     outputs: tuple[PlannedFile, ...]
+    sheet: Path | None
+    """With a preview of each seed that is explored; None: none is."""
     picture: "PlanDocument | None"
     """Of the picture that is made first, and given; None: none is."""
     settings: GenerateSettings
@@ -173,10 +183,8 @@ class PlanDocument(Document):
             missing_weights=tuple(
                 name for component in plan.components for name in plan.weights.missing.get(component, ())
             ),
-            outputs=tuple(
-                PlannedFile(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
-                for sample in files
-            ),
+            outputs=tuple(PlannedFile.of(sample, is_draft=settings.output.explore) for sample in files),
+            sheet=sheet_path(files[0].target) if settings.output.explore and files else None,
             picture=None if plan.picture is None else cls.of(plan.picture, files=pictures),
             settings=settings,
             plan=plan,
@@ -234,6 +242,8 @@ class PlanDocument(Document):
             yield f"{'keeps' if file.made_before else 'writes':<10}{names}"
         if len(self.outputs) > _LISTED_FILES:
             yield f"writes    and so on, up to {self.outputs[-1].path}"
+        if self.sheet is not None:
+            yield f"writes    {self.sheet}"
 
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""
@@ -248,12 +258,33 @@ def reread_line(plan: ExecutionPlan) -> str | None:
     return f"{size} of the file are read again in each evaluation: the page cache has no room for them"
 
 
+class Draft(Document):
+    """A sample that was begun."""
+
+    seed: int
+    state: Path
+    """Latents to go on from."""
+    steps: int | None
+    """That these have been through; None: all."""
+    preview: Path | None
+    """An animation of what was predicted last; None: there is none."""
+
+    def line(self) -> str:
+        """Return the command that finishes it."""
+        option = "--from-latents" if self.steps is None else "--resume"
+        return f"osora generate {option} {shlex.quote(str(self.state))}  # seed {self.seed}"
+
+
 class GenerateResult(Document):
     """What a run made, and what it took; `--from` makes it again from this document."""
 
     SCHEMA = SIDECAR_SCHEMA
 
     videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
+    drafts: tuple[Draft, ...] | None = None
+    """Of seeds that were explored; else left out."""
+    sheet: Path | None = None
+    """With a preview of each of them; left out where there is none."""
     model: ModelName
     device: str
     model_evaluations: int
@@ -278,8 +309,12 @@ class GenerateResult(Document):
         return {**document, "settings": used_settings(self.settings)}
 
     def lines(self) -> list[str]:
-        """Return the path of every result, and the times if they were asked for."""
-        return [*(str(video.path) for video in self.videos), *(self.profile.lines() if self.profile else ())]
+        """Return the path of every result, what finishes each draft, and the times if they were asked for."""
+        return [
+            *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
+            *(draft.line() for draft in self.drafts or ()),
+            *(self.profile.lines() if self.profile else ()),
+        ]
 
 
 class FailedRow(Document):

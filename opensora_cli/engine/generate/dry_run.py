@@ -52,7 +52,7 @@ def plan_generation(
     warn_about_planned_prompts(plan, reporter)
     for line in filter(None, (plan.size_note, plan.fitting.ignored)):
         reporter.note(line)
-    if settings.output.preview_every is not None and plan.weights.complete and known_map(plan) is None:
+    if settings.output.makes_previews and plan.weights.complete and known_map(plan) is None:
         reporter.note(f"previews: {fitting_line(plan)}")
     return plan
 

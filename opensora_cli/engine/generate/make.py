@@ -119,7 +119,32 @@ def make_videos(
         OutputError: latents or a result cannot be written.
         HardwareError: out of memory.
     """
-    denoised = dict(saved or {})
+    denoised, given = denoised_samples(
+        plan, files, references, models, record, saved=saved or {}, embeds=embeds, ranks=ranks
+    )
+    videos: list[V] = []
+    for samples, references in given:
+        latents = [denoised[sample.index] for sample in samples]
+        videos += decode_samples(plan, samples, latents, references, models, record, finish=finish, ranks=ranks)
+    return tuple(videos)
+
+
+def denoised_samples(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    references: Sequence[Reference],
+    models: LoadedModels,
+    record: RunRecord,
+    *,
+    saved: Mapping[int, DenoisedSample],
+    embeds: PromptEmbeds | None,
+    ranks: Ranks | None,
+) -> tuple[dict[int, DenoisedSample], list[tuple[Sequence[SampleFiles], Sequence[Reference]]]]:
+    """Do the stages before decoding; return the samples by index, and which of them are given what.
+
+    Arguments and errors are those of `make_videos`.
+    """
+    denoised = dict(saved)
     begun = {
         sample.index: denoised.pop(sample.index).latents_CTHW for sample in files if sample.saved_steps is not None
     }
@@ -141,15 +166,11 @@ def make_videos(
                 plan, rest, embeds, reference, models, record, begun=begun, previews=previews, ranks=ranks
             )
             denoised |= {sample.index: latents for sample, latents in zip(rest, made, strict=True)}
-    videos: list[V] = []
-    for samples, references in given:
-        latents = [denoised[sample.index] for sample in samples]
-        videos += decode_samples(plan, samples, latents, references, models, record, finish=finish, ranks=ranks)
-    return tuple(videos)
+    return denoised, given
 
 
 def _previews(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> Previews | None:
-    if plan.settings.output.preview_every is None:
+    if not plan.settings.output.makes_previews:
         return None
     colours = preview_map(plan, models, record)
     return None if colours is None else Previews(plan, colours, record)

@@ -39,6 +39,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "output.last_frame": False,
         "output.save_state_every": None,
         "output.preview_every": None,
+        "output.explore": False,
         "resume": None,
         "sampling.stop_at": None,
         # Ranks share it in another way than the video: there are fewer tokens, and a distilled model has no branches.

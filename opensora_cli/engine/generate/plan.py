@@ -418,7 +418,7 @@ def _evaluations(settings: GenerateSettings, guidance: Guidance, mode: Condition
 
     if settings.from_latents is not None:
         return 0
-    return left(steps_done) - (0 if stop is None else left(stop))
+    return max(0, left(steps_done) - (0 if stop is None else left(stop)))
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:

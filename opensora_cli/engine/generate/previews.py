@@ -1,6 +1,7 @@
 """Previews: what is predicted while a video is denoised, shown in the terminal and kept beside it."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -13,12 +14,14 @@ from opensora_cli.media.pictures import png_bytes
 from opensora_cli.media.sheets import enlarged, film_strip
 from opensora_cli.media.write import MediaFormat, write_media
 
+T = TypeVar("T")
+
 _GIF_SIDE = 256
 """Pixels of the longer side, at most, unless there are more latents."""
 
 
 class Previews:
-    """Shows and keeps previews after every few steps, as `output.preview_every` asks for.
+    """Shows and keeps previews after every few steps, as `output.preview_every` asks for, and of a draft at its end.
 
     What fails is a warning once, and then left out: no video is lost for it.
     """
@@ -29,10 +32,14 @@ class Previews:
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
         """Show and keep what the latents of a sample are predicted to be after so many steps, if it is time."""
-        every = self._plan.settings.output.preview_every
-        if every is None or steps % every:
+        settings = self._plan.settings
+        every = settings.output.preview_every
+        ends_draft = settings.output.explore and steps == settings.sampling.stop_at
+        if not ends_draft and (every is None or steps % every):
             return
-        frames_THWC = self._map.frames(predicted_CTHW())
+        frames_THWC = self._tried("made", lambda: self._map.frames(predicted_CTHW()))
+        if frames_THWC is None:
+            return
         label = f"preview of seed {sample.seed} after step {steps} of {len(self._plan.timesteps) - 1}"
         self._tried("kept", lambda: self._keep(frames_THWC, sample))
         self._tried("shown", lambda: self._record.reporter.picture(png_bytes(film_strip(frames_THWC)), label))
@@ -43,11 +50,12 @@ class Previews:
         path = preview_path(sample.target)
         write_media([enlarged(frames_THWC, longest_side=_GIF_SIDE)], path, fps=fps, format=MediaFormat.GIF)
 
-    def _tried(self, what: str, action: Callable[[], object]) -> None:
+    def _tried(self, what: str, action: Callable[[], T]) -> T | None:
         if what in self._failed:
-            return
+            return None
         try:
-            action()
+            return action()
         except (OsoraError, OSError, RuntimeError, ValueError) as error:
             self._failed.add(what)
             self._record.reporter.warn(f"previews are not {what} any more: {error}")
+            return None

@@ -20,6 +20,7 @@ from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, save
 from opensora_cli.engine.generate.denoise import DenoisedSample, saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
+from opensora_cli.engine.generate.explore import drafts_of, is_made, make_drafts, write_sheet
 from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
@@ -168,6 +169,8 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     settings, choice = resolve_generate_settings(request, reporter=reporter)
     if settings.resume is not None:
         raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
+    if settings.output.explore:
+        raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     settings = settings.replace({"picture.save": False})
     run = Run(reporter=reporter, origins=Origins(choice, source_of(request, "runtime.threads")), models=models)
     plan = plan_here(completed(settings, reporter), models)
@@ -260,7 +263,8 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
             kept.append(GeneratedVideo.of_earlier_run(plan, sample))
         elif sample.saved is not None and plan.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            run.reporter.note(f"going on from latents of the same request: {sample.saved}{after}")
+            word = "kept:" if plan.settings.output.explore and is_made(plan, sample) else "going on from"
+            run.reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
     files = [sample for sample in chosen if not sample.made_before]
     if run.is_main:
         refuse_pictures(plan, files)
@@ -273,8 +277,11 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
         record = RunRecord(run.reporter, block_times=times)
         with run.lending() as models:
             videos = _saved_videos(plan, files, references, saved, models, record, run)
+    explores = plan.settings.output.explore
     return GenerateResult(
         videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
+        drafts=drafts_of(plan, files) if explores else None,
+        sheet=write_sheet(plan, chosen, run.reporter) if explores and run.is_main else None,
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
         model_evaluations=sum(
@@ -338,11 +345,14 @@ def _saved_videos(
     record: RunRecord,
     run: Run,
 ) -> tuple[GeneratedVideo, ...]:
-    """Make and save the videos; return the results."""
+    """Make and save the videos, or drafts of them; return the videos."""
     output = plan.settings.output
     # Without a sidecar nobody knows which request has made a result. Rank 0 alone keeps anything.
     may_repeat = output.metadata and not output.overwrite
     with record.rescue(files, may_repeat=may_repeat) if run.is_main else nullcontext():
+        if output.explore:
+            make_drafts(plan, files, references, saved, models, record, embeds=run.embeds, ranks=run.ranks)
+            return ()
         return make_videos(
             plan, files, references, models, record, finish=save, saved=saved, embeds=run.embeds, ranks=run.ranks
         )

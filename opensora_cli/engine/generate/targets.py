@@ -79,7 +79,7 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1) -> 
     else:
         target = named
     latents = target.with_name(f"{target.stem}{LATENTS_ENDING}")
-    if settings.sampling.stop_at is not None:
+    if settings.sampling.stop_at is not None and not output.explore:
         target = target.with_stem(f"{target.stem}_step{settings.sampling.stop_at}")
     media = media_path(target, format=kind, num_frames=settings.video.num_frames)
     keeps_latents = output.save_latents and settings.from_latents is None
@@ -103,6 +103,11 @@ def last_frame_path(video: Path) -> Path:
 def preview_path(target: Path) -> Path:
     """Return where the latest preview of a sample is kept."""
     return target.with_name(f"{target.stem}.preview.gif")
+
+
+def sheet_path(first: Path) -> Path:
+    """Return where the sheet of seeds that are explored is kept, by the result that the first of them would become."""
+    return first.with_name(f"{first.stem}.explore.png")
 
 
 class Claims:

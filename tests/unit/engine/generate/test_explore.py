@@ -1,0 +1,147 @@
+"""Seeds that are begun to choose from: drafts with a sheet, which go on to the bytes of a run without a pause."""
+
+import pytest
+from tiny_world import RecordingReporter, demo_settings, picture_first_settings
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.generate import preview_map
+from opensora_cli.engine.generate.documents import Draft, PlanDocument
+from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.run import generate, generate_from_request
+from opensora_cli.media.read import read_picture
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+STEPS, DRAFT = 3, 1
+NAMES = [f"raining-sea_seed{seed}" for seed in (42, 43)]
+SHEET = f"{NAMES[0]}.explore.png"
+EXPLORED = {
+    "sampling__num_inference_steps": str(STEPS),
+    "sampling__stop_at": str(DRAFT),
+    "sampling__num_samples": "2",
+    "output__explore": "true",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(preview_map, "_LEAST_CLIPS", 1)
+    monkeypatch.setattr(preview_map, "_LEAST_SIZE", 32)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def resume(state, reporter=None):
+    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume")})
+    return generate_from_request(request, reporter=reporter or RecordingReporter())
+
+
+def test_the_chosen_draft_goes_on_to_the_same_bytes(world, tmp_path):
+    out, reporter = tmp_path / "out", RecordingReporter()
+    settings = demo_settings(world, out, **EXPLORED)
+    result = generate(settings, reporter=reporter)
+    assert names(out) == sorted(
+        [SHEET, *(name + ending for name in NAMES for ending in (".latents.safetensors", ".preview.gif"))]
+    )
+    assert "decode" not in reporter.stages
+    assert result.model_evaluations == reporter.totals["denoise"] == 2 * 2 * DRAFT
+    assert result.sheet == out / SHEET
+    # Two strips of three frames, below each other.
+    assert read_picture(out / SHEET).shape == (8 + 2 * (256 + 16 + 8), 3 * 256 + 2 * 8, 3)
+    states = [out / f"{name}.latents.safetensors" for name in NAMES]
+    assert result.lines() == [
+        str(out / SHEET),
+        f"osora generate --resume {states[0]}  # seed 42",
+        f"osora generate --resume {states[1]}  # seed 43",
+    ]
+    document = result.to_json()
+    assert [(draft["seed"], draft["state"], draft["steps"]) for draft in document["drafts"]] == [
+        (42, str(states[0]), DRAFT),
+        (43, str(states[1]), DRAFT),
+    ]
+    assert (document["sheet"], document["outputs"]) == (str(out / SHEET), [])
+
+    finished = resume(states[1])
+    plain = {**EXPLORED, "sampling__seed": "43", "sampling__num_samples": "1"}
+    plain = {key: value for key, value in plain.items() if key not in ("sampling__stop_at", "output__explore")}
+    [whole] = generate(demo_settings(world, tmp_path / "whole", **plain)).videos
+    assert finished.videos[0].path == out / f"{NAMES[1]}.mp4"
+    assert finished.videos[0].path.read_bytes() == whole.path.read_bytes()
+    assert finished.model_evaluations == 2 * (STEPS - DRAFT)
+
+    # Again: what is explored is kept, and what is finished is no draft any more.
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    reporter = RecordingReporter()
+    again = generate(settings, reporter=reporter)
+    assert (again.model_evaluations, reporter.stages) == (0, [])
+    assert [draft.seed for draft in again.drafts] == [42]
+    assert [(video.seed, video.made_before) for video in again.videos] == [(43, True)]
+    assert f"kept: latents of the same request: {states[0]}, after step {DRAFT}" in reporter.notes
+    after = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert after.pop(SHEET) != before.pop(SHEET)  # which seed is finished
+    assert after == before
+
+
+def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
+    generate(demo_settings(world, tmp_path / "out", **{**EXPLORED, "sampling__num_samples": "1"}))
+    more = generate(demo_settings(world, tmp_path / "out", **EXPLORED))
+    assert more.model_evaluations == 2 * DRAFT
+    further = generate(demo_settings(world, tmp_path / "out", **{**EXPLORED, "sampling__stop_at": "2"}))
+    assert (further.model_evaluations, [draft.steps for draft in further.drafts]) == (4, [2, 2])
+    # What has come further than a draft stays as it is.
+    fewer = generate(demo_settings(world, tmp_path / "out", **EXPLORED))
+    assert (fewer.model_evaluations, [draft.steps for draft in fewer.drafts]) == (0, [2, 2])
+
+
+def test_named_files_and_pictures_made_first(world, tmp_path):
+    settings = picture_first_settings(world, tmp_path / "out" / "boat.mp4", **EXPLORED)
+    result = generate(settings)
+    assert names(tmp_path / "out") == [
+        "boat_000.explore.png",
+        *(f"boat_00{index}{ending}" for index in (0, 1) for ending in (".latents.safetensors", ".preview.gif")),
+    ]
+    assert resume(result.drafts[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
+
+
+def test_a_sheet_that_cannot_be_written_loses_no_draft(world, tmp_path):
+    (tmp_path / "out" / SHEET).mkdir(parents=True)
+    reporter = RecordingReporter()
+    result = generate(demo_settings(world, tmp_path / "out", **EXPLORED), reporter=reporter)
+    assert result.sheet is None
+    assert [draft.state.is_file() for draft in result.drafts] == [True, True]
+    assert any(warning.startswith("there is no sheet of the drafts: ") for warning in reporter.warnings)
+    assert "sheet" not in result.to_json()
+
+
+def test_a_plan_counts_the_steps_of_drafts(world, tmp_path):
+    plan = plan_generation(demo_settings(world, tmp_path, **EXPLORED), reporter=RecordingReporter())
+    document = PlanDocument.of(plan)
+    assert document.model_evaluations == 2 * 2 * DRAFT
+    assert document.lines()[-3:] == [
+        *(f"writes    {tmp_path / name}.latents.safetensors" for name in NAMES),
+        f"writes    {tmp_path / SHEET}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"sampling__stop_at": None}, "output.explore=true needs sampling.stop_at"),
+        ({"sampling__stop_at": str(STEPS)}, "must be less than sampling.num_inference_steps"),
+        ({"resume": "a.safetensors"}, "resume and from_latents go on with one: drop one of them"),
+        ({"output__save_latents": "false"}, "drop output.save_latents=false"),
+    ],
+)
+def test_contradictions_are_refused(world, tmp_path, changes, problem):
+    with pytest.raises(RequestError, match=problem):
+        demo_settings(world, tmp_path, **{**EXPLORED, **changes})
+
+
+def test_a_draft_whose_steps_are_all_done_is_only_decoded(tmp_path):
+    draft = Draft(seed=7, state=tmp_path / "a b.latents.safetensors", steps=None, preview=None)
+    assert draft.line() == f"osora generate --from-latents '{tmp_path}/a b.latents.safetensors'  # seed 7"
