@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opensora_cli.cli import errors, options, output
+from opensora_cli.cli import errors, keys, options, output
 from opensora_cli.cli.command import Command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.enums import ModelName
@@ -258,7 +258,10 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
     flags = [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
     if request.profiled_runs:
         flags += ["--profile", "--profile-runs", str(request.profiled_runs)]
-    with Pipeline.reporting_to(reporter, stay=False) as pipe:
+    with (
+        Pipeline.reporting_to(reporter, stay=False) as pipe,
+        keys.ended_by_q(reporter, wanted=context is None and not quiet),
+    ):
         result = pipe.run(request, context=context, rank_flags=flags)
     if result is not None and is_main:
         output.print_result(result, as_json=as_json)
@@ -288,7 +291,7 @@ def _run_rows(
         output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
-    with Pipeline.reporting_to(reporter, stay=True) as pipe:
+    with Pipeline.reporting_to(reporter, stay=True) as pipe, keys.ended_by_q(reporter, wanted=not quiet):
         result = pipe.run_rows(request, rows, shard=shard)
     output.print_result(result, as_json=as_json)
     result.require_whole()
