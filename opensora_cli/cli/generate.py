@@ -69,6 +69,7 @@ def generate(
     height: options.Height = None,
     num_frames: options.NumFrames = None,
     fps: options.Fps = None,
+    extend: options.Extend = None,
     motion_score: options.MotionScore = None,
     steps: options.Steps = None,
     stop_at: options.StopAt = None,

@@ -104,6 +104,15 @@ NumFrames = Annotated[
     ),
 ]
 Fps = Annotated[int | None, typer.Option("--fps", metavar="N", help="Frames per second.", rich_help_panel=_VIDEO)]
+Extend = Annotated[
+    int | None,
+    typer.Option(
+        "--extend",
+        metavar="N",
+        help="Make the video longer by N segments, each going on from the last frames of the one before.",
+        rich_help_panel=_VIDEO,
+    ),
+]
 MotionScore = Annotated[
     str | None,
     typer.Option(

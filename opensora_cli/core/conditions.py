@@ -97,6 +97,8 @@ _TABLE = (
 )
 CONDITION_MODES: dict[str, ConditionMode] = {mode.name: mode for mode in _TABLE}
 T2V = CONDITION_MODES["t2v"]
+CONTINUING = CONDITION_MODES["v2v_head"]
+"""How a segment of an extended video is given the last frames of the one before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,12 @@
 Rules that need no file and no hardware live here, so that `--dry-run` and the library see the same ones.
 """
 
-import re
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.attention_kinds import attention_problems
-from opensora_cli.core.conditions import CONDITION_MODES, Source
+from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, Source
 from opensora_cli.settings.base import Section, Words
 from opensora_cli.settings.components import (
     DOWNLOAD_COMMAND,
@@ -23,7 +22,6 @@ from opensora_cli.settings.components import (
 from opensora_cli.settings.condition import ConditionSettings
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import (
-    AspectRatio,
     DType,
     ModelChoice,
     ModelName,
@@ -34,52 +32,9 @@ from opensora_cli.settings.explain import either
 from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.picture import PictureSettings
 from opensora_cli.settings.prompts import PromptSuffixSettings, RefineSettings, with_asked_score
+from opensora_cli.settings.video import VideoSettings
 
-_RESOLUTION = re.compile(r"[1-9]\d*px?")
 MAX_SEED = 2**62
-
-
-class VideoSettings(Section):
-    """Shape of the video."""
-
-    resolution: str = Field(default="256px", description="pixel count: 256px is 256 x 256 pixels")
-    aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="width to height")
-    height: int | None = Field(
-        default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs width"
-    )
-    width: int | None = Field(
-        default=None, ge=1, le=16_384, description="pixels; wins over resolution, and needs height"
-    )
-    num_frames: int = Field(default=129, ge=1, description="frames; 1 makes a picture")
-    fps: int = Field(default=24, ge=1, le=240, description="frames per second")
-    resolutions: tuple[str, ...] = Field(
-        default=("256px", "768px"), min_length=1, description="resolutions the model has"
-    )
-    aspect_ratios: tuple[AspectRatio, ...] = Field(
-        default=tuple(AspectRatio), min_length=1, description="aspect ratios the model has"
-    )
-    max_frames: int = Field(default=129, ge=1, description="most frames the model has")
-    causal_lengths: bool = Field(
-        default=False,
-        description="count latent frames as if the autoencoder were causal, (num_frames - 1) // 4 + 1, as the "
-        "reference's published preset of high compression does: a video may then have any length, to which it is cut",
-    )
-
-    @field_validator("resolution")
-    @classmethod
-    def _resolution_is_a_size(cls, value: str) -> str:
-        if not _RESOLUTION.fullmatch(value):
-            meant = f": did you mean {value}px?" if value.isdigit() else ""
-            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p{meant}")
-        return value
-
-    @model_validator(mode="after")
-    def _height_with_width(self) -> Self:
-        if self.height is not None and self.width is None:
-            raise ValueError(f"video.height={self.height} must come with video.width: set both, or neither")
-        if self.width is not None and self.height is None:
-            raise ValueError(f"video.width={self.width} must come with video.height: set both, or neither")
-        return self
 
 
 class SamplingSettings(Section):
@@ -157,6 +112,20 @@ class GenerateSettings(Section):
         return (self.video.num_frames - 1) // self.vae.grid.time_compression_ratio + 1
 
     @property
+    def overlap(self) -> int:
+        """Frames that a segment of a video has from the one before it, where it is extended."""
+        grid = self.vae.grid
+        return self.condition.lengths.pixel_frames(
+            CONTINUING, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio
+        )
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the result, of all its segments."""
+        clip = self.video.num_frames
+        return clip - self.condition.seamless + self.video.extend * (clip - self.overlap)
+
+    @property
     def size_multiple(self) -> int:
         """What height and width must be multiples of: the side of one token, in pixels."""
         return self.vae.grid.spatial_compression_ratio * self.model.patch_size
@@ -171,6 +140,7 @@ class GenerateSettings(Section):
             *_seed_problems(self),
             *_stop_problems(self),
             *_condition_problems(self),
+            *_extension_problems(self),
             *_picture_problems(self),
             *_parallel_problems(self),
             *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
@@ -321,6 +291,39 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
             f"video.num_frames={settings.video.num_frames} leaves nothing to make, since condition.mode={mode.name} "
             f"gives {given} latent frames: use at least {shortest}"
             + (" or another mode" if shortest > settings.video.max_frames else "")
+        )
+    return problems
+
+
+def _extension_problems(settings: GenerateSettings) -> list[str]:
+    video, condition, count = settings.video, settings.condition, settings.video.extend
+    if not count:
+        return []
+    asked = f"video.extend={count}"
+    if video.num_frames == 1:
+        return [f"{asked} goes on with a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"]
+    if not settings.model.cond_embed:
+        return [f"{asked} needs a model that takes references (model.cond_embed=true): drop --extend"]
+    problems = []
+    grid = settings.vae.grid
+    if video.causal_lengths and not grid.is_causal:
+        problems.append(
+            f"{asked} gives frames that vae.kind={settings.vae.kind} cannot encode: use video.causal_lengths=false"
+        )
+    given = condition.lengths.latent_frames(CONTINUING, causal=grid.is_causal)
+    if given >= settings.num_latent_frames:
+        problems.append(
+            f"video.num_frames={video.num_frames} leaves no new frames to {asked}, which gives the last "
+            f"{settings.overlap} to the next segment: use at least {grid.num_frames(given + 1)}"
+        )
+    if condition.seamless:
+        problems.append(
+            f"condition.seamless=true leaves out the last frame, and {asked} goes on after it: drop one of them"
+        )
+    if settings.sampling.stop_at is not None:
+        problems.append(
+            f"sampling.stop_at={settings.sampling.stop_at} ends a run in its first segment, and {asked} makes more: "
+            "drop one of them"
         )
     return problems
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from opensora_cli.core.conditions import Length, Source, condition_mode
+from opensora_cli.core.conditions import CONTINUING, Length, Source, condition_mode
 from opensora_cli.settings.base import Section
 from opensora_cli.settings.enums import Compression, VAEKind
 from opensora_cli.settings.generate import GenerateSettings
@@ -33,6 +33,8 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     else:
         yield from (f"parallel.{name}" for name in type(settings.parallel).model_fields if name != "compression")
     yield from ("from_latents", "resume", "output.overwrite")
+    if not settings.video.extend:
+        yield "video.extend"
     if not settings.condition.seamless:
         yield "condition.seamless"
     if settings.sampling.stop_at is None:
@@ -94,12 +96,14 @@ def _unused_of_sampling(settings: GenerateSettings) -> Iterator[str]:
         yield "sampling.embedded_guidance"
     if not mode.needs_reference:
         yield from ("condition.references", "condition.fit")
+    modes = (mode, CONTINUING) if settings.video.extend else (mode,)
+    if not any(each.needs_reference for each in modes):
         yield from ("sampling.image_guidance_scale", "sampling.image_oscillation")
     if not mode.gives_pictures:
         yield "sampling.temporal_image_scaling"
     if mode.source is not Source.VIDEO:
         yield "condition.ref_fps"
-    if mode.length is not Length.VIDEO:
+    if all(each.length is not Length.VIDEO for each in modes):
         yield "condition.video_latent_frames"
     if mode.length is not Length.EASY:
         yield "condition.easy_latent_frames"

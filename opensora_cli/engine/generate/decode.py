@@ -5,9 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -63,6 +63,25 @@ class GeneratedVideo(Document):
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentFigures:
+    """What making one segment of an extended video took, and what came of the frames that it was given."""
+
+    seed: int
+    """Of its noise."""
+    start_frame: int
+    """The first of its own frames in the video."""
+    num_frames: int
+    """Of its own, those that it was given not included."""
+    denoise_s: float
+    """0 where its latents come from a file."""
+    decode_s: float
+    given_frames_psnr_db: float | None
+    """How well the given frames came back; None where none were given."""
+    brightness_shift: float
+    """Mean over the channels, of 255, by which its first own frame was shifted to follow the last of the one before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What making one sample took, and what came of what was given."""
 
@@ -72,10 +91,42 @@ class Figures:
     """As `hardware.peak_memory_gib`, of the run so far."""
     given_frames_psnr_db: float | None
     """How well the given frames came back; None where none were given."""
+    segments: tuple[SegmentFigures, ...] = ()
+    """Of a video that is extended."""
+
+
+class SampleFrames(Protocol):
+    """A sample whose frames come once, for `save` and `held.hold` to take."""
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """Of the whole sample."""
+
+    @property
+    def sample(self) -> SampleFiles:
+        """Its files."""
+
+    @property
+    def record(self) -> RunRecord:
+        """Of its run."""
+
+    @property
+    def latents(self) -> tuple[torch.Tensor, ...]:
+        """The latents_CTHW of each of its segments."""
+
+    def pieces(self) -> Generator[torch.Tensor]:
+        """Yield the frames (t, H, W, 3), uint8 on the CPU; once."""
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of `pieces` that decoding took so far."""
+
+    def figures(self) -> Figures:
+        """Return what is known once all pieces are there."""
 
 
 class Decoding:
-    """A sample that is being decoded."""
+    """A sample, or a segment of one, that is being decoded."""
 
     def __init__(
         self,
@@ -89,7 +140,7 @@ class Decoding:
         self.plan = plan
         self.sample = sample
         self.record = record
-        self._latents_CTHW, self._denoise_s = denoised.latents_CTHW, denoised.denoise_s
+        self.latents, self._denoise_s = (denoised.latents_CTHW,), denoised.denoise_s
         self._autoencoder = autoencoder
         self._psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
         self._decoded_s = record.timings_s.setdefault(DECODE, 0.0)
@@ -99,9 +150,7 @@ class Decoding:
         tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
         left = self.plan.num_frames
         with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            for piece_THWC in decode_latents(
-                self.plan, self._autoencoder, self._latents_CTHW, on_tile=progress.advance
-            ):
+            for piece_THWC in decode_latents(self.plan, self._autoencoder, self.latents[0], on_tile=progress.advance):
                 self._psnr.add(piece_THWC)
                 if left > 0:
                     yield piece_THWC[:left]
@@ -178,7 +227,7 @@ def _decode_for_rank_0(
             progress.advance()
 
 
-def save(decoding: Decoding) -> GeneratedVideo:
+def save(decoding: SampleFrames) -> GeneratedVideo:
     """Write a result, each piece of it as soon as it is decoded, and its sidecar; both or neither.
 
     Then the latents that were saved for it are removed.
@@ -250,6 +299,7 @@ def write_video(
             timings_s=known.timings_s,
             peak_memory_gib=known.peak_memory_gib,
             given_frames_psnr_db=known.given_frames_psnr_db,
+            segments=[asdict(segment) for segment in known.segments],
         )
 
     write_media(

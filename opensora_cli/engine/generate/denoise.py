@@ -1,5 +1,6 @@
 """From embeddings, references and noise to the latents of every sample."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,17 @@ class DenoisedSample:
     """On the CPU."""
     denoise_s: float
     """Seconds; 0 where they come from a file."""
+    before: tuple[torch.Tensor, ...] = ()
+    """The latents of the segments before, which are complete, of a video that is extended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The extended video that a segment is made for."""
+
+    plan: ExecutionPlan
+    before: tuple[torch.Tensor, ...]
+    """The latents of the segments that are complete."""
 
 
 def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
@@ -47,12 +59,13 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
     for sample in files:
         if sample.saved is None:
             continue
-        if ranks is None:
-            latents_CTHW = open_latents(sample.saved).read()
-        else:
-            read = [open_latents(sample.saved).read()] if ranks.is_main else None
-            [latents_CTHW] = agreed_tensors(read, device=ranks.device)
-        if tuple(latents_CTHW.shape) != plan.latent_shape:
+        segments: Sequence[torch.Tensor] = ()
+        if ranks is None or ranks.is_main:
+            segments = open_latents(sample.saved).read_segments()
+        if ranks is not None:
+            segments = agreed_tensors(segments, device=ranks.device)
+        *before, latents_CTHW = segments
+        if any(tuple(each.shape) != plan.latent_shape for each in segments):
             raise RequestError(
                 f"{sample.saved} holds latents of {tuple(latents_CTHW.shape)}, and the settings ask for "
                 f"{plan.latent_shape}",
@@ -66,12 +79,15 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
                 f"sampling.stop_at={stop} is over: {sample.saved} was saved after {after}",
                 hint="go on without --stop-at, or stop later",
             )
-        if sample.saved_steps is not None and not 0 < sample.saved_steps < len(plan.timesteps) - 1:
+        steps = plan.num_steps if sample.saved_steps is None else sample.saved_steps
+        is_begun = 0 < steps < plan.num_steps
+        if is_begun is (sample.saved_steps is None) or len(segments) != math.ceil(steps / (len(plan.timesteps) - 1)):
             raise CheckpointError(
-                f"{sample.saved} was saved after step {sample.saved_steps} of {len(plan.timesteps) - 1}",
+                f"{sample.saved} was saved after step {steps} of {plan.num_steps}"
+                + (f", and has {len(segments)} segments" if len(segments) > 1 else ""),
                 hint="remove it, and start again",
             )
-        samples[sample.index] = DenoisedSample(latents_CTHW, denoise_s=0.0)
+        samples[sample.index] = DenoisedSample(latents_CTHW, denoise_s=0.0, before=tuple(before))
     return samples
 
 
@@ -86,12 +102,14 @@ def denoise_samples(
     begun: Mapping[int, torch.Tensor] = _NOTHING,
     previews: Previews | None = None,
     ranks: Ranks | None = None,
+    whole: Whole | None = None,
 ) -> list[DenoisedSample]:
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
     Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What ends early is saved
     as it is. `previews` are given what each step predicts; None: nobody looks. `ranks` share the work; references and
-    files are rank 0's. None: there is only this one.
+    files are rank 0's. None: there is only this one. `whole` is the video of which `plan` is a segment; None: it is all
+    of it.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -113,7 +131,7 @@ def denoise_samples(
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
             for sample in missing:
                 start = time.perf_counter()
-                saver = _Saver(plan, sample, record, ranks)
+                saver = _Saver(whole or Whole(plan, ()), sample, record, ranks)
 
                 def predicted(
                     steps: int, latents_1CTHW: Callable[[], torch.Tensor], sample: SampleFiles = sample
@@ -127,7 +145,7 @@ def denoise_samples(
                         evaluate,
                         embeds,
                         reference_latents,
-                        seed=sample.seed,
+                        seed=sample.noise_seed,
                         begun_CTHW=begun.get(sample.index),
                         steps_done=sample.saved_steps or 0,
                         ranks=ranks,
@@ -147,8 +165,8 @@ def denoise_samples(
 class _Saver:
     """Saves the latents of a sample: those of the end, or of a step from which they go on."""
 
-    def __init__(self, plan: ExecutionPlan, sample: SampleFiles, record: RunRecord, ranks: Ranks | None) -> None:
-        self._plan, self._sample, self._record = plan, sample, record
+    def __init__(self, whole: Whole, sample: SampleFiles, record: RunRecord, ranks: Ranks | None) -> None:
+        self._plan, self._before, self._sample, self._record = whole.plan, whole.before, sample, record
         self._path = sample.latents if ranks is None or ranks.is_main else None
         self._has_others = ranks is not None
         self._last: tuple[int, torch.Tensor] | None = None
@@ -178,15 +196,18 @@ class _Saver:
             raise
 
     def save(self, latents_CTHW: torch.Tensor, *, steps: int | None = None) -> None:
-        """Save latents after so many steps, None: all."""
+        """Save latents after so many steps of their segment, None: all."""
         if self._path is None:
             return
+        of_segment = len(self._plan.timesteps) - 1
+        done = len(self._before) * of_segment + (of_segment if steps is None else steps)
+        steps = None if steps is None and done == self._plan.num_steps else done
         settings = sample_settings(self._plan, self._sample).replace(
             {"sampling.stop_at": None, "output.explore": False}
         )
         request = self._sample.request_sha256
         with self._record.keeping(self._path, is_begun=steps is not None):
-            save_latents(self._path, latents_CTHW, settings, request_sha256=request, steps=steps)
+            save_latents(self._path, latents_CTHW, settings, request_sha256=request, steps=steps, before=self._before)
 
     def _save_last(self) -> None:
         if self._last is None:

@@ -122,6 +122,8 @@ class PlanDocument(Document):
     """With a preview of each seed that is explored; None: none is."""
     picture: "PlanDocument | None"
     """Of the picture that is made first, and given; None: none is."""
+    extension: "PlanDocument | None"
+    """Of each segment after the first, where the video is extended; None: it is not."""
     settings: GenerateSettings
     plan: InstanceOf[ExecutionPlan] = Field(exclude=True, repr=False)
 
@@ -147,7 +149,7 @@ class PlanDocument(Document):
             text_tokens=settings.text.t5_max_length,
             num_inference_steps=len(plan.timesteps) - 1,
             timesteps=plan.timesteps,
-            model_evaluations=plan.evaluations_per_sample * plan.num_samples,
+            model_evaluations=plan.model_evaluations * plan.num_samples,
             latents_gib=plan.latent_bytes / GIB,
             stages=tuple(
                 PlannedStage(
@@ -186,6 +188,7 @@ class PlanDocument(Document):
             outputs=tuple(PlannedFile.of(sample, is_draft=settings.output.explore) for sample in files),
             sheet=sheet_path(files[0].target) if settings.output.explore and files else None,
             picture=None if plan.picture is None else cls.of(plan.picture, files=pictures),
+            extension=None if plan.continuation is None else cls.of(plan.continuation, files=()),
             settings=settings,
             plan=plan,
         )
@@ -208,6 +211,7 @@ class PlanDocument(Document):
             *([f"first     a picture of {plan.picture.what}"] if plan.picture is not None else []),
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
             f"{self.model_evaluations} model evaluations",
+            *([f"extend    {self._extension()}"] if self.extension is not None else []),
             f"memory    {memory}",
             *([f"mapped    {mapped}: weights that are read from their files"] if (mapped := self._mapped()) else []),
             *([f"read      {again}"] if (again := reread_line(plan)) else []),
@@ -230,6 +234,14 @@ class PlanDocument(Document):
         if self.num_frames == 1:
             return f"picture   {size}"
         return f"video     {size}, {self.num_frames} frames at {self.fps} fps"
+
+    def _extension(self) -> str:
+        segments, settings = self.plan.segments, self.settings
+        clip, overlap = settings.video.num_frames, settings.overlap
+        return (
+            f"{len(segments)} segments of {clip} frames, the last {overlap} of each given to the next: "
+            f"{self.num_frames} frames"
+        )
 
     def _mapped(self) -> str:
         sizes = ((stage.name, stage.mapped_bytes) for stage in self.plan.stages)

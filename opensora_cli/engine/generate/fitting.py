@@ -1,7 +1,7 @@
 """What is given up to fit a generation into the memory of its device: estimated, chosen, and chosen again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
@@ -34,10 +34,18 @@ class Fitting:
     parameters: Mapping[Component, int]
     files: Mapping[Component, FileWeights] | None
     """On a CPU, what is computed with where it is mapped."""
+    held_bytes: int = 0
+    """Of the host's memory, for frames that are there beside every stage."""
 
     @classmethod
     def of(
-        cls, settings: GenerateSettings, *, hardware: Hardware, weights: WeightFiles, sizes: GenerationSizes
+        cls,
+        settings: GenerateSettings,
+        *,
+        hardware: Hardware,
+        weights: WeightFiles,
+        sizes: GenerationSizes,
+        held_bytes: int = 0,
     ) -> "Fitting":
         """Look at the headers of the weights; a RequestError if sizes contradict each other."""
         parameters = count_parameters(settings, weights)
@@ -45,7 +53,13 @@ class Fitting:
         if hardware.device.type == "cpu":
             files = file_weights(settings, weights, parameters, hardware.dtype)
         return cls(
-            settings=settings, hardware=hardware, weights=weights, sizes=sizes, parameters=parameters, files=files
+            settings=settings,
+            hardware=hardware,
+            weights=weights,
+            sizes=sizes,
+            parameters=parameters,
+            files=files,
+            held_bytes=held_bytes,
         )
 
     @property
@@ -84,7 +98,7 @@ class Fitting:
 
     def estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
         """Return what each stage needs with an offload."""
-        return estimate_generation(
+        stages = estimate_generation(
             self.settings,
             sizes=self.sizes,
             dtype=self.hardware.dtype,
@@ -94,6 +108,8 @@ class Fitting:
             text_folders=self.weights.paths,
             files=self.files,
         )
+        held = self.held_bytes if self.hardware.device.type == "cpu" else 0
+        return tuple(replace(stage, data_bytes=stage.data_bytes + held) for stage in stages)
 
     def choose(self, budget_bytes: int) -> OffloadPlan:
         """Return the offload that gives up least of what fits; where nothing fits, the one that needs least."""

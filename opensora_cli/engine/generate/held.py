@@ -8,9 +8,9 @@ from os import PathLike, fspath
 import torch
 
 from opensora_cli.engine.generate.decode import (
-    Decoding,
     Figures,
     GeneratedVideo,
+    SampleFrames,
     report_given_frames,
     write_video,
 )
@@ -76,7 +76,7 @@ class HeldVideo:
         )
 
 
-def hold(decoding: Decoding, *, request_sha256: Callable[[int, str], str]) -> HeldVideo:
+def hold(decoding: SampleFrames, *, request_sha256: Callable[[int, str], str]) -> HeldVideo:
     """Return a sample in memory, whose request `outputs.requests_of` has described before it was made."""
     frames_THWC = torch.cat([*decoding.pieces()])
     figures = decoding.figures()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,8 +16,8 @@ from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.decode import Decoding, decode_samples, write_video
-from opensora_cli.engine.generate.denoise import DenoisedSample, denoise_samples
+from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, write_video
+from opensora_cli.engine.generate.denoise import DenoisedSample, Whole, denoise_samples
 from opensora_cli.engine.generate.documents import reread_line
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import picture_files
@@ -25,6 +26,7 @@ from opensora_cli.engine.generate.preview_map import preview_map
 from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_to
+from opensora_cli.engine.generate.segments import Clip, Joined
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.text import encode_text
@@ -96,10 +98,11 @@ def make_videos(
     models: LoadedModels,
     record: RunRecord,
     *,
-    finish: Callable[[Decoding], V],
+    finish: Callable[[SampleFrames], V],
     saved: Mapping[int, DenoisedSample] | None = None,
     embeds: PromptEmbeds | None = None,
     ranks: Ranks | None = None,
+    whole: Whole | None = None,
 ) -> tuple[V, ...]:
     """Do every stage once, inside `computing`; return what `finish` makes of each sample, in the order of `files`.
 
@@ -113,14 +116,19 @@ def make_videos(
         saved: by index, the latents of samples whose `saved` is there: all steps or some are done already.
         embeds: of the prompts; None: they are encoded here.
         ranks: that share the work; None: there is only this one.
+        whole: the video of which this is a segment; None: it is all of it.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
         OutputError: latents or a result cannot be written.
         HardwareError: out of memory.
     """
+    if plan.continuation is not None:
+        return _extended(
+            plan, files, references, models, record, finish=finish, saved=saved or {}, embeds=embeds, ranks=ranks
+        )
     denoised, given = denoised_samples(
-        plan, files, references, models, record, saved=saved or {}, embeds=embeds, ranks=ranks
+        plan, files, references, models, record, saved=saved or {}, embeds=embeds, ranks=ranks, whole=whole
     )
     videos: list[V] = []
     for samples, references in given:
@@ -139,6 +147,7 @@ def denoised_samples(
     saved: Mapping[int, DenoisedSample],
     embeds: PromptEmbeds | None,
     ranks: Ranks | None,
+    whole: Whole | None = None,
 ) -> tuple[dict[int, DenoisedSample], list[tuple[Sequence[SampleFiles], Sequence[Reference]]]]:
     """Do the stages before decoding; return the samples by index, and which of them are given what.
 
@@ -163,7 +172,7 @@ def denoised_samples(
             if not rest:
                 continue
             made = denoise_samples(
-                plan, rest, embeds, reference, models, record, begun=begun, previews=previews, ranks=ranks
+                plan, rest, embeds, reference, models, record, begun=begun, previews=previews, ranks=ranks, whole=whole
             )
             denoised |= {sample.index: latents for sample, latents in zip(rest, made, strict=True)}
     return denoised, given
@@ -174,6 +183,67 @@ def _previews(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> P
         return None
     colours = preview_map(plan, models, record)
     return None if colours is None else Previews(plan, colours, record)
+
+
+def _extended(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    references: Sequence[Reference],
+    models: LoadedModels,
+    record: RunRecord,
+    *,
+    finish: Callable[[SampleFrames], V],
+    saved: Mapping[int, DenoisedSample],
+    embeds: PromptEmbeds | None,
+    ranks: Ranks | None,
+) -> tuple[V, ...]:
+    """Make extended videos, one sample after the other, and each segment by segment; see `make_videos`."""
+    if any(sample.index not in saved or sample.saved_steps is not None for sample in files):
+        embeds = embeds or text_embeds(plan, models, record)
+    parts = plan.segments
+    sharing = [ranks, _sharing(parts[-1], plan, ranks)]
+    videos = []
+    for sample in files:
+        joined, given = Joined(plan, sample, record), references
+        for number, part in enumerate(parts):
+            record.reporter.note(f"segment {number + 1} of {len(parts)}, seed {sample.seed}")
+            segment, latents = _of_segment(sample, number, saved.get(sample.index), steps=len(plan.timesteps) - 1)
+            clips = make_videos(
+                part,
+                [segment],
+                given,
+                models,
+                record,
+                finish=Clip.of,
+                saved={} if latents is None else {sample.index: latents},
+                embeds=embeds,
+                ranks=sharing[min(number, 1)],
+                whole=Whole(plan, joined.latents),
+            )
+            for clip in clips:  # rank 0's
+                joined.add(clip, segment.noise_seed)
+                given = references_to(parts[-1], joined.last_frames())
+            if ranks is not None:
+                models.release()  # rank 0 alone has decoded; see `_pictures`
+        if ranks is None or ranks.is_main:
+            videos.append(finish(joined))
+    return tuple(videos)
+
+
+def _of_segment(
+    sample: SampleFiles, number: int, saved: DenoisedSample | None, *, steps: int
+) -> tuple[SampleFiles, DenoisedSample | None]:
+    """Return a segment of a sample, and those of the latents that it has saved which are the segment's.
+
+    `steps` are those of one segment.
+    """
+    segment = replace(sample, segment=number, saved=None, saved_steps=None)
+    there = () if saved is None else (*saved.before, saved.latents_CTHW)
+    if number >= len(there):
+        return segment, None
+    done = steps if sample.saved_steps is None else sample.saved_steps - number * steps
+    segment = replace(segment, saved=sample.saved, saved_steps=done if done < steps else None)
+    return segment, DenoisedSample(there[number], denoise_s=0.0)
 
 
 def _pictures(
@@ -196,7 +266,7 @@ def _pictures(
     missing = [picture for picture, is_there in zip(pictures, there, strict=True) if not is_there]
     sharing = _sharing(plan.picture, plan, ranks)
 
-    def given_to_video(decoding: Decoding) -> tuple[int, list[Reference]]:
+    def given_to_video(decoding: SampleFrames) -> tuple[int, list[Reference]]:
         picture_1HWC = torch.cat([*decoding.pieces()])
         if keeps:
             write_video([picture_1HWC], decoding.plan, decoding.sample, decoding.figures)

@@ -145,7 +145,7 @@ def _look_writable(folder: Path) -> None:
 
 def _check_space(folder: Path, files: Sequence[SampleFiles], plan: ExecutionPlan) -> None:
     latents = sum(plan.latent_bytes for sample in files if sample.latents)
-    pixels = plan.height * plan.width * plan.settings.video.num_frames * len(files)
+    pixels = plan.height * plan.width * plan.num_frames * len(files)
     needed = latents + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
     free = shutil.disk_usage(nearest_existing(folder)).free
     if free < needed:
@@ -252,11 +252,12 @@ def sidecar_document(
     timings_s: Mapping[str, float],
     peak_memory_gib: Mapping[str, float],
     given_frames_psnr_db: float | None,
+    segments: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, object]:
     """Return the sidecar of `sample`, whose media has `num_bytes`.
 
     `timings_s` maps stages to seconds, of the whole run for loading and text; `peak_memory_gib` is
-    `hardware.peak_memory_gib` of the run so far.
+    `hardware.peak_memory_gib` of the run so far. `segments` are those of a video that is extended.
     """
     exchange, picture = plan.planned_exchange, first_picture(plan, sample)
     settings = plan.settings
@@ -276,9 +277,10 @@ def sidecar_document(
         "width": plan.width,
         "num_frames": plan.num_frames,
         "fps": settings.video.fps,
-        "model_evaluations": plan.evaluations_per_sample,
+        "model_evaluations": plan.model_evaluations,
         "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
         "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
+        **({"segments": segments} if segments else {}),
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
         "dtype": plan.hardware.dtype_name,

@@ -32,6 +32,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "video.width": width,
         "video.num_frames": 1,
         "video.causal_lengths": False,
+        "video.extend": 0,
         "condition": {"mode": "t2v"},
         "prompt_suffix": {"motion_score": None, "add_fps": False},
         "output.format": OutputFormat.PNG,

@@ -1,13 +1,13 @@
 """What a generation will do, worked out before any weight is read: settings and hardware become an `ExecutionPlan`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 
 from opensora_cli.core.attention_kinds import attention_problems
-from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, condition_mode
+from opensora_cli.core.conditions import CONTINUING, ConditionMode, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
@@ -19,7 +19,7 @@ from opensora_cli.engine.components.loras import Lora, LoraRanks, open_loras
 from opensora_cli.engine.components.parallelize import choose_mesh, require_branches
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights, needed_components
 from opensora_cli.engine.estimate.generation import GenerationSizes
-from opensora_cli.engine.estimate.offload import DENOISE, OffloadPlan, StageMemory
+from opensora_cli.engine.estimate.offload import DENOISE, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
 from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
 from opensora_cli.engine.generate.targets import num_samples
@@ -33,6 +33,17 @@ from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE = "picture"
 """What the names of the stages of a picture that is made first begin with."""
+EXTENSION = "extend"
+"""Likewise of the segments that are made after the first."""
+
+_OF_CONTINUATION: Mapping[str, object] = {
+    "video.extend": 0,
+    "condition.mode": "t2v",
+    "condition.references": (),
+    "picture.first": False,
+    "picture.save": False,
+}
+"""What a segment is not asked for that goes on from frames which are in no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +65,7 @@ class ExecutionPlan:
     """(C, T, H, W) of one sample."""
     timesteps: tuple[float, ...]
     evaluations_per_sample: int
-    """Model evaluations that the sampling of one video takes; 0 where saved latents are decoded."""
+    """Model evaluations that the sampling of one clip takes; 0 where saved latents are decoded."""
     mesh: MeshShape = field(default_factory=MeshShape)
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
     fitting: Fitting = field(repr=False, compare=False)
@@ -67,6 +78,8 @@ class ExecutionPlan:
     """None: the transformer does not run."""
     picture: "ExecutionPlan | None" = None
     """Of the picture that is made first, and given; None: none is."""
+    continuation: "ExecutionPlan | None" = None
+    """Of each segment that goes on from the one before; None: there is one alone."""
     threads: ThreadChoice | None = None
     """That compute on the CPU; None: not chosen yet, which takes a look at the load of the machine."""
 
@@ -85,9 +98,29 @@ class ExecutionPlan:
         """How many videos are made."""
         return num_samples(self.settings)
 
+    @property
+    def segments(self) -> "tuple[ExecutionPlan, ...]":
+        """The plan of each clip that a video is made of, in their order; of one that is not extended itself."""
+        if self.continuation is None:
+            return (self,)
+        return (replace(self, continuation=None), *[self.continuation] * self.settings.video.extend)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one sample, those of all its segments."""
+        return len(self.segments) * (len(self.timesteps) - 1)
+
+    @property
+    def model_evaluations(self) -> int:
+        """Model evaluations of one sample."""
+        return self.evaluations_after(0)
+
     def evaluations_after(self, steps: int) -> int:
-        """Return how many of a video's model evaluations are left after so many steps."""
-        return _evaluations(self.settings, self.guidance, self.mode, steps)
+        """Return how many of a sample's model evaluations are left after so many of `num_steps`."""
+        done, steps = divmod(steps, len(self.timesteps) - 1)
+        left = self.segments[done:]
+        begun = _evaluations(left[0].settings, left[0].guidance, left[0].mode, steps) if left else 0
+        return begun + sum(segment.evaluations_per_sample for segment in left[1:])
 
     @property
     def what(self) -> str:
@@ -100,7 +133,7 @@ class ExecutionPlan:
     @property
     def num_frames(self) -> int:
         """Frames of the result."""
-        return self.settings.video.num_frames - self.settings.condition.seamless
+        return self.settings.num_frames
 
     @property
     def tokens_per_frame(self) -> int:
@@ -123,8 +156,8 @@ class ExecutionPlan:
 
     @property
     def latent_bytes(self) -> int:
-        """Size of one sample's latents, in memory and on disk."""
-        return prod(self.latent_shape) * self.hardware.dtype.itemsize
+        """Size of one sample's latents, of all its segments, in memory and on disk."""
+        return len(self.segments) * prod(self.latent_shape) * self.hardware.dtype.itemsize
 
     @property
     def planned_exchange(self) -> PlannedExchange | None:
@@ -149,9 +182,14 @@ class ExecutionPlan:
 
     @property
     def all_stages(self) -> tuple[StageMemory, ...]:
-        """The stages, after those of the picture that is made first, whose names say so."""
+        """The stages, between those of the picture that is made first and of a continuation, whose names say so."""
         pictures = () if self.picture is None else self.picture.stages
-        return (*(replace(stage, name=f"{PICTURE} {stage.name}") for stage in pictures), *self.stages)
+        more = () if self.continuation is None else [each for each in self.continuation.stages if each.name != TEXT]
+        return (
+            *(replace(stage, name=f"{PICTURE} {stage.name}") for stage in pictures),
+            *self.stages,
+            *(replace(stage, name=f"{EXTENSION} {stage.name}") for stage in more),
+        )
 
     @property
     def budget_bytes(self) -> int:
@@ -267,13 +305,18 @@ def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, obje
 
 
 def make_plan(
-    settings: GenerateSettings, *, hardware: Hardware | None = None, tries_device: bool = True
+    settings: GenerateSettings,
+    *,
+    hardware: Hardware | None = None,
+    tries_device: bool = True,
+    held_frames: int | None = None,
 ) -> ExecutionPlan:
     """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
 
     Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`. `hardware`
     is where one of several ranks runs; None: what `settings` name, of which each rank has its share. `tries_device`:
-    whether this process may use the device, on which kernels of attention are tried.
+    whether this process may use the device, on which kernels of attention are tried. `held_frames` are those of the
+    segments before this one, which it goes on from; None: it does not.
 
     Raises:
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
@@ -301,7 +344,15 @@ def make_plan(
     if picture is not None:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
-    mode = condition_mode(named, num_latent_frames=settings.num_latent_frames)
+    mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
+    continuation = None
+    if settings.video.extend:
+        continuation = make_plan(
+            settings.replace(_OF_CONTINUATION),
+            hardware=hardware,
+            tries_device=tries_device,
+            held_frames=settings.num_frames,
+        )
     lengths = settings.condition.lengths
     guidance = _guidance(settings)
     sampling = settings.sampling
@@ -329,7 +380,8 @@ def make_plan(
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
     )
-    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes)
+    held_bytes = (held_frames or 0) * height * width * 3
+    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, held_bytes=held_bytes)
     offload = fitting.choose(fitting.budget_bytes)
     return ExecutionPlan(
         settings=settings,
@@ -359,6 +411,7 @@ def make_plan(
         loras=loras,
         attention=attention,
         picture=picture,
+        continuation=continuation,
     )
 
 

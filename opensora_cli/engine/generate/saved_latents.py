@@ -1,7 +1,7 @@
 """The latents of a sample in a file, before they are decoded, and where a run is stopped."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.used import used_settings
 
 LATENTS_SCHEMA = "osora.latents/1"
-_KEY = "latents"
+_KEY, _BEFORE_KEY = "latents", "latents_before"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -34,7 +34,19 @@ class SavedLatents:
     request_sha256: str | None
     """Of what asked for them."""
     steps: int | None = None
-    """Steps that they have been through; None: all."""
+    """Steps that they have been through, those of earlier segments included; None: all."""
+
+    def read_segments(self) -> tuple[torch.Tensor, ...]:
+        """Return the latents of each segment that was begun, as `read` does; all but the last are complete.
+
+        A video that is not extended has one segment.
+        """
+        with _opened_latents(self.path) as file:
+            before = file.get_tensor(_BEFORE_KEY) if _BEFORE_KEY in set(file.keys()) else ()
+        last = self.read()
+        for latents_CTHW in before:
+            self._require_finite(latents_CTHW)
+        return (*before, last)
 
     def read(self) -> torch.Tensor:
         """Return them as (C,T,H,W), scaled, as the autoencoder decodes them; on the CPU.
@@ -42,9 +54,12 @@ class SavedLatents:
         """
         with _opened_latents(self.path) as file:
             latents_CTHW: torch.Tensor = file.get_tensor(_KEY)
+        self._require_finite(latents_CTHW)
+        return latents_CTHW
+
+    def _require_finite(self, latents_CTHW: torch.Tensor) -> None:
         if not bool(latents_CTHW.isfinite().all()):
             raise CheckpointError(f"{self.path} holds latents that are not finite", hint=LATENTS_HINT)
-        return latents_CTHW
 
 
 def save_latents(
@@ -54,16 +69,21 @@ def save_latents(
     *,
     request_sha256: str = "",
     steps: int | None = None,
+    before: Sequence[torch.Tensor] = (),
 ) -> None:
     """Write the latents of one sample, with the settings that took part in them; whole or not at all (OutputError).
 
-    `steps` are those that they have been through, None: all.
+    `steps` are those that they have been through, None: all. `before` has the latents_CTHW of the segments that are
+    complete, of a video that is extended.
     """
     values = json.dumps(used_settings(settings))
     metadata = {"schema": LATENTS_SCHEMA, "settings": values, REQUEST_KEY: request_sha256}
     if steps is not None:
         metadata[STEPS_KEY] = str(steps)
-    write_bytes_atomic(path, save({_KEY: latents_CTHW.detach().cpu().contiguous()}, metadata=metadata))
+    tensors = {_KEY: latents_CTHW.detach().cpu().contiguous()}
+    if before:
+        tensors[_BEFORE_KEY] = torch.stack([each.detach().cpu() for each in before])
+    write_bytes_atomic(path, save(tensors, metadata=metadata))
 
 
 def open_latents(path: str | Path) -> SavedLatents:

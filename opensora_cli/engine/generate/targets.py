@@ -24,6 +24,7 @@ REQUEST_KEY = "request_sha256"
 """Of sidecars and saved latents: the hash of everything that decides their bits."""
 STEPS_KEY = "steps_done"
 """Of saved latents that have not been through all steps."""
+_SEEDS_PER_SEGMENT = 10_000
 LATENTS_ENDING = ".latents.safetensors"
 
 
@@ -51,6 +52,13 @@ class SampleFiles:
     """Latents to go on from: those asked for, or of a run of the same request that did not finish; None: none."""
     saved_steps: int | None = None
     """Steps that these have been through; None: all."""
+    segment: int = 0
+    """Which of its segments is made, of a video that is extended."""
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed of its noise: its own, and of segment k 10,000·k more, which is more than a run has samples."""
+        return self.seed + self.segment * _SEEDS_PER_SEGMENT
 
     @property
     def is_free(self) -> bool:
@@ -266,6 +274,6 @@ def steps_in(metadata: Mapping[str, str]) -> int | None:
     words = metadata.get(STEPS_KEY)
     if words is None:
         return None
-    if not words.isdecimal() or len(words) > 4:
+    if not words.isdecimal() or len(words) > 6:
         raise ValueError(f"{STEPS_KEY} is {words[:20]!r}")
     return int(words)

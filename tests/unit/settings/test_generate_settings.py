@@ -47,6 +47,32 @@ def test_settings_survive_json() -> None:
         ({"video.num_frames": 100}, "use 101"),
         ({"video.num_frames": 2}, "use 1"),
         ({"video.causal_lengths": True}, "has no effect with vae.kind=hunyuan, which is causal: drop it"),
+        ({"video.extend": -1}, "video.extend=-1 must be at least 0"),
+        ({"video.extend": 101}, "video.extend=101 must be at most 100"),
+        (
+            {"video.extend": 1, "video.num_frames": 1},
+            "video.extend=1 goes on with a video, and video.num_frames=1 makes a picture: drop --extend, or ask",
+        ),
+        (
+            {"video.extend": 2, "video.num_frames": 33},
+            "video.num_frames=33 leaves no new frames to video.extend=2, which gives the last 33 to the next segment: "
+            "use at least 37",
+        ),
+        (
+            {"video.extend": 2, "sampling.stop_at": 5},
+            "sampling.stop_at=5 ends a run in its first segment, and video.extend=2 makes more: drop one of them",
+        ),
+        (
+            {
+                "video.extend": 2,
+                "condition": {"mode": "i2v_loop", "references": ("a.png",), "seamless": True},
+            },
+            "condition.seamless=true leaves out the last frame, and video.extend=2 goes on after it: drop one of them",
+        ),
+        (
+            {"video.extend": 2, "model.cond_embed": False},
+            "video.extend=2 needs a model that takes references (model.cond_embed=true): drop --extend",
+        ),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
         (
             {"video.resolution": "512px"},

@@ -19,8 +19,14 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
     ("settings", "without", "there"),
     [
         (
+            made(video__extend=1),
+            {"condition.references", "condition.easy_latent_frames", "sampling.temporal_image_scaling"},
+            {"video.extend", "condition.video_latent_frames", "sampling.image_guidance_scale"},
+        ),
+        (
             made(),
             {
+                "video.extend",
                 *(
                     "parallel",
                     "loras",
@@ -93,6 +99,7 @@ def made(preset: str = "256px", **changes: object) -> GenerateSettings:
         (made("demo"), {"vae.tile_overlap_factor"}, {"prompt_suffix.motion_score", "video.resolution"}),
     ],
     ids=[
+        "extended",
         "t2v",
         "i2v",
         "v2v",

@@ -1,0 +1,211 @@
+"""A video that is extended: each segment from the last frames of the one before, joined without a flash."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from small_stages import small_stages
+from tiny_world import RecordingReporter, demo_settings
+
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.engine.estimate.offload import DENOISE
+from opensora_cli.engine.generate import denoise, fitting
+from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.held import HeldVideo
+from opensora_cli.engine.generate.loaded import LoadedModels
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.run import generate, generate_from_request, hold_from_request
+from opensora_cli.engine.generate.segments import follow
+from opensora_cli.engine.generate.targets import sample_files
+from opensora_cli.media.read import read_video
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, read_sidecar
+
+pytestmark = pytest.mark.usefixtures("without_estimates")
+
+STEPS = 2
+EXTENDED = {"video__extend": "2", "sampling__num_inference_steps": str(STEPS)}
+STATE = "raining-sea_seed42.latents.safetensors"
+LUMA = torch.tensor([0.299, 0.587, 0.114])
+
+
+def luma(frames_THWC):
+    return (frames_THWC.float() @ LUMA).mean((1, 2))
+
+
+def held(settings) -> HeldVideo:
+    """Return a video in memory."""
+    saved = SavedSettings(source="the test", values=settings.model_dump(mode="json"))
+    return hold_from_request(GenerateRequest(saved=saved), LoadedModels(), reporter=RecordingReporter())
+
+
+def clips(seed, *lengths):
+    """Return consecutive clips of a moving picture, uint8, whose brightness changes a little from frame to frame."""
+    random = torch.Generator().manual_seed(seed)
+    scene = torch.randint(60, 190, (24, 24, 3), generator=random).float()
+    means = torch.randn(sum(lengths), generator=random)
+    frames = [scene.roll(index, 0) + mean for index, mean in enumerate(means)]
+    return [part.round().to(torch.uint8) for part in torch.stack(frames).split(lengths)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("offset", [-12, -3, 0, 5])
+def test_the_brightness_goes_on_at_a_seam(seed, offset):
+    kept, new = clips(seed, 9, 8)
+    remade, shifted = ((part.int() + offset).to(torch.uint8) for part in (kept, new))
+    followed, shift = follow(kept, remade, shifted)
+    steps = luma(torch.cat([kept, followed])).diff().abs()
+    assert float(steps[8]) <= float(steps[:8].max()) + 0.1
+    assert followed.dtype == torch.uint8
+    # Only what the kept frames never do is more than the offset.
+    assert abs(shift + offset) <= max(0.0, float(abs(luma(new)[0] - luma(kept)[-1]) - steps[:8].max())) + 0.1
+
+
+def test_nothing_is_shifted_where_nothing_differs():
+    kept, new = clips(1, 9, 8)
+    new[0] = kept[-1]
+    followed, shift = follow(kept, kept, new)
+    assert (shift, torch.equal(followed, new)) == (0.0, True)
+
+
+def test_black_and_white_frames_stay_in_range():
+    black, white = torch.zeros(3, 4, 4, 3, dtype=torch.uint8), torch.full((3, 4, 4, 3), 255, dtype=torch.uint8)
+    followed, shift = follow(black, white, white)
+    assert (shift, followed[0].max().item(), followed[-1].max().item()) == (-255.0, 0, 170)
+
+
+def test_each_segment_goes_on_from_the_frames_before(world, tmp_path):
+    settings = demo_settings(world, tmp_path, **EXTENDED)
+    video, first = held(settings), held(demo_settings(world, tmp_path, sampling__num_inference_steps=str(STEPS)))
+    assert len(first.frames_THWC) == 17
+    assert settings.overlap == 9
+    assert video.frames_THWC.shape == (17 + 8 + 8, *first.frames_THWC.shape[1:])
+    assert torch.equal(video.frames_THWC[:17], first.frames_THWC)
+    segments = video.figures.segments
+    assert [(segment.seed, segment.start_frame, segment.num_frames) for segment in segments] == [
+        (42, 0, 17),
+        (10_042, 17, 8),
+        (20_042, 25, 8),
+    ]
+    assert [segment.given_frames_psnr_db is None for segment in segments] == [True, False, False]
+    assert video.figures.given_frames_psnr_db is None
+    again = held(settings.replace({"sampling.seed": 43}))
+    assert not torch.equal(again.frames_THWC[17:], video.frames_THWC[17:])
+
+
+def test_the_sidecar_has_every_segment_and_makes_the_same_again(world, tmp_path):
+    settings = demo_settings(world, tmp_path / "one", **EXTENDED, sampling__num_samples="2")
+    reporter = RecordingReporter()
+    result = generate(settings, reporter=reporter)
+    assert [video.seed for video in result.videos] == [42, 43]
+    assert result.model_evaluations == 2 * (3 * STEPS * 2)
+    assert read_video(result.videos[0].path).frames_THWC.shape[0] == 33
+    document = json.loads(result.videos[1].sidecar.read_text())
+    assert (document["num_frames"], document["model_evaluations"], document["seed"]) == (33, 12, 43)
+    assert [segment["seed"] for segment in document["segments"]] == [43, 10_043, 20_043]
+    assert document["settings"]["video"]["extend"] == 2
+    assert "segment 3 of 3, seed 43" in reporter.notes
+    request = GenerateRequest(
+        overrides={"output.path": Given(str(tmp_path / "two"), "--out")}, saved=read_sidecar(result.videos[1].sidecar)
+    )
+    made = generate_from_request(request, reporter=RecordingReporter())
+    assert made.videos[0].path.read_bytes() == result.videos[1].path.read_bytes()
+    assert generate(settings).videos[0].made_before
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """The extended video of a run that nothing stops."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fitting, "estimate_generation", small_stages)
+        settings = demo_settings(world, tmp_path_factory.mktemp("whole"), **EXTENDED)
+        return generate(settings).videos[0].path.read_bytes()
+
+
+@pytest.mark.parametrize("steps", range(1, 3 * STEPS))
+def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
+    velocity, left = denoise.GuidedVelocity, [steps]
+
+    class Stopping(velocity):
+        def __call__(self, *args, **options):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return super().__call__(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(denoise, "GuidedVelocity", Stopping)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(demo_settings(world, tmp_path, **EXTENDED))
+    assert str(caught.value) == f"go on with: osora generate --resume {tmp_path / STATE}"
+    if steps % 2:
+        result = generate(demo_settings(world, tmp_path, **EXTENDED))
+    else:
+        request = GenerateRequest(overrides={"resume": Given(str(tmp_path / STATE), "--resume")})
+        result = generate_from_request(request, reporter=RecordingReporter())
+    assert result.model_evaluations == 2 * (3 * STEPS - steps)
+    assert result.videos[0].path.read_bytes() == whole
+    assert not (tmp_path / STATE).exists()
+
+
+def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(world, tmp_path, monkeypatch, whole):
+    def full(*args, **options):
+        raise OutputError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("opensora_cli.engine.generate.decode.write_media", full)
+        with pytest.raises(OutputError):
+            generate(demo_settings(world, tmp_path, **EXTENDED))
+    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from-latents")}
+    overrides["output.path"] = Given(str(tmp_path / "out.mp4"), "--out")
+    result = generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
+    assert result.model_evaluations == 0
+    assert result.videos[0].path.read_bytes() == whole
+    overrides["video.extend"] = Given("1", "--extend")
+    with pytest.raises(RequestError, match="--extend has no effect with --from-latents"):
+        generate_from_request(GenerateRequest(overrides=overrides), reporter=RecordingReporter())
+
+
+def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
+    plan = make_plan(with_mode(demo_settings(world, tmp_path, **EXTENDED), RecordingReporter()))
+    path = tmp_path / STATE
+    latents = torch.zeros(plan.latent_shape)
+    denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3)
+    sample = sample_files(plan.settings, 0)
+    sample = replace(sample, saved=path, saved_steps=3)
+    with pytest.raises(CheckpointError, match="was saved after step 3 of 6"):
+        denoise.saved_samples(plan, [sample], None)
+    denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3, before=[latents])
+    [there] = denoise.saved_samples(plan, [sample], None).values()
+    assert len(there.before) == 1
+
+
+def test_a_picture_comes_first_and_is_given_to_the_first_segment_alone(world, tmp_path):
+    settings = demo_settings(world, tmp_path, **EXTENDED, picture__first="true", picture__save="true")
+    result = generate(settings)
+    assert len(read_video(result.videos[0].path).frames_THWC) == 33
+    document = json.loads(result.videos[0].sidecar.read_text())
+    assert document["given_frames_psnr_db"] == document["segments"][0]["given_frames_psnr_db"] is not None
+    assert (tmp_path / "raining-sea_seed42.picture.png").is_file()
+
+
+def test_the_plan_has_all_segments(world, tmp_path):
+    settings = demo_settings(world, tmp_path, **EXTENDED, sampling__image_guidance_scale="2")
+    plan = make_plan(with_mode(settings, RecordingReporter()))
+    assert [(part.mode.name, part.evaluations_per_sample) for part in plan.segments] == [
+        ("t2v", 4),
+        ("v2v_head", 6),
+        ("v2v_head", 6),
+    ]
+    assert (plan.num_frames, plan.num_steps, plan.model_evaluations) == (33, 6, 16)
+    assert [plan.evaluations_after(steps) for steps in range(7)] == [16, 14, 12, 9, 6, 3, 0]
+    assert [stage.name for stage in plan.all_stages][-3:] == ["extend encode", "extend denoise", "extend decode"]
+    document = PlanDocument.of(plan, files=())
+    assert (document.num_frames, document.model_evaluations, document.extension.condition_mode) == (33, 16, "v2v_head")
+    assert "extend    3 segments of 17 frames, the last 9 of each given to the next: 33 frames" in document.lines()
+    held_bytes = 33 * plan.height * plan.width * 3
+    more = next(stage for stage in plan.continuation.stages if stage.name == DENOISE)
+    alone = next(stage for stage in plan.stages if stage.name == DENOISE)
+    assert more.data_bytes - alone.data_bytes == held_bytes
