@@ -70,6 +70,7 @@ def generate(
     num_frames: options.NumFrames = None,
     fps: options.Fps = None,
     extend: options.Extend = None,
+    prompt_at: options.PromptAt = None,
     motion_score: options.MotionScore = None,
     steps: options.Steps = None,
     stop_at: options.StopAt = None,

@@ -113,6 +113,15 @@ Extend = Annotated[
         rich_help_panel=_VIDEO,
     ),
 ]
+PromptAt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt-at",
+        metavar="Ts=PROMPT",
+        help="With --extend: what is shown from a time on, as in 2s=snow. Repeatable.",
+        rich_help_panel=_VIDEO,
+    ),
+]
 MotionScore = Annotated[
     str | None,
     typer.Option(

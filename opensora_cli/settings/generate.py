@@ -3,6 +3,7 @@
 Rules that need no file and no hardware live here, so that `--dry-run` and the library see the same ones.
 """
 
+from itertools import pairwise
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -31,7 +32,13 @@ from opensora_cli.settings.enums import (
 from opensora_cli.settings.explain import either
 from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.picture import PictureSettings
-from opensora_cli.settings.prompts import PromptSuffixSettings, RefineSettings, with_asked_score
+from opensora_cli.settings.prompts import (
+    PromptAt,
+    PromptSuffixSettings,
+    RefineSettings,
+    with_asked_score,
+    with_first_prompt,
+)
 from opensora_cli.settings.video import VideoSettings
 
 MAX_SEED = 2**62
@@ -68,6 +75,11 @@ class GenerateSettings(Section):
     """Everything that decides what `osora generate` makes."""
 
     prompt: Words = Field(default="", description="what the video shows")
+    prompts_at: tuple[PromptAt, ...] = Field(
+        default=(),
+        description="prompts of an extended video by time, each 2s=PROMPT; as text, separated by ;. A segment has the "
+        "one of the time at which its own frames begin",
+    )
     negative_prompt: Words = Field(default="", description="what it should not show")
     from_latents: str | None = Field(default=None, description="saved latents to decode, instead of sampling new ones")
     resume: str | None = Field(default=None, description="latents of a run that was stopped, which is to be finished")
@@ -92,8 +104,13 @@ class GenerateSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_motion_score(cls, sections: object) -> object:
-        return with_asked_score(sections)
+    def _read_short_forms(cls, sections: object) -> object:
+        return with_first_prompt(with_asked_score(sections))
+
+    @field_validator("prompts_at", mode="before")
+    @classmethod
+    def _read_prompts(cls, value: object) -> object:
+        return PromptAt.of_list(value)
 
     @field_validator("loras", mode="before")
     @classmethod
@@ -120,6 +137,18 @@ class GenerateSettings(Section):
         )
 
     @property
+    def segment_starts(self) -> tuple[int, ...]:
+        """The first own frame of each segment."""
+        clip = self.video.num_frames
+        return (0, *(clip + number * (clip - self.overlap) for number in range(self.video.extend)))
+
+    @property
+    def segment_prompts(self) -> tuple[str, ...]:
+        """The prompt of each segment; times count to the nearest frame."""
+        held = [(0, self.prompt), *((round(each.at_s * self.video.fps), each.prompt) for each in self.prompts_at)]
+        return tuple([prompt for at, prompt in held if at <= start][-1] for start in self.segment_starts)
+
+    @property
     def num_frames(self) -> int:
         """Frames of the result, of all its segments."""
         clip = self.video.num_frames
@@ -141,6 +170,7 @@ class GenerateSettings(Section):
             *_stop_problems(self),
             *_condition_problems(self),
             *_extension_problems(self),
+            *_time_problems(self),
             *_picture_problems(self),
             *_parallel_problems(self),
             *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
@@ -326,6 +356,36 @@ def _extension_problems(settings: GenerateSettings) -> list[str]:
             "drop one of them"
         )
     return problems
+
+
+def _time_problems(settings: GenerateSettings) -> list[str]:
+    """Return what is wrong with prompts by time, the first of it: the rest may follow from that."""
+    prompts = settings.prompts_at
+    if not prompts:
+        return []
+    if not settings.video.extend:
+        return [f"prompts_at={prompts[0].shown} has no effect without video.extend: give --extend, too"]
+    if settings.refine.prompt:
+        return ["refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them"]
+    if not prompts[0].at_s and prompts[0].prompt != settings.prompt:
+        return [
+            f"prompt={settings.prompt} and prompts_at={prompts[0].shown} are both of the beginning: drop one of them"
+        ]
+    fps, starts = settings.video.fps, settings.segment_starts
+    for earlier, later in pairwise(prompts):
+        if later.at_s <= earlier.at_s:
+            return [
+                f"prompts_at={later.shown} must come after {earlier.at_s:g}s: give them in the order of their times"
+            ]
+    frames = [round(each.at_s * fps) for each in prompts]
+    for each, frame, next_frame in zip(prompts, frames, (*frames[1:], settings.num_frames), strict=True):
+        if not any(frame <= start < next_frame for start in starts):
+            begin = ", ".join(f"{start / fps:.3g}s" for start in starts)
+            return [
+                f"prompts_at={each.shown} has no effect, since no segment begins between then and "
+                f"{'the next' if frame < frames[-1] else 'the end'}: segments begin at {begin}"
+            ]
+    return []
 
 
 def _picture_problems(settings: GenerateSettings) -> list[str]:

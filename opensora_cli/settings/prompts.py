@@ -1,12 +1,45 @@
 """Settings of what becomes of a prompt before the model reads it: rewriting, and suffixes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from opensora_cli.settings.base import Section, Words
+from opensora_cli.settings.base import Section, Words, split_list
 
 _ASKED = "auto"
+
+
+_AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
+
+
+class PromptAt(Section):
+    """A prompt that holds from a time on."""
+
+    at_s: float = Field(ge=0, description="seconds from the beginning of the video")
+    prompt: Words = Field(min_length=1, description="what the video shows from then on")
+
+    @classmethod
+    def of_list(cls, value: object) -> object:
+        """Return a list of prompts as it can be validated: as text separated by `;`, and each may be `2s=PROMPT`.
+        Raises ValueError for other text.
+        """
+        items = split_list(value, separator=";") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            return items
+        return tuple(cls._of_text(item) if isinstance(item, str) else item for item in items)
+
+    @staticmethod
+    def _of_text(text: str) -> dict[str, str]:
+        match = _AT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"prompts_at={text} must be a time in seconds and a prompt, as in 2s=snow, sea")
+        return {"at_s": match["at_s"], "prompt": match["prompt"].strip()}
+
+    @property
+    def shown(self) -> str:
+        """The prompt as it can be typed."""
+        return f"{self.at_s:g}s={self.prompt}"
 
 
 class PromptSuffixSettings(Section):
@@ -49,3 +82,15 @@ def with_asked_score(sections: object) -> object:
         return sections
     others = {name: value for name, value in suffix.items() if name != "motion_score"}
     return {**sections, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
+
+
+def with_first_prompt(sections: object) -> object:
+    """Return settings as they can be validated: without a prompt, that of the beginning is the one in `prompts_at`."""
+    if not isinstance(sections, Mapping) or str(sections.get("prompt") or "").strip():
+        return sections
+    try:
+        items = PromptAt.of_list(sections.get("prompts_at", ()))
+        first = PromptAt.model_validate(items[0]) if isinstance(items, Sequence) and items else None
+    except ValueError:
+        return sections  # what is wrong with it is reported where it is validated
+    return sections if first is None or first.at_s else {**sections, "prompt": first.prompt}

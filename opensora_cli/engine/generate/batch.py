@@ -75,7 +75,7 @@ class _Shape:
     def rows_together(self) -> int:
         """How many rows' prompts are encoded before the first of them is made."""
         text, model = self.template.text, self.template.model
-        num_bytes = 2 * text.t5_max_length * model.context_in_dim * 4
+        num_bytes = 2 * len(set(self.template.segment_prompts)) * text.t5_max_length * model.context_in_dim * 4
         return max(1, min(_MOST_ROWS, _MOST_EMBEDS_BYTES // num_bytes))
 
     def settings(self, row: Row) -> GenerateSettings:
@@ -280,7 +280,7 @@ class _Job:
     row: Row
     key: str
     plan: ExecutionPlan
-    embeds: PromptEmbeds | None = None
+    embeds: tuple[PromptEmbeds, ...] = ()
 
 
 class _Batch:
@@ -325,10 +325,10 @@ class _Batch:
                 record = RunRecord(self._reporter, keeps_results=False)
                 job.embeds = text_embeds(job.plan, self._models, record)
         for job in jobs:
-            if job.embeds is not None:
+            if job.embeds:
                 with self._failing(job.row, job.key):
                     self._make_one(job)
-                job.embeds = None
+                job.embeds = ()
 
     def _make_one(self, job: _Job) -> None:
         start = time.perf_counter()

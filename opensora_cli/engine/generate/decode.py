@@ -66,6 +66,7 @@ class GeneratedVideo(Document):
 class SegmentFigures:
     """What making one segment of an extended video took, and what came of the frames that it was given."""
 
+    prompt: str
     seed: int
     """Of its noise."""
     start_frame: int

@@ -28,7 +28,7 @@ def make_drafts(
     models: LoadedModels,
     record: RunRecord,
     *,
-    embeds: PromptEmbeds | None,
+    embeds: Sequence[PromptEmbeds],
     ranks: Ranks | None,
 ) -> None:
     """Denoise every sample until `sampling.stop_at`, where it is saved with a preview; what has come as far is kept.

@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.references import Reference, reference_latents
 from opensora_cli.engine.generate.segments import Clip, Joined
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
-from opensora_cli.engine.generate.text import encode_text
+from opensora_cli.engine.generate.text import encode_text, with_prompt
 from opensora_cli.media.read import read_picture
 
 V = TypeVar("V")
@@ -86,9 +86,16 @@ def computing(plan: ExecutionPlan, reporter: Reporter) -> Iterator[None]:
         yield
 
 
-def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> PromptEmbeds:
-    """Encode the prompts of a plan, inside `computing`; errors are those of `make_videos`."""
-    return retried(lambda plan: encode_text(plan, models, record), plan, TEXT, models, record)[0]
+def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> tuple[PromptEmbeds, ...]:
+    """Encode the prompt of each segment, inside `computing`, equal ones once; errors are those of `make_videos`."""
+    prompts = plan.settings.segment_prompts
+
+    def encoded(prompt: str) -> PromptEmbeds:
+        of_prompt = replace(plan, settings=with_prompt(plan.settings, prompt))
+        return retried(lambda plan: encode_text(plan, models, record), of_prompt, TEXT, models, record)[0]
+
+    embeds = {prompt: encoded(prompt) for prompt in dict.fromkeys(prompts)}
+    return tuple(embeds[prompt] for prompt in prompts)
 
 
 def make_videos(
@@ -100,7 +107,7 @@ def make_videos(
     *,
     finish: Callable[[SampleFrames], V],
     saved: Mapping[int, DenoisedSample] | None = None,
-    embeds: PromptEmbeds | None = None,
+    embeds: Sequence[PromptEmbeds] = (),
     ranks: Ranks | None = None,
     whole: Whole | None = None,
 ) -> tuple[V, ...]:
@@ -114,7 +121,7 @@ def make_videos(
         record: times and shows them.
         finish: see `decode_samples`.
         saved: by index, the latents of samples whose `saved` is there: all steps or some are done already.
-        embeds: of the prompts; None: they are encoded here.
+        embeds: of the prompt of each segment; none: they are encoded here.
         ranks: that share the work; None: there is only this one.
         whole: the video of which this is a segment; None: it is all of it.
 
@@ -145,7 +152,7 @@ def denoised_samples(
     record: RunRecord,
     *,
     saved: Mapping[int, DenoisedSample],
-    embeds: PromptEmbeds | None,
+    embeds: Sequence[PromptEmbeds],
     ranks: Ranks | None,
     whole: Whole | None = None,
 ) -> tuple[dict[int, DenoisedSample], list[tuple[Sequence[SampleFiles], Sequence[Reference]]]]:
@@ -172,7 +179,16 @@ def denoised_samples(
             if not rest:
                 continue
             made = denoise_samples(
-                plan, rest, embeds, reference, models, record, begun=begun, previews=previews, ranks=ranks, whole=whole
+                plan,
+                rest,
+                embeds[0],
+                reference,
+                models,
+                record,
+                begun=begun,
+                previews=previews,
+                ranks=ranks,
+                whole=whole,
             )
             denoised |= {sample.index: latents for sample, latents in zip(rest, made, strict=True)}
     return denoised, given
@@ -194,7 +210,7 @@ def _extended(
     *,
     finish: Callable[[SampleFrames], V],
     saved: Mapping[int, DenoisedSample],
-    embeds: PromptEmbeds | None,
+    embeds: Sequence[PromptEmbeds],
     ranks: Ranks | None,
 ) -> tuple[V, ...]:
     """Make extended videos, one sample after the other, and each segment by segment; see `make_videos`."""
@@ -216,7 +232,7 @@ def _extended(
                 record,
                 finish=Clip.of,
                 saved={} if latents is None else {sample.index: latents},
-                embeds=embeds,
+                embeds=embeds[number : number + 1],
                 ranks=sharing[min(number, 1)],
                 whole=Whole(plan, joined.latents),
             )

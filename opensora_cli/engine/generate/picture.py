@@ -33,6 +33,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "video.num_frames": 1,
         "video.causal_lengths": False,
         "video.extend": 0,
+        "prompts_at": (),
         "condition": {"mode": "t2v"},
         "prompt_suffix": {"motion_score": None, "add_fps": False},
         "output.format": OutputFormat.PNG,

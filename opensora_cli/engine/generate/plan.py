@@ -38,6 +38,7 @@ EXTENSION = "extend"
 
 _OF_CONTINUATION: Mapping[str, object] = {
     "video.extend": 0,
+    "prompts_at": (),
     "condition.mode": "t2v",
     "condition.references": (),
     "picture.first": False,

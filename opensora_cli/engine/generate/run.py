@@ -81,8 +81,8 @@ class Run:
     profiled_runs: int = 0
     models: LoadedModels | None = None
     """Which outlive the run; None: it loads its own."""
-    embeds: PromptEmbeds | None = None
-    """Of its prompts; None: they are encoded when it comes to that."""
+    embeds: tuple[PromptEmbeds, ...] = ()
+    """Of the prompt of each segment; none: they are encoded when it comes to that."""
 
     @property
     def is_main(self) -> bool:

@@ -59,6 +59,7 @@ class Joined:
         timings = clip.figures.timings_s
         self._segments.append(
             SegmentFigures(
+                prompt=self.plan.settings.segment_prompts[len(self._segments)],
                 seed=seed,
                 start_frame=sum(map(len, self._own_THWC)),
                 num_frames=len(own_THWC),

@@ -19,6 +19,11 @@ from opensora_cli.settings.generate import GenerateSettings
 _LISTED_WORDS = 10
 
 
+def with_prompt(settings: GenerateSettings, prompt: str) -> GenerateSettings:
+    """Return the settings of a video all of which has this prompt."""
+    return settings.replace({"prompt": prompt, "prompts_at": ()}) if settings.prompts_at else settings
+
+
 def full_prompt(settings: GenerateSettings) -> str:
     """Return the prompt with the suffixes that the model was trained on. Negative prompts get none."""
     prompts = [settings.prompt]
@@ -78,7 +83,9 @@ def warn_about_planned_prompts(plan: ExecutionPlan, reporter: Reporter) -> None:
     text, folder = plan.settings.text, plan.weights.path(Component.T5)
     t5 = T5Encoder.reader(folder, max_length=text.t5_max_length)
     clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=text.clip_max_length)
-    warn_about_prompts(plan.settings, t5, clip, reporter, vocabulary=read_vocabulary(folder.parent))
+    for prompt in dict.fromkeys(plan.settings.segment_prompts):
+        settings = with_prompt(plan.settings, prompt)
+        warn_about_prompts(settings, t5, clip, reporter, vocabulary=read_vocabulary(folder.parent))
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:

@@ -73,6 +73,35 @@ def test_settings_survive_json() -> None:
             {"video.extend": 2, "model.cond_embed": False},
             "video.extend=2 needs a model that takes references (model.cond_embed=true): drop --extend",
         ),
+        ({"prompts_at": ("2s=snow",)}, "prompts_at=2s=snow has no effect without video.extend: give --extend, too"),
+        *[
+            ({"video.extend": 2, "prompts_at": (text,)}, f"prompts_at={text} must be a time in seconds and a prompt")
+            for text in ("2=snow", "2s=", "2s= ", "-1s=snow", "nans=snow", "infs=snow", "=snow", "snow", "2 3s=snow")
+        ],
+        (
+            {"video.extend": 2, "prompts_at": ("9s=snow", "6s=sea")},
+            "prompts_at=6s=sea must come after 9s: give them in the order of their times",
+        ),
+        ({"video.extend": 2, "prompts_at": ("6s=snow", "6s=sea")}, "prompts_at=6s=sea must come after 6s"),
+        (
+            {"video.extend": 2, "prompts_at": ("0s=snow",)},
+            "prompt=raining, sea and prompts_at=0s=snow are both of the beginning: drop one of them",
+        ),
+        (
+            # Segments begin at the frames 0, 129 and 225.
+            {"video.extend": 2, "prompts_at": ("9.4s=snow",)},
+            "prompts_at=9.4s=snow has no effect, since no segment begins between then and the end: segments begin at "
+            "0s, 5.38s, 9.38s",
+        ),
+        ({"video.extend": 2, "prompts_at": ("100s=snow",)}, "no segment begins between then and the end"),
+        (
+            {"video.extend": 2, "prompts_at": ("1s=snow", "2s=sea")},
+            "prompts_at=1s=snow has no effect, since no segment begins between then and the next",
+        ),
+        (
+            {"video.extend": 2, "prompts_at": ("2s=snow",), "refine.prompt": True},
+            "refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them",
+        ),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
         (
             {"video.resolution": "512px"},
@@ -329,3 +358,28 @@ def test_latent_frames_and_size_multiple() -> None:
     assert (RELEASED.num_latent_frames, RELEASED.size_multiple) == (33, 16)
     assert HIGH_COMPRESSION.size_multiple == 32
     assert RELEASED.replace({"video.num_frames": 1}).num_latent_frames == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "held"),
+    [
+        ("2s=snow", ("sea", "snow", "snow")),
+        # To the nearest frame, and of each segment where its own frames begin: at 5.375 s and at 9.375 s.
+        ("5.38s=snow; 9.37s=night", ("sea", "snow", "night")),
+        (["5.4s=snow"], ("sea", "sea", "snow")),
+        (({"at_s": 0, "prompt": "sea"}, {"at_s": "9", "prompt": "rain; wind"}), ("sea", "sea", "rain; wind")),
+    ],
+)
+def test_a_segment_has_the_prompt_of_the_time_at_which_its_own_frames_begin(
+    prompts: object, held: tuple[str, ...]
+) -> None:
+    settings = RELEASED.replace({"prompt": "sea", "video.extend": 2, "prompts_at": prompts})
+    assert settings.segment_starts == (0, 129, 225)
+    assert settings.segment_prompts == held
+    assert GenerateSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_the_prompt_of_the_beginning_is_the_prompt() -> None:
+    values = DEMO.model_dump() | {"prompt": "", "prompts_at": ["0s=snow, sea", "1s=raining, sea"]}
+    values["video"] |= {"extend": 1}
+    assert GenerateSettings.model_validate(values).prompt == "snow, sea"

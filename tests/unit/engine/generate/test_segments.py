@@ -10,7 +10,7 @@ from tiny_world import RecordingReporter, demo_settings
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import denoise, fitting
+from opensora_cli.engine.generate import denoise, fitting, make
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.held import HeldVideo
 from opensora_cli.engine.generate.loaded import LoadedModels
@@ -180,6 +180,25 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     denoise.save_latents(path, latents, plan.settings, request_sha256="0", steps=3, before=[latents])
     [there] = denoise.saved_samples(plan, [sample], None).values()
     assert len(there.before) == 1
+
+
+def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
+    encode, encoded = make.encode_text, []
+
+    def watched(plan, *args):
+        encoded.append(plan.settings.prompt)
+        return encode(plan, *args)
+
+    monkeypatch.setattr(make, "encode_text", watched)
+    one = demo_settings(world, tmp_path, **EXTENDED)
+    video = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
+    assert encoded == ["raining, sea", "snow, sea"]
+    prompts = [segment.prompt for segment in video.figures.segments]
+    assert prompts == ["raining, sea", "raining, sea", "snow, sea"]
+    assert [each.shown for each in video.settings.prompts_at] == ["2s=snow, sea"]
+    as_one = held(one)
+    assert torch.equal(video.frames_THWC[:25], as_one.frames_THWC[:25])
+    assert not torch.equal(video.frames_THWC[25:], as_one.frames_THWC[25:])
 
 
 def test_a_picture_comes_first_and_is_given_to_the_first_segment_alone(world, tmp_path):
