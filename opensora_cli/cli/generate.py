@@ -76,6 +76,8 @@ def generate(
     stop_at: options.StopAt = None,
     explore: options.Explore = None,
     explore_steps: options.ExploreSteps = None,
+    draft_res: options.DraftResolution = None,
+    draft_strength: options.DraftStrength = None,
     guidance_scale: options.GuidanceScale = None,
     image_guidance_scale: options.ImageGuidanceScale = None,
     seed: options.Seed = None,

@@ -122,6 +122,24 @@ PromptAt = Annotated[
         rich_help_panel=_VIDEO,
     ),
 ]
+DraftResolution = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-res",
+        metavar="SIZE",
+        help="Make a smaller video first, and start from it: the one keeps what the other shows.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+DraftStrength = Annotated[
+    float | None,
+    typer.Option(
+        "--draft-strength",
+        metavar="X",
+        help="With --draft-res: where to start, from 1 (noise) to 0 (the draft).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 MotionScore = Annotated[
     str | None,
     typer.Option(

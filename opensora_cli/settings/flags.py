@@ -40,6 +40,8 @@ class Flags(TypedDict, total=False):
     height: Annotated[int | str | None, Flag("video.height")]
     num_frames: Annotated[int | str | None, Flag("video.num_frames")]
     fps: Annotated[int | str | None, Flag("video.fps")]
+    draft_res: Annotated[str | None, Flag("draft.resolution")]
+    draft_strength: Annotated[float | str | None, Flag("draft.strength")]
     prompt_at: Annotated[str | Sequence[str] | None, Flag("prompts_at")]
     extend: Annotated[int | str | None, Flag("video.extend")]
     motion_score: Annotated[int | str | None, Flag("prompt_suffix.motion_score")]

@@ -3,7 +3,6 @@
 Rules that need no file and no hardware live here, so that `--dry-run` and the library see the same ones.
 """
 
-from itertools import pairwise
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -30,6 +29,7 @@ from opensora_cli.settings.enums import (
     VAEKind,
 )
 from opensora_cli.settings.explain import either
+from opensora_cli.settings.lengthened import draft_problems, extension_problems, time_problems
 from opensora_cli.settings.output import OutputSettings
 from opensora_cli.settings.picture import PictureSettings
 from opensora_cli.settings.prompts import (
@@ -39,7 +39,7 @@ from opensora_cli.settings.prompts import (
     with_asked_score,
     with_first_prompt,
 )
-from opensora_cli.settings.video import VideoSettings
+from opensora_cli.settings.video import DraftSettings, VideoSettings
 
 MAX_SEED = 2**62
 
@@ -95,6 +95,7 @@ class GenerateSettings(Section):
     condition: ConditionSettings = ConditionSettings()
     refine: RefineSettings = RefineSettings()
     picture: PictureSettings = PictureSettings()
+    draft: DraftSettings = DraftSettings()
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
@@ -169,9 +170,10 @@ class GenerateSettings(Section):
             *_seed_problems(self),
             *_stop_problems(self),
             *_condition_problems(self),
-            *_extension_problems(self),
-            *_time_problems(self),
+            *extension_problems(self),
+            *time_problems(self),
             *_picture_problems(self),
+            *draft_problems(self),
             *_parallel_problems(self),
             *self.precision.tf32_problems(key="runtime.device", device=self.runtime.device),
             *attention_problems(
@@ -323,69 +325,6 @@ def _condition_problems(settings: GenerateSettings) -> list[str]:
             + (" or another mode" if shortest > settings.video.max_frames else "")
         )
     return problems
-
-
-def _extension_problems(settings: GenerateSettings) -> list[str]:
-    video, condition, count = settings.video, settings.condition, settings.video.extend
-    if not count:
-        return []
-    asked = f"video.extend={count}"
-    if video.num_frames == 1:
-        return [f"{asked} goes on with a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"]
-    if not settings.model.cond_embed:
-        return [f"{asked} needs a model that takes references (model.cond_embed=true): drop --extend"]
-    problems = []
-    grid = settings.vae.grid
-    if video.causal_lengths and not grid.is_causal:
-        problems.append(
-            f"{asked} gives frames that vae.kind={settings.vae.kind} cannot encode: use video.causal_lengths=false"
-        )
-    given = condition.lengths.latent_frames(CONTINUING, causal=grid.is_causal)
-    if given >= settings.num_latent_frames:
-        problems.append(
-            f"video.num_frames={video.num_frames} leaves no new frames to {asked}, which gives the last "
-            f"{settings.overlap} to the next segment: use at least {grid.num_frames(given + 1)}"
-        )
-    if condition.seamless:
-        problems.append(
-            f"condition.seamless=true leaves out the last frame, and {asked} goes on after it: drop one of them"
-        )
-    if settings.sampling.stop_at is not None:
-        problems.append(
-            f"sampling.stop_at={settings.sampling.stop_at} ends a run in its first segment, and {asked} makes more: "
-            "drop one of them"
-        )
-    return problems
-
-
-def _time_problems(settings: GenerateSettings) -> list[str]:
-    """Return what is wrong with prompts by time, the first of it: the rest may follow from that."""
-    prompts = settings.prompts_at
-    if not prompts:
-        return []
-    if not settings.video.extend:
-        return [f"prompts_at={prompts[0].shown} has no effect without video.extend: give --extend, too"]
-    if settings.refine.prompt:
-        return ["refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them"]
-    if not prompts[0].at_s and prompts[0].prompt != settings.prompt:
-        return [
-            f"prompt={settings.prompt} and prompts_at={prompts[0].shown} are both of the beginning: drop one of them"
-        ]
-    fps, starts = settings.video.fps, settings.segment_starts
-    for earlier, later in pairwise(prompts):
-        if later.at_s <= earlier.at_s:
-            return [
-                f"prompts_at={later.shown} must come after {earlier.at_s:g}s: give them in the order of their times"
-            ]
-    frames = [round(each.at_s * fps) for each in prompts]
-    for each, frame, next_frame in zip(prompts, frames, (*frames[1:], settings.num_frames), strict=True):
-        if not any(frame <= start < next_frame for start in starts):
-            begin = ", ".join(f"{start / fps:.3g}s" for start in starts)
-            return [
-                f"prompts_at={each.shown} has no effect, since no segment begins between then and "
-                f"{'the next' if frame < frames[-1] else 'the end'}: segments begin at {begin}"
-            ]
-    return []
 
 
 def _picture_problems(settings: GenerateSettings) -> list[str]:

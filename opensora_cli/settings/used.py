@@ -35,6 +35,8 @@ def _unused(settings: GenerateSettings) -> Iterator[str]:
     yield from ("from_latents", "resume", "output.overwrite")
     if not settings.video.extend:
         yield "video.extend"
+    if settings.draft.resolution is None:
+        yield "draft"
     if not settings.prompts_at:
         yield "prompts_at"
     if not settings.condition.seamless:

@@ -59,3 +59,18 @@ class VideoSettings(Section):
         if self.width is not None and self.height is None:
             raise ValueError(f"video.width={self.width} must come with video.height: set both, or neither")
         return self
+
+
+class DraftSettings(Section):
+    """A smaller video that is made first, from which the video starts in place of noise."""
+
+    resolution: str | None = Field(
+        default=None, description="its pixel count, less than the video's, in the video's shape; none: no draft is made"
+    )
+    strength: float = Field(
+        default=0.7,
+        gt=0,
+        lt=1,
+        description="time, from 1 (noise) to 0 (data), at which the video starts from its draft, to the nearest step: "
+        "the lower, the closer to the draft, and the fewer steps",
+    )

@@ -73,6 +73,22 @@ def test_two_processes_make_the_same_picture_first() -> None:
         assert np.abs(one - two).max() <= 2
 
 
+@pytest.mark.slow
+def test_two_processes_make_the_same_extended_video_and_the_same_from_a_draft() -> None:
+    shorter = ["--set", "condition.video_latent_frames=1", "--num-frames", "9", "--steps", "2", "--extend", "1"]
+    larger = ["--width", "80", "--height", "80", "--draft-res", "64px", "--steps", "3", "--num-samples", "2"]
+    for name, changes, counts in (("long", shorter, {"": 13}), ("large", larger, {"_000": 5, "_001": 5})):
+        changed = [*SHORT, *changes, "--format", "png"]
+        command = [sys.executable, "-m", "opensora_cli", *changed, "--gpus", "2", "--out", f"{name}2.png"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert main([*changed, "--out", f"{name}1.png"]) == 0
+        for ending, count in counts.items():
+            one, two = frames(f"{name}1{ending}"), frames(f"{name}2{ending}")
+            assert len(one) == len(two) == count
+            assert np.abs(one - two).max() <= 2
+
+
 def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 

@@ -73,6 +73,8 @@ class GenerationSizes:
     loras: LoraRanks = field(default_factory=LoraRanks)
     attention: str = "sdpa"
     """The backend."""
+    has_draft: bool = False
+    """Whether a whole video is encoded, to start from."""
 
 
 def estimate_generation(
@@ -132,8 +134,10 @@ def estimate_generation(
     own += sum(size for _, size in kept)
     denoise = StageMemory(DENOISE, own, denoising.data, denoising.activations + workspace, mapped, kept)
     stages = [text, denoise, decode]
-    if parts:
-        frames = tuple(part.num_frames for part in parts)
+    frames = tuple(part.num_frames for part in parts)
+    if sizes.has_draft:
+        frames = (*frames, settings.video.num_frames)
+    if frames:
         encoding = _encoding(vae, tiling, sizes, frames, dtype, device_type)
         stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     return tuple(stages)

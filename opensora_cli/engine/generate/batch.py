@@ -17,6 +17,7 @@ from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
 from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
+from opensora_cli.engine.generate.draft import draft_settings
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, text_embeds
 from opensora_cli.engine.generate.manifest import Manifest
@@ -110,7 +111,9 @@ def _of_row(plan: ExecutionPlan, settings: GenerateSettings) -> ExecutionPlan:
     settings = settings.replace({"runtime.threads": plan.settings.runtime.threads})
     asked = picture_settings(settings)
     picture = None if plan.picture is None or asked is None else _of_row(plan.picture, asked)
-    return dataclasses.replace(plan, settings=settings, picture=picture)
+    smaller = draft_settings(settings, height=plan.height, width=plan.width)
+    draft = None if plan.draft is None or smaller is None else _of_row(plan.draft, smaller)
+    return dataclasses.replace(plan, settings=settings, picture=picture, draft=draft)
 
 
 def _digest(template: GenerateSettings) -> str:

@@ -100,6 +100,7 @@ def denoise_samples(
     record: RunRecord,
     *,
     begun: Mapping[int, torch.Tensor] = _NOTHING,
+    drafts: Mapping[int, torch.Tensor] = _NOTHING,
     previews: Previews | None = None,
     ranks: Ranks | None = None,
     whole: Whole | None = None,
@@ -107,9 +108,9 @@ def denoise_samples(
     """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
 
     Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What ends early is saved
-    as it is. `previews` are given what each step predicts; None: nobody looks. `ranks` share the work; references and
-    files are rank 0's. None: there is only this one. `whole` is the video of which `plan` is a segment; None: it is all
-    of it.
+    as it is. `drafts` has the latents_CTHW of the others from which they start, where `plan.start` is not 0. `previews`
+    are given what each step predicts; None: nobody looks. `ranks` share the work; references, drafts and files are rank
+    0's. None: there is only this one. `whole` is the video of which `plan` is a segment; None: it is all of it.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
@@ -118,11 +119,15 @@ def denoise_samples(
     """
     if ranks is not None and plan.mode.needs_reference:
         reference_latents = agreed_tensors(reference_latents, device=ranks.device)
+    if ranks is not None and plan.start:
+        rest = [sample.index for sample in files if sample.index not in begun]
+        agreed = agreed_tensors([drafts[index] for index in rest] if ranks.is_main else None, device=ranks.device)
+        drafts = dict(zip(rest, agreed, strict=True))
     samples: list[DenoisedSample] = []
 
     def denoise_the_rest(plan: ExecutionPlan) -> None:
         missing = files[len(samples) :]
-        left = sum(plan.evaluations_after(sample.saved_steps or 0) for sample in missing)
+        left = sum(plan.evaluations_after(sample.saved_steps or plan.start) for sample in missing)
         with (
             models.transformer(plan, record) as transformer,
             record.blocks_timed(transformer),
@@ -147,7 +152,8 @@ def denoise_samples(
                         reference_latents,
                         seed=sample.noise_seed,
                         begun_CTHW=begun.get(sample.index),
-                        steps_done=sample.saved_steps or 0,
+                        draft_CTHW=drafts.get(sample.index),
+                        steps_done=sample.saved_steps or plan.start,
                         ranks=ranks,
                         on_evaluation=progress.advance,
                         on_step=saver.step,
@@ -225,6 +231,7 @@ def sample_latents(
     *,
     seed: int,
     begun_CTHW: torch.Tensor | None = None,
+    draft_CTHW: torch.Tensor | None = None,
     steps_done: int = 0,
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
@@ -234,9 +241,11 @@ def sample_latents(
     """Return latents_1CTHW of one sample, given frames put back; where `sampling.stop_at` ends it, those predicted.
 
     `transformer` is on the plan's device and called like `MMDiT`. `reference_latents` has the latents_CTHW of each
-    reference. `begun_CTHW` are what `steps_done` have made of the noise; None: none are done. All `ranks` that share
-    the sample get the latents; None: there is only this one. `on_evaluation` is called after each evaluation of the
-    transformer, `on_step` and `on_predicted` after each step.
+    reference. `begun_CTHW` are what `steps_done` have made of the noise; None: none are done, or they are left out, and
+    the noise is mixed with `draft_CTHW` to (1-t)·data + t·noise at the time t of the next step (Liu et al., arXiv
+    2209.03003; to start from a guide: Meng et al., "SDEdit", arXiv 2108.01073). All `ranks` that share the sample get
+    the latents; None: there is only this one. `on_evaluation` is called after each evaluation of the transformer,
+    `on_step` and `on_predicted` after each step.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape
@@ -272,6 +281,8 @@ def sample_latents(
         on_evaluation=on_evaluation,
     )
     latents_1CTHW = noise_1CTHW if begun_CTHW is None else begun_CTHW[None].to(noise_1CTHW)
+    if begun_CTHW is None and draft_CTHW is not None:
+        latents_1CTHW = draft_CTHW[None].to(noise_1CTHW).lerp(noise_1CTHW, plan.timesteps[steps_done])
     packed_1ND = pack_latents(latents_1CTHW, patch_size)
     stop = settings.sampling.stop_at
     predicted: list[torch.Tensor] = []

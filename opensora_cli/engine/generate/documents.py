@@ -122,6 +122,10 @@ class PlanDocument(Document):
     """With a preview of each seed that is explored; None: none is."""
     picture: "PlanDocument | None"
     """Of the picture that is made first, and given; None: none is."""
+    draft: "PlanDocument | None"
+    """Of the smaller video that is made first, and started from; None: none is."""
+    skipped_steps: int
+    """That are left out, since the video starts from its draft."""
     extension: "PlanDocument | None"
     """Of each segment after the first, where the video is extended; None: it is not."""
     settings: GenerateSettings
@@ -188,6 +192,8 @@ class PlanDocument(Document):
             outputs=tuple(PlannedFile.of(sample, is_draft=settings.output.explore) for sample in files),
             sheet=sheet_path(files[0].target) if settings.output.explore and files else None,
             picture=None if plan.picture is None else cls.of(plan.picture, files=pictures),
+            draft=None if plan.draft is None else cls.of(plan.draft, files=()),
+            skipped_steps=plan.start,
             extension=None if plan.continuation is None else cls.of(plan.continuation, files=()),
             settings=settings,
             plan=plan,
@@ -209,6 +215,7 @@ class PlanDocument(Document):
             f"latents   {channels}x{frames}x{rows}x{columns}, {gib_or_less(plan.latent_bytes)} a sample",
             f"tokens    {self.video_tokens} video + {self.text_tokens} text",
             *([f"first     a picture of {plan.picture.what}"] if plan.picture is not None else []),
+            *([f"draft     {self._draft()}"] if self.draft is not None else []),
             f"sampling  {self.condition_mode}, {self.num_inference_steps} steps, "
             f"{self.model_evaluations} model evaluations",
             *([f"extend    {self._extension()}"] if self.extension is not None else []),
@@ -234,6 +241,10 @@ class PlanDocument(Document):
         if self.num_frames == 1:
             return f"picture   {size}"
         return f"video     {size}, {self.num_frames} frames at {self.fps} fps"
+
+    def _draft(self) -> str:
+        assert self.plan.draft is not None
+        return f"{self.plan.draft.what}, from which it starts after step {self.skipped_steps}"
 
     def _extension(self) -> str:
         segments, settings = self.plan.segments, self.settings

@@ -17,7 +17,15 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings, 
 
 _SAMPLED = frozenset(
     {"prompt", "negative_prompt", "refine", "prompt_suffix", "sampling", "condition", "model", "text", "loras"}
-    | {"picture", "runtime.attention", "output.save_state_every", "output.preview_every", "video.extend", "prompts_at"}
+    | {
+        "draft",
+        "picture",
+        "runtime.attention",
+        "output.save_state_every",
+        "output.preview_every",
+        "video.extend",
+        "prompts_at",
+    }
 )
 """Settings that have no effect on latents that are there."""
 

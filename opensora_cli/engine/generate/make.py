@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
@@ -21,16 +21,18 @@ from opensora_cli.engine.generate.denoise import DenoisedSample, Whole, denoise_
 from opensora_cli.engine.generate.documents import reread_line
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import picture_files
-from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.preview_map import preview_map
 from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.generate.references import Reference, reference_latents, references_to
+from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.segments import Clip, Joined
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.text import encode_text, with_prompt
 from opensora_cli.media.read import read_picture
+from opensora_cli.media.resize import fit_frames
+from opensora_cli.settings.enums import Fit
 
 V = TypeVar("V")
 
@@ -172,6 +174,8 @@ def denoised_samples(
             # Each sample has its own. Right after its own text: the encoders of both are the same, and still loaded.
             pictures = _pictures(plan, missing, models, record, ranks)
             given = [([sample], pictures.get(sample.index, ())) for sample in files]
+        fresh = [sample for sample in missing if sample.index not in begun]
+        drafts = {} if plan.draft is None else _drafts(plan, fresh, models, record, embeds=embeds, ranks=ranks)
         encoded = [reference_latents(plan, references, models, record) for _, references in given]
         previews = _previews(plan, models, record) if ranks is None or ranks.is_main else None
         for (samples, _), reference in zip(given, encoded, strict=True):
@@ -186,6 +190,7 @@ def denoised_samples(
                 models,
                 record,
                 begun=begun,
+                drafts=drafts,
                 previews=previews,
                 ranks=ranks,
                 whole=whole,
@@ -260,6 +265,40 @@ def _of_segment(
     done = steps if sample.saved_steps is None else sample.saved_steps - number * steps
     segment = replace(segment, saved=sample.saved, saved_steps=done if done < steps else None)
     return segment, DenoisedSample(there[number], denoise_s=0.0)
+
+
+def _drafts(
+    plan: ExecutionPlan,
+    files: Sequence[SampleFiles],
+    models: LoadedModels,
+    record: RunRecord,
+    *,
+    embeds: Sequence[PromptEmbeds],
+    ranks: Ranks | None,
+) -> dict[int, torch.Tensor]:
+    """Make the draft of each sample, in a run of its own; return it resized and encoded, by index, on rank 0 alone."""
+    assert plan.draft is not None
+    if not files:
+        return {}
+    given = references_of(plan.draft, SilentReporter()) if ranks is None or ranks.is_main else []
+    drafts = [replace(sample, latents=None, saved=None) for sample in files]
+
+    def shown(frames: SampleFrames) -> tuple[int, torch.Tensor]:
+        return frames.sample.index, torch.cat([*frames.pieces()])
+
+    with record.part(DRAFT) as own:
+        sharing = _sharing(plan.draft, plan, ranks)
+        made = make_videos(plan.draft, drafts, given, models, own, finish=shown, embeds=embeds, ranks=sharing)
+    if ranks is not None:
+        models.release()  # rank 0 alone has decoded; see `_pictures`
+    encoded = {}
+    for index, frames_THWC in made:
+        # One at a time: in full size, as floats, they take far more memory than as they are.
+        pixels_CTHW = fit_frames(frames_THWC, height=plan.height, width=plan.width, fit=Fit.STRETCH)
+        latents = reference_latents(plan, [Reference(pixels_CTHW, at_head=True)], models, record)
+        assert latents is not None
+        [encoded[index]] = latents
+    return encoded
 
 
 def _pictures(

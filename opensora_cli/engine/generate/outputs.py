@@ -281,6 +281,7 @@ def sidecar_document(
         "picture": None if picture is None else {**picture.to_json(), "file": picture.file and picture.file.name},
         "given_frames_psnr_db": None if given_frames_psnr_db is None else round(given_frames_psnr_db, 2),
         **({"segments": segments} if segments else {}),
+        **({} if plan.draft is None else {"draft": _draft(plan, plan.draft)}),
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
         "dtype": plan.hardware.dtype_name,
@@ -294,6 +295,15 @@ def sidecar_document(
         "attention": None if plan.attention is None else plan.attention.to_json(),
         "versions": versions(),
         "settings": used_settings(sample_settings(plan, sample)),
+    }
+
+
+def _draft(plan: ExecutionPlan, draft: ExecutionPlan) -> dict[str, object]:
+    return {
+        "height": draft.height,
+        "width": draft.width,
+        "model_evaluations": draft.model_evaluations,
+        "skipped_steps": plan.start,
     }
 
 

@@ -34,6 +34,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         "video.causal_lengths": False,
         "video.extend": 0,
         "prompts_at": (),
+        "draft": {},
         "condition": {"mode": "t2v"},
         "prompt_suffix": {"motion_score": None, "add_fps": False},
         "output.format": OutputFormat.PNG,

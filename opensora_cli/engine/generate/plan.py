@@ -20,6 +20,7 @@ from opensora_cli.engine.components.parallelize import choose_mesh, require_bran
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights, needed_components
 from opensora_cli.engine.estimate.generation import GenerationSizes
 from opensora_cli.engine.estimate.offload import DENOISE, TEXT, OffloadPlan, StageMemory
+from opensora_cli.engine.generate.draft import draft_settings, start_step
 from opensora_cli.engine.generate.fitting import Fitting, num_blocks
 from opensora_cli.engine.generate.picture import PICTURE_MODE, picture_settings, size_of_picture
 from opensora_cli.engine.generate.targets import num_samples
@@ -35,6 +36,8 @@ PICTURE = "picture"
 """What the names of the stages of a picture that is made first begin with."""
 EXTENSION = "extend"
 """Likewise of the segments that are made after the first."""
+DRAFT = "draft"
+"""Likewise of a smaller video that is made first."""
 
 _OF_CONTINUATION: Mapping[str, object] = {
     "video.extend": 0,
@@ -79,6 +82,10 @@ class ExecutionPlan:
     """None: the transformer does not run."""
     picture: "ExecutionPlan | None" = None
     """Of the picture that is made first, and given; None: none is."""
+    draft: "ExecutionPlan | None" = None
+    """Of the smaller video that is made first; None: none is."""
+    start: int = 0
+    """Steps that are left out, since the video starts from its draft."""
     continuation: "ExecutionPlan | None" = None
     """Of each segment that goes on from the one before; None: there is one alone."""
     threads: ThreadChoice | None = None
@@ -120,7 +127,9 @@ class ExecutionPlan:
         """Return how many of a sample's model evaluations are left after so many of `num_steps`."""
         done, steps = divmod(steps, len(self.timesteps) - 1)
         left = self.segments[done:]
-        begun = _evaluations(left[0].settings, left[0].guidance, left[0].mode, steps) if left else 0
+        begun = _evaluations(left[0].settings, left[0].guidance, left[0].mode, max(steps, self.start)) if left else 0
+        if self.draft is not None and not steps:
+            begun += self.draft.model_evaluations
         return begun + sum(segment.evaluations_per_sample for segment in left[1:])
 
     @property
@@ -183,11 +192,13 @@ class ExecutionPlan:
 
     @property
     def all_stages(self) -> tuple[StageMemory, ...]:
-        """The stages, between those of the picture that is made first and of a continuation, whose names say so."""
+        """The stages, between those of what is made first and of a continuation, whose names say so."""
         pictures = () if self.picture is None else self.picture.stages
+        drafts = () if self.draft is None else self.draft.stages
         more = () if self.continuation is None else [each for each in self.continuation.stages if each.name != TEXT]
         return (
             *(replace(stage, name=f"{PICTURE} {stage.name}") for stage in pictures),
+            *(replace(stage, name=f"{DRAFT} {stage.name}") for stage in drafts),
             *self.stages,
             *(replace(stage, name=f"{EXTENSION} {stage.name}") for stage in more),
         )
@@ -340,12 +351,31 @@ def make_plan(
         patch_size=settings.model.patch_size,
     )
     latent_shape = (settings.vae.grid.latent_channels, settings.num_latent_frames, rows, columns)
+    sampling = settings.sampling
+    tokens_per_frame = rows * columns // settings.model.patch_size**2
     asked = picture_settings(settings)
     picture = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device)
     if picture is not None:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
+    asked = draft_settings(settings, height=height, width=width)
+    draft = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device)
     named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
     mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
+    timesteps = tuple(
+        flow_timesteps(
+            sampling.num_inference_steps,
+            tokens_per_frame=tokens_per_frame,
+            num_latent_frames=settings.num_latent_frames,
+            flow_shift=sampling.flow_shift,
+        )
+    )
+    start = 0 if draft is None else start_step(timesteps, settings.draft.strength)
+    stop = sampling.stop_at
+    if draft is not None and stop is not None and stop <= start:
+        raise RequestError(
+            f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",
+            hint="stop later, or use a greater --draft-strength",
+        )
     continuation = None
     if settings.video.extend:
         continuation = make_plan(
@@ -356,9 +386,6 @@ def make_plan(
         )
     lengths = settings.condition.lengths
     guidance = _guidance(settings)
-    sampling = settings.sampling
-
-    tokens_per_frame = rows * columns // settings.model.patch_size**2
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
     require_branches(mesh, settings, guidance, mode)
     exchange = ExchangePlan()
@@ -380,6 +407,7 @@ def make_plan(
         exchange=exchange,
         loras=LoraRanks.of(loras),
         attention="sdpa" if attention is None else attention.backend,
+        has_draft=draft is not None,
     )
     held_bytes = (held_frames or 0) * height * width * 3
     fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, held_bytes=held_bytes)
@@ -395,15 +423,8 @@ def make_plan(
         width=width,
         size_note=size_note,
         latent_shape=latent_shape,
-        timesteps=tuple(
-            flow_timesteps(
-                sampling.num_inference_steps,
-                tokens_per_frame=tokens_per_frame,
-                num_latent_frames=settings.num_latent_frames,
-                flow_shift=sampling.flow_shift,
-            )
-        ),
-        evaluations_per_sample=_evaluations(settings, guidance, mode),
+        timesteps=timesteps,
+        evaluations_per_sample=_evaluations(settings, guidance, mode, start),
         mesh=mesh,
         exchange=exchange,
         fitting=fitting,
@@ -412,6 +433,8 @@ def make_plan(
         loras=loras,
         attention=attention,
         picture=picture,
+        draft=draft,
+        start=start,
         continuation=continuation,
     )
 

@@ -30,7 +30,7 @@ from opensora_cli.engine.generate.outputs import (
     refuse_pictures,
     requests_of,
 )
-from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan, make_plan
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, ExecutionPlan, make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -190,7 +190,10 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
 
 def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
     if run.context is not None:
-        reporter = WatchedReporter(run.reporter, on_device=[*ON_DEVICE, *(f"{PICTURE} {stage}" for stage in ON_DEVICE)])
+        reporter = WatchedReporter(
+            run.reporter,
+            on_device=[*ON_DEVICE, *(f"{part} {stage}" for part in (PICTURE, DRAFT) for stage in ON_DEVICE)],
+        )
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     return carry_out(plan_here(completed(settings, run.reporter), run.models), run)

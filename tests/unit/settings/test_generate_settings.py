@@ -102,6 +102,21 @@ def test_settings_survive_json() -> None:
             {"video.extend": 2, "prompts_at": ("2s=snow",), "refine.prompt": True},
             "refine.prompt=true rewrites one prompt, and prompts_at has more: drop one of them",
         ),
+        *[
+            ({"draft": {"resolution": "256px", "strength": strength}}, f"draft.strength={strength} must be {rule}")
+            for strength, rule in ((0, "over 0"), (1, "under 1"))
+        ],
+        ({"draft.strength": 0.5}, "draft.strength=0.5 has no effect without draft.resolution: give --draft-res, too"),
+        (
+            {"draft.resolution": "64px"},
+            "draft.resolution=64px is not a size of the open-sora-v2 model: use 256px or 768px",
+        ),
+        (
+            {"draft.resolution": "256px", "sampling.num_inference_steps": 1},
+            "draft.resolution=256px leaves nothing to sampling.num_inference_steps=1: use 2 or more",
+        ),
+        ({"draft.resolution": "256px", "video.extend": 1}, "draft.resolution=256px is of one clip, and video.extend=1"),
+        ({"draft.resolution": "256px", "picture.first": True}, "draft.resolution=256px and picture.first=true both"),
         ({"video.num_frames": 0}, "video.num_frames=0 must be at least 1"),
         (
             {"video.resolution": "512px"},

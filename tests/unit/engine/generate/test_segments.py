@@ -8,6 +8,7 @@ import torch
 from small_stages import small_stages
 from tiny_world import RecordingReporter, demo_settings
 
+from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import denoise, fitting, make
@@ -199,6 +200,18 @@ def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
     as_one = held(one)
     assert torch.equal(video.frames_THWC[:25], as_one.frames_THWC[:25])
     assert not torch.equal(video.frames_THWC[25:], as_one.frames_THWC[25:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_demo_does_not_flash_at_a_seam(seed):
+    with Pipeline("demo", threads=1) as pipe:
+        video = pipe("raining, sea", seed=seed, extend=3, steps=10)
+    steps = luma(torch.from_numpy(video.frames.copy())).diff().abs().tolist()
+    seams = [segment.start_frame - 1 for segment in video.report.segments[1:]]
+    assert (len(steps), seams) == (40, [16, 24, 32])
+    elsewhere = max(step for index, step in enumerate(steps) if index not in seams)
+    assert max(steps[index] for index in seams) <= elsewhere + 0.1
 
 
 def test_a_picture_comes_first_and_is_given_to_the_first_segment_alone(world, tmp_path):
