@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from batch_generate import Clips, Models, as_pixels, generate_clips, load_models, reconstruct
+from batch_generate import Clips, as_pixels, generate_clips, reconstruct
 from quality_report import SCHEMA, percent, report_lines
 from scene_reader import (
     ANSWERS,
@@ -41,6 +41,7 @@ from scene_reader import (
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import Scene, Weather, caption_scene, render_scene, sample_scene
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, with_mode
 from opensora_cli.media import similarity
@@ -78,11 +79,11 @@ def psnr_db(clips_NTHWC: Clips, others_NTHWC: Clips) -> list[float]:
     return [similarity.psnr_db(clip, other) for clip, other in pairs]
 
 
-def measure_vae(plan: ExecutionPlan, models: Models, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
+def measure_vae(plan: ExecutionPlan, models: LoadedModels, reader: Reader, *, count: int, seed: int) -> dict[str, Any]:
     """Return the mean PSNR of reconstructed clips, for each weather too, and what the reader makes of them."""
     scenes, _ = scene_set(count, seed=seed, part=_VAE_SCENES)
     clips = film(scenes, plan)
-    decoded = reconstruct(plan, models.vae, clips, batch=_PIXELS_BATCH)
+    decoded = reconstruct(plan, models, clips, batch=_PIXELS_BATCH)
     values = psnr_db(decoded, clips)
     by_weather = {
         weather.value: float(np.mean(chosen))
@@ -109,7 +110,7 @@ def measure_reader(reader: Reader, plan: ExecutionPlan, *, count: int, seed: int
 
 def measure_prompts(
     plan: ExecutionPlan,
-    models: Models,
+    models: LoadedModels,
     reader: Reader,
     *,
     count: int,
@@ -158,7 +159,7 @@ def misread(read_NA: torch.Tensor, scenes: Sequence[Scene], prompts: Sequence[st
 
 
 def measure_first_frame(
-    plan: ExecutionPlan, models: Models, *, count: int, seed: int, batch: int, say: Callable[[str], None]
+    plan: ExecutionPlan, models: LoadedModels, *, count: int, seed: int, batch: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return how well given first frames come back in the videos that go on from them."""
     scenes, prompts = scene_set(count, seed=seed, part=_FIRST_FRAME_SCENES)
@@ -245,7 +246,7 @@ def demo_settings(weights: str | None, assignments: Sequence[str], *, seed: int)
 
 def try_guidance(
     settings: GenerateSettings,
-    models: Models,
+    models: LoadedModels,
     reader: Reader,
     options: argparse.Namespace,
     *,
@@ -271,7 +272,7 @@ def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[
     """Measure what the command line asks for, and return the report."""
     settings = demo_settings(options.weights, options.set, seed=options.seed)
     plan = make_plan(settings)
-    models = load_models(plan)
+    models = LoadedModels(stay=True)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
     if {"vae", "prompts"} & set(options.part):
         reader = obtain_reader(options.reader, say=say)

@@ -163,7 +163,7 @@ def denoise(plan: ExecutionPlan, transformer: nn.Module) -> tuple[list[float], i
             times.append(now - last)
             last = now
 
-        sample_latents(plan, transformer, embeds, None, seed=0, on_evaluation=note_time)
+        sample_latents(plan, transformer, [embeds], None, seeds=[0], on_evaluation=note_time)
         return times, peak()
 
 
@@ -217,10 +217,10 @@ def measure_decode(plan: ExecutionPlan, *, name: str) -> dict[str, Any]:
     fill(vae, device=device, place=torch.device("cpu"), dtype=plan.hardware.dtype)
     with measured(device, vae) as peak:
         vae.to(device)
-        latents = torch.randn(plan.latent_shape)
+        latents = torch.randn(1, *plan.latent_shape)
         start = synchronized(device)
-        for piece_THWC in decode_latents(plan, vae, latents):
-            del piece_THWC
+        for pieces_THWC in decode_latents(plan, vae, latents):
+            del pieces_THWC
         seconds = synchronized(device) - start
         return reported(plan, "decode", peak()) | {"case": name, "seconds": seconds}
 

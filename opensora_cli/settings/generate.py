@@ -39,36 +39,8 @@ from opensora_cli.settings.prompts import (
     with_asked_score,
     with_first_prompt,
 )
+from opensora_cli.settings.sampling import AUTO, MAX_SEED, SamplingSettings
 from opensora_cli.settings.video import DraftSettings, VideoSettings
-
-MAX_SEED = 2**62
-
-
-class SamplingSettings(Section):
-    """How the video is sampled."""
-
-    num_inference_steps: int = Field(default=50, ge=1, le=1000, description="Euler steps")
-    stop_at: int | None = Field(
-        default=None,
-        ge=1,
-        description="steps after which to stop: what is predicted by then becomes the video, and the latents are "
-        "saved, to go on from; none: at the end",
-    )
-    guidance_scale: float = Field(default=7.5, ge=0, le=100, description="weight of the prompt; 1 turns guidance off")
-    image_guidance_scale: float = Field(
-        default=3.0, ge=0, le=100, description="weight of the reference; 1 turns it off"
-    )
-    text_oscillation: bool = Field(default=True, description="drop the prompt guidance at odd steps from step 10 on")
-    image_oscillation: bool = Field(default=True, description="likewise for the reference guidance")
-    temporal_image_scaling: bool = Field(
-        default=True, description="let the reference guidance grow along the video (i2v)"
-    )
-    flow_shift: float | None = Field(
-        default=None, gt=0, description="shift of the timesteps; none: from the video's size"
-    )
-    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the noise; sample i takes seed + i")
-    num_samples: int = Field(default=1, ge=1, le=10_000, description="videos to make")
-    embedded_guidance: float = Field(default=4.0, ge=0, le=100, description="guidance input of a distilled model")
 
 
 class GenerateSettings(Section):
@@ -346,8 +318,12 @@ def _picture_problems(settings: GenerateSettings) -> list[str]:
 
 
 def _parallel_problems(settings: GenerateSettings) -> list[str]:
-    parallel, model = settings.parallel, settings.model
+    parallel, model, batch = settings.parallel, settings.model, settings.sampling.batch_size
     problems = []
+    if batch not in (1, AUTO) and settings.video.extend:
+        problems.append(
+            f"sampling.batch_size={batch} is for videos of one segment, and video.extend={settings.video.extend}: use 1"
+        )
     if parallel.devices is not None and settings.runtime.device != "auto":
         problems.append(
             f"parallel.devices and runtime.device={settings.runtime.device} both name devices: drop one of them"

@@ -1,6 +1,5 @@
 """The benchmark of the demo model's quality: its reader, its batches, its figures."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import scene_reader
 import torch
 from tiny_world import World, demo_settings, make_world
 
-from opensora_cli.core.conditions import condition_mode
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.scenes import (
@@ -29,11 +27,9 @@ from opensora_cli.data.scenes import (
     render_scene,
     sample_scene,
 )
-from opensora_cli.engine.generate.decode import decode_latents
-from opensora_cli.engine.generate.denoise import sample_latents
+from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
-from opensora_cli.engine.generate.references import Reference, encode_references, with_mode
-from opensora_cli.engine.generate.text import encode_prompts
+from opensora_cli.engine.generate.references import with_mode
 
 
 @pytest.fixture(scope="module")
@@ -138,28 +134,8 @@ def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode_name", ["t2v", "i2v_head"])
-def test_batch_of_one_is_what_generate_computes(plan: ExecutionPlan, mode_name: str) -> None:
-    plan = dataclasses.replace(plan, mode=condition_mode(mode_name))
-    models = batch_generate.load_models(plan)
-    embeds = encode_prompts(plan.settings, models.t5, models.clip)
-    with torch.inference_mode():
-        references = None
-        if plan.mode.needs_reference:
-            picture = batch_generate.as_pixels(plan, render_scene(scene(), num_frames=1))
-            references = encode_references([Reference(picture, at_head=True)], models.vae)
-        expected = sample_latents(plan, models.transformer, embeds, references, seed=7)
-        batched = batch_generate.sample_batch(
-            plan, models.transformer, [embeds], None if references is None else [references], seeds=[7]
-        )
-        assert torch.equal(batched, expected)
-        decoded = torch.cat([*decode_latents(plan, models.vae, expected[0])]).numpy()
-        assert np.array_equal(batch_generate.decode_batch(plan, models.vae, batched)[0], decoded)
-
-
-@pytest.mark.slow
 def test_videos_do_not_depend_on_their_batch(plan: ExecutionPlan) -> None:
-    models = batch_generate.load_models(plan)
+    models = LoadedModels(stay=True)
     prompts = ["raining, sea", "a boat at night", "the sea"]
     pictures = np.stack([render_scene(scene(), num_frames=1)[0]] * 3)
     pictures[1] = 255 - pictures[1]

@@ -1,6 +1,6 @@
 """The transformer as the sampling loop calls it: branches of guidance in, velocities out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,57 +19,63 @@ class PromptEmbeds:
 
 
 class GuidedVelocity:
-    """Evaluates the transformer for one sample, branch after branch.
+    """Evaluates the transformer for a batch of samples, each with `embeds` of its own, branch after branch.
 
-    One after the other and not as a batch: one clip fills a GPU, and on a CPU a batch was a tenth faster at most. So
-    neither the peak of memory nor the result depends on the step.
+    Branches one after the other and not as a batch: one clip fills a GPU, and on a CPU a batch of them was a tenth
+    faster at most. So neither the peak of memory nor the result depends on the step.
 
-    `conditioning_1NK` is None for a model without a condition embedding; `embedded_guidance` is for a
-    guidance-distilled one. `on_evaluation` is called after each evaluation, for progress.
+    `conditioning_BNK` is None for a model without a condition embedding; `embedded_guidance` is for a
+    guidance-distilled one. `position_ids_1N3` are the same for all samples. `on_evaluation` is called after each
+    evaluation, for progress.
     """
 
     def __init__(
         self,
         transformer: Callable[..., torch.Tensor],
-        embeds: PromptEmbeds,
+        embeds: Sequence[PromptEmbeds],
         *,
-        conditioning_1NK: torch.Tensor | None,
+        conditioning_BNK: torch.Tensor | None,
         position_ids_1N3: torch.Tensor,
         embedded_guidance: float | None = None,
         on_evaluation: Callable[[], None] = lambda: None,
     ) -> None:
         self.transformer = transformer
         self.embeds = embeds
-        self.conditioning_1NK = conditioning_1NK
+        self.conditioning_BNK = conditioning_BNK
         self.position_ids_1N3 = position_ids_1N3
         self.embedded_guidance = embedded_guidance
         self.on_evaluation = on_evaluation
 
     def __call__(
-        self, packed_latents_1ND: torch.Tensor, t: float, branches: tuple[Branch, ...], /
+        self, packed_latents_BND: torch.Tensor, t: float, branches: tuple[Branch, ...], /
     ) -> dict[Branch, torch.Tensor]:
-        """Return velocity_1ND of every one of `branches` at time `t`."""
-        return {branch: self._evaluate(packed_latents_1ND, t, branch) for branch in branches}
+        """Return velocity_BND of every one of `branches` at time `t`."""
+        return {branch: self._evaluate(packed_latents_BND, t, branch) for branch in branches}
 
-    def distilled(self, packed_latents_1ND: torch.Tensor, t: float, /) -> torch.Tensor:
-        """Return velocity_1ND at time `t` of a guidance-distilled model."""
-        return self._evaluate(packed_latents_1ND, t, Branch.COND)
+    def distilled(self, packed_latents_BND: torch.Tensor, t: float, /) -> torch.Tensor:
+        """Return velocity_BND at time `t` of a guidance-distilled model."""
+        return self._evaluate(packed_latents_BND, t, Branch.COND)
 
-    def _evaluate(self, packed_latents_1ND: torch.Tensor, t: float, branch: Branch) -> torch.Tensor:
+    def _evaluate(self, packed_latents_BND: torch.Tensor, t: float, branch: Branch) -> torch.Tensor:
         row = 0 if branch.uses_prompt else 1
-        conditioning = self.conditioning_1NK
+        conditioning = self.conditioning_BNK
         if conditioning is not None and not branch.uses_conditioning:
             conditioning = torch.zeros_like(conditioning)
-        device = packed_latents_1ND.device
+        device, batch = packed_latents_BND.device, len(self.embeds)
         guidance = self.embedded_guidance
         velocity: torch.Tensor = self.transformer(
-            packed_latents_1ND,
+            packed_latents_BND,
             position_ids_BN3=self.position_ids_1N3,
-            timesteps_B=torch.tensor([t], device=device),
-            prompt_embeds_BLC=self.embeds.prompt_embeds_2LC[row : row + 1],
-            pooled_prompt_embeds_BV=self.embeds.pooled_prompt_embeds_2V[row : row + 1],
+            timesteps_B=torch.tensor([t] * batch, device=device),
+            prompt_embeds_BLC=_together([each.prompt_embeds_2LC[row : row + 1] for each in self.embeds]),
+            pooled_prompt_embeds_BV=_together([each.pooled_prompt_embeds_2V[row : row + 1] for each in self.embeds]),
             conditioning_BNK=conditioning,
-            embedded_guidance_B=None if guidance is None else torch.tensor([guidance], device=device),
+            embedded_guidance_B=None if guidance is None else torch.tensor([guidance] * batch, device=device),
         )
         self.on_evaluation()
         return velocity
+
+
+def _together(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return (B, ...) of B times (1, ...), without a copy where there is one."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

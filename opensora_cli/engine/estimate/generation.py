@@ -90,6 +90,7 @@ def estimate_generation(
 ) -> tuple[StageMemory, ...]:
     """Return what each stage needs of the device's memory, in the order in which they run.
 
+    A batch is taken for as many times what one clip needs beside the weights: nearly all of it is of each clip its own.
     What repeats is remembered, so that many offload plans for one video cost little more than one. `parameters` are
     counts (see `configs.count_parameters`), and `dtype` is that of weights and activations. Text encoders that
     `text_folders` lacks are taken for the released ones. `files`: on a CPU, what is computed with where it is mapped;
@@ -104,7 +105,10 @@ def estimate_generation(
     vae_mapped = 0
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
-    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
+    together = offload.decode_batch_size
+    decode = StageMemory(
+        DECODE, weights[Component.VAE], together * decoding.data, together * decoding.activations, vae_mapped
+    )
     if settings.from_latents is not None:
         return (decode,)
 
@@ -132,7 +136,9 @@ def estimate_generation(
             config, files[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras
         )
     own += sum(size for _, size in kept)
-    denoise = StageMemory(DENOISE, own, denoising.data, denoising.activations + workspace, mapped, kept)
+    batch = offload.batch_size
+    computed = batch * denoising.activations + workspace
+    denoise = StageMemory(DENOISE, own, batch * denoising.data, computed, mapped, kept)
     stages = [text, denoise, decode]
     frames = tuple(part.num_frames for part in parts)
     if sizes.has_draft:
@@ -185,8 +191,8 @@ def _denoising(
             )
             velocity = GuidedVelocity(
                 shared,
-                embeds,
-                conditioning_1NK=pack_conditioning(mask_11THW, given_1CTHW, patch) if config.cond_embed else None,
+                [embeds],
+                conditioning_BNK=pack_conditioning(mask_11THW, given_1CTHW, patch) if config.cond_embed else None,
                 position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
                 embedded_guidance=1.0 if config.guidance_embed else None,
             )

@@ -68,9 +68,13 @@ class OffloadPlan:
     """Bring T5 to the device layer by layer."""
     fp8_storage: bool = False
     """Keep the blocks' weights in 8 bits, and dequantize them on each use: not exact."""
+    batch_size: int = 1
+    """Clips that the transformer computes together."""
+    decode_batch_size: int = 1
+    """Clips that are decoded together."""
 
     def lines(self) -> list[str]:
-        """Return what is given up, for people; nothing is nothing."""
+        """Return what is given up, and what is computed together, for people; nothing is nothing."""
         found = []
         if self.mode is OffloadMode.BLOCKS:
             found.append(
@@ -87,6 +91,8 @@ class OffloadPlan:
             found.append(f"decoded frames at a time: {self.chunk_frames}{where}")
         if self.fp8_storage:
             found.append("weights stored in 8 bits (storage, not compute; not exact)")
+        if self.batch_size > 1:
+            found.append(f"clips computed together: {self.batch_size}, decoded together: {self.decode_batch_size}")
         return found
 
 
@@ -150,12 +156,16 @@ def choose_offload(
     num_blocks: int,
     host_weights: HostWeights,
     streamable: Streamable = _ALL,
+    batch_size: int = 1,
 ) -> OffloadPlan:
     """Return the plan that gives up least of what fits, stage by stage; where nothing fits, the one that needs least.
 
-    `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it.
+    `budget` is in bytes of the device. Offloaded blocks are kept in `host_weights`, unless `memory` names it. The
+    transformer computes `batch_size` clips together.
     """
-    plan = OffloadPlan(host_weights=memory.host_weights or host_weights, fp8_storage=memory.fp8_storage)
+    plan = OffloadPlan(
+        host_weights=memory.host_weights or host_weights, fp8_storage=memory.fp8_storage, batch_size=batch_size
+    )
     most = int(budget * (1 - _HEADROOM))
 
     def first_fitting(candidates: Iterable[OffloadPlan], stage: str) -> OffloadPlan:
@@ -169,6 +179,22 @@ def choose_offload(
         plan = first_fitting(_denoise_plans(plan, memory, num_blocks, streamable), DENOISE)
     plan = first_fitting((plan, replace(plan, stream_text=streamable.text)), TEXT)
     return first_fitting(_decode_plans(plan) if streamable.frames else [plan], DECODE)
+
+
+def largest_batch(
+    sized: Callable[[int], OffloadPlan], stage: str, estimate: Estimate, *, budget: int, most: int
+) -> OffloadPlan:
+    """Return the plan of the largest batch, up to `most`, with which a stage fits; of 1 where none does.
+
+    `sized` returns the plan of a batch; `budget` is as in `choose_offload`.
+    """
+    room = int(budget * (1 - _HEADROOM))
+    fitting = (
+        plan
+        for plan in map(sized, range(most, 1, -1))
+        if all(each.total_bytes <= room for each in estimate(plan) if each.name == stage)
+    )
+    return next(fitting, sized(1))
 
 
 def keep_models(
@@ -197,6 +223,10 @@ def stronger_offload(
 ) -> OffloadPlan | None:
     """Return a plan under which `stage`, which ran out of memory under `plan`, needs much less; None: there is none."""
     match stage:
+        case "denoise" if plan.batch_size > 1:
+            return replace(plan, batch_size=plan.batch_size // 2)
+        case "decode" if plan.decode_batch_size > 1:
+            return replace(plan, decode_batch_size=plan.decode_batch_size // 2)
         case "text" if streamable.text and not plan.stream_text:
             return replace(plan, stream_text=True)
         case "denoise" if not streamable.blocks:

@@ -1,198 +1,28 @@
 """`osora generate --prompts FILE`: many requests in one run, with the models loaded once."""
 
 import dataclasses
-import hashlib
-import json
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from opensora_cli.core.exceptions import OsoraError, RequestError
-from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
-from opensora_cli.engine.components.hardware import versions
+from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
+from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
 from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
-from opensora_cli.engine.generate.draft import draft_settings
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import computing, text_embeds
+from opensora_cli.engine.generate.make import computing, require_weights, text_embeds
 from opensora_cli.engine.generate.manifest import Manifest
-from opensora_cli.engine.generate.picture import picture_settings
-from opensora_cli.engine.generate.plan import ExecutionPlan
-from opensora_cli.engine.generate.prompts import OWN_KEYS, Row, Shard
-from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
-from opensora_cli.engine.generate.run import Run, carry_out
+from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan
+from opensora_cli.engine.generate.prompts import Row, Shard
+from opensora_cli.engine.generate.run import Run, begin, make_together
+from opensora_cli.engine.generate.shapes import Failures, RowReporter, Shape, raise_if_all_are_one, shapes_of
 from opensora_cli.engine.generate.stages import RunRecord
-from opensora_cli.settings.explain import Given, explain
-from opensora_cli.settings.generate import GenerateSettings, SamplingSettings
+from opensora_cli.engine.generate.targets import Claims, sample_files
+from opensora_cli.engine.generate.work import Work
 from opensora_cli.settings.load import GenerateRequest, given_for
 from opensora_cli.settings.output import OutputSettings
-
-_DEFAULTS: Mapping[str, object] = {
-    "prompt": "",
-    "negative_prompt": "",
-    "sampling.seed": SamplingSettings().seed,
-    "condition.references": (),
-}
-_MOST_ROWS = 64
-_MOST_EMBEDS_BYTES = 2**30
-"""Of the host's memory, for prompts that are encoded before any of them is made into a video."""
-
-
-class _RowReporter(SilentReporter):
-    """Passes on warnings with the row that they are about; stages and notes of single rows are too many to show."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
-        self._noted: set[str] = set()
-        self.row = 0
-
-    def note(self, text: str) -> None:
-        """Show a line once, if it is of the machine and not of the row."""
-        kind = text.partition(":")[0]
-        if kind in ("model", "attention", "threads", "memory", "weights") and text not in self._noted:
-            self._noted.add(text)
-            self._reporter.note(text)
-
-    def warn(self, text: str) -> None:
-        self._reporter.warn(f"row {self.row}: {text}")
-
-
-class _Shape:
-    """Rows that are planned once for each condition mode."""
-
-    def __init__(self, template: GenerateSettings, defaults: Mapping[str, object], rows: list[Row]) -> None:
-        self.rows = rows
-        self.template = template
-        self._defaults = defaults
-        self._plans: dict[str | None, ExecutionPlan] = {}
-        self._digest = _digest(template)
-
-    @property
-    def rows_together(self) -> int:
-        """How many rows' prompts are encoded before the first of them is made."""
-        text, model = self.template.text, self.template.model
-        num_bytes = 2 * len(set(self.template.segment_prompts)) * text.t5_max_length * model.context_in_dim * 4
-        return max(1, min(_MOST_ROWS, _MOST_EMBEDS_BYTES // num_bytes))
-
-    def settings(self, row: Row) -> GenerateSettings:
-        """Return the settings of a row; a RequestError if it breaks a rule."""
-        changes = {**self._defaults, **row.own}
-        if row.name is not None:
-            kind = self.template.output_format
-            ending = "" if row.name.lower().endswith(f".{kind}") else f".{kind}"
-            changes["output.path"] = str(Path(self.template.output.path) / f"{row.name}{ending}")
-        try:
-            return self.template.replace(changes)
-        except ValidationError as error:
-            raise RequestError("; ".join(explain(error))) from error
-
-    def plan(self, row: Row, models: LoadedModels | None, reporter: Reporter) -> ExecutionPlan:
-        """Return the plan of a row, with the threads of the first; errors are those of `generate`."""
-        settings = completed(self.settings(row), reporter)
-        mode = settings.condition.mode
-        if mode not in self._plans:
-            self._plans[mode] = plan_here(settings, models).with_threads()
-        return _of_row(self._plans[mode], settings)
-
-    def key(self, row: Row) -> str:
-        """Return the hash of what decides the results of a row, by which a manifest knows it."""
-        own = {**self._defaults, **row.own}
-        files = [_stamp(path) for path in _references_of(own)]
-        return _sha256([self._digest, {key: str(value) for key, value in own.items()}, files, row.name])
-
-
-def _of_row(plan: ExecutionPlan, settings: GenerateSettings) -> ExecutionPlan:
-    """Return the plan of a row from that of another of its shape and mode."""
-    settings = settings.replace({"runtime.threads": plan.settings.runtime.threads})
-    asked = picture_settings(settings)
-    picture = None if plan.picture is None or asked is None else _of_row(plan.picture, asked)
-    smaller = draft_settings(settings, height=plan.height, width=plan.width)
-    draft = None if plan.draft is None or smaller is None else _of_row(plan.draft, smaller)
-    return dataclasses.replace(plan, settings=settings, picture=picture, draft=draft)
-
-
-def _digest(template: GenerateSettings) -> str:
-    """Return the hash of what decides the results of all rows of a shape."""
-    places = ("prompt", "negative_prompt", "files", "memory", "parallel", "runtime", "refine")
-    values = {key: value for key, value in template.model_dump(mode="json").items() if key not in places}
-    for name in ("path", "overwrite", "save_latents", "save_state_every", "preview_every", "explore"):
-        values["output"].pop(name)
-    values["sampling"].pop("seed")
-    values["condition"].pop("references")
-    parts = {
-        **values,
-        "format": template.output_format,
-        "refine": [template.refine.prompt, template.refine.motion_score],
-        "runtime": [template.runtime.device, template.runtime.dtype, template.runtime.attention],
-        "fp8_storage": template.memory.fp8_storage,
-        "weights": {part: stamp_of(path) for part, path in find_weights(template).paths.items()},
-        "loras": [_stamp(lora.path) for lora in template.loras],
-        "versions": versions(),
-    }
-    return _sha256(parts)
-
-
-def _references_of(own: Mapping[str, object]) -> Sequence[str]:
-    files = own["condition.references"]
-    return files.split(";") if isinstance(files, str) else tuple(files)  # type: ignore[arg-type]  # of `OWN_KEYS`
-
-
-def _stamp(path: str) -> object:
-    try:
-        state = os.stat(path)
-    except OSError:
-        return path
-    return [path, state.st_size, state.st_mtime_ns]
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-_Failures = list[tuple[Row, OsoraError]]
-
-
-def _shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter) -> tuple[list[_Shape], _Failures]:
-    """Return the rows by shape, and those that are refused already.
-
-    Raises:
-        RequestError: the settings are for several devices, or nothing is right with any row.
-        CheckpointError: weights are missing.
-    """
-    failures: _Failures = []
-    members: dict[tuple[tuple[str, Given], ...], list[Row]] = {}
-    for row in rows:
-        if row.problem is not None:
-            failures.append((row, RequestError(row.problem)))
-        else:
-            members.setdefault(row.shape, []).append(row)
-    shapes = []
-    for changes, alike in members.items():
-        asked = dataclasses.replace(request, overrides={**request.overrides, **dict(changes)})
-        template = _template(asked, alike, failures, reporter)
-        if template is None:
-            continue
-        given = {key: given_for(asked, key) for key in OWN_KEYS}
-        defaults = {key: _DEFAULTS[key] if at is None else at.value for key, at in given.items()}
-        shapes.append(_Shape(template, defaults, alike))
-    if not shapes and failures:
-        _raise_if_all_are_one(failures)
-    for shape in shapes:
-        parallel = shape.template.parallel
-        if parallel.world_size > 1:
-            raise RequestError(
-                f"--prompts makes videos on one device, and {parallel.world_size} are asked for",
-                hint="start osora once for each GPU, with --devices 0 --shard 1/2, --devices 1 --shard 2/2 and so on",
-            )
-        if shape.template.output.explore:
-            raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
-        find_weights(shape.template).require(needed_components(shape.template))
-    return shapes, failures
 
 
 def _folder_of(request: GenerateRequest) -> Path:
@@ -204,38 +34,14 @@ def _folder_of(request: GenerateRequest) -> Path:
     return Path(output.path)
 
 
-def _template(
-    asked: GenerateRequest, rows: list[Row], failures: _Failures, reporter: Reporter
-) -> GenerateSettings | None:
-    """Return settings with which a row can be made; rows before it are failures, and taken from `rows`."""
-    while rows:
-        row = rows[0]
-        own = {key: Given(value, f"row {row.number}") for key, value in row.own.items()}
-        try:
-            return resolve_generate_settings(
-                dataclasses.replace(asked, overrides={**asked.overrides, **own}), reporter=reporter
-            )[0]
-        except OsoraError as error:
-            is_of_all = bool(failures) and failures[-1][1].message == error.message
-            failures += [(each, error) for each in (rows if is_of_all else rows[:1])]
-            del rows[: len(rows) if is_of_all else 1]
-    return None
-
-
-def _raise_if_all_are_one(failures: _Failures) -> None:
-    """Raise the error of all rows, if they have one and the same: then it is the request's."""
-    if len({error.message for _, error in failures}) == 1:
-        raise failures[0][1]
-
-
 def generate_rows(
     request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter, models: LoadedModels
 ) -> BatchResult:
     """Make and save what every row of this shard asks for, with models that stay loaded; what is finished is kept.
 
-    Rows of one shape are made one after the other. Their prompts are encoded first, many at a time, so that the
-    encoders are loaded once also where there is no room for them beside the transformer. A row that fails stops no
-    other. `request` has what all rows have in common.
+    Rows of one shape are made one after the other, or as many together as `sampling.batch_size` says. Their prompts are
+    encoded first, many at a time, so that the encoders are loaded once also where there is no room for them beside the
+    transformer. A row that fails stops no other. `request` has what all rows have in common.
 
     Raises:
         RequestError: the request is for several devices or one file, or contradicts itself for every row.
@@ -244,8 +50,8 @@ def generate_rows(
         KeyboardInterrupt: its argument says how much is finished.
     """
     chosen = shard.rows(rows)
-    told = _RowReporter(reporter)
-    shapes, failures = _shapes_of(request, chosen, told)
+    told = RowReporter(reporter)
+    shapes, failures = shapes_of(request, chosen, told)
     with (
         Manifest(_folder_of(request), shard) as manifest,
         reporter.stage("rows", total=len(chosen), unit="rows") as progress,
@@ -260,7 +66,7 @@ def generate_rows(
             finished = f"{len(batch.outputs)} of {len(chosen)} rows are finished: the same command goes on"
             raise KeyboardInterrupt(finished) from interrupt
     if not batch.outputs:
-        _raise_if_all_are_one(batch.failures)
+        raise_if_all_are_one(batch.failures)
     return BatchResult(
         rows=len(chosen),
         made=batch.made,
@@ -271,7 +77,7 @@ def generate_rows(
     )
 
 
-def _failed_rows(failures: _Failures) -> tuple[FailedRow, ...]:
+def _failed_rows(failures: Failures) -> tuple[FailedRow, ...]:
     ordered = sorted(failures, key=lambda failure: failure[0].number)
     return tuple(FailedRow(row=row.number, prompt=row.prompt, error=error.message) for row, error in ordered)
 
@@ -284,17 +90,27 @@ class _Job:
     key: str
     plan: ExecutionPlan
     embeds: tuple[PromptEmbeds, ...] = ()
+    picture_embeds: tuple[PromptEmbeds, ...] = ()
+    videos: list[GeneratedVideo] = dataclasses.field(default_factory=list)
+    is_over: bool = False
+    """Whether it is finished, or has failed."""
+
+    @property
+    def names(self) -> set[Path]:
+        """Those of its results."""
+        settings = self.plan.settings
+        return {sample_files(settings, index).target for index in range(self.plan.num_samples)}
 
 
 class _Batch:
     """A run over many rows."""
 
     def __init__(
-        self, manifest: Manifest, models: LoadedModels, reporter: _RowReporter, progress: StageProgress
+        self, manifest: Manifest, models: LoadedModels, reporter: RowReporter, progress: StageProgress
     ) -> None:
         self._manifest, self._models = manifest, models
         self._reporter, self._progress = reporter, progress
-        self.failures: _Failures = []
+        self.failures: Failures = []
         self.outputs: dict[int, Sequence[Path]] = {}
         """Of the rows that are finished, by their numbers."""
         self.made = 0
@@ -305,7 +121,7 @@ class _Batch:
         self.failures.append((row, error))
         self._progress.advance()
 
-    def make(self, shape: _Shape) -> None:
+    def make(self, shape: Shape) -> None:
         """Make the rows of a shape that are not finished."""
         waiting: list[tuple[Row, str]] = []
         for row in shape.rows:
@@ -318,29 +134,85 @@ class _Batch:
         for start in range(0, len(waiting), shape.rows_together):
             self._make_together(shape, waiting[start : start + shape.rows_together])
 
-    def _make_together(self, shape: _Shape, rows: Sequence[tuple[Row, str]]) -> None:
+    def _make_together(self, shape: Shape, rows: Sequence[tuple[Row, str]]) -> None:
         jobs: list[_Job] = []
         for row, key in rows:
             with self._failing(row, key):
                 jobs.append(_Job(row, key, shape.plan(row, self._models, self._reporter)))
+        self._encode(jobs)
+        for group in _groups([job for job in jobs if not job.is_over]):
+            self._make_group(group)
+
+    def _encode(self, jobs: Sequence[_Job]) -> None:
+        """Encode all prompts; those of pictures after those of videos, since they may be of other encoders."""
+        record = RunRecord(self._reporter, keeps_results=False)
         for job in jobs:
-            with self._failing(job.row, job.key), computing(job.plan, self._reporter):
-                record = RunRecord(self._reporter, keeps_results=False)
+            with self._failing_job(job), computing(job.plan, self._reporter):
                 job.embeds = text_embeds(job.plan, self._models, record)
         for job in jobs:
-            if job.embeds:
-                with self._failing(job.row, job.key):
-                    self._make_one(job)
-                job.embeds = ()
+            if job.plan.picture is not None and not job.is_over:
+                with self._failing_job(job), computing(job.plan, self._reporter), record.part(PICTURE) as part:
+                    job.picture_embeds = text_embeds(job.plan.picture, self._models, part)
 
-    def _make_one(self, job: _Job) -> None:
+    def _make_group(self, jobs: Sequence[_Job]) -> None:
+        """Make rows together, each of which is finished, or fails, by itself."""
         start = time.perf_counter()
-        videos = carry_out(job.plan, Run(reporter=self._reporter, models=self._models, embeds=job.embeds)).videos
-        seconds = time.perf_counter() - start
+        with Claims() as claims:
+            works: dict[Work, _Job] = {}
+            for job in jobs:
+                with self._failing_job(job):
+                    work = self._begin(job, claims)
+                    if work is not None:
+                        works[work] = job
+
+            by_name = {sample.target: job for work, job in works.items() for sample in work.files}
+
+            def finish(frames: SampleFrames) -> None:
+                job = by_name[frames.sample.target]
+                self._reporter.row = job.row.number
+                job.videos.append(save(frames))
+                if len(job.videos) == job.plan.num_samples:
+                    self._done(job, (time.perf_counter() - start) / len(works))
+
+            if works:
+                make_together(list(works), self._models, self._reporter, finish=finish)
+            for work, job in works.items():
+                job.embeds = job.picture_embeds = ()
+                if work.error is not None and not job.is_over:
+                    self._fail_job(job, work.error)
+
+    def _begin(self, job: _Job, claims: Claims) -> Work | None:
+        """Return what is to be made for a row; None where all of it was made before."""
+        run = Run(reporter=self._reporter, models=self._models, embeds=job.embeds, picture_embeds=job.picture_embeds)
+        require_weights(job.plan, self._reporter)
+        begun = begin(job.plan, run, claims)
+        job.videos += begun.kept
+        if not begun.work.files:
+            self._done(job, 0.0)
+            return None
+        begun.work.stops_all = False
+        return begun.work
+
+    def _done(self, job: _Job, seconds: float) -> None:
+        videos = sorted(job.videos, key=lambda video: video.seed)
         paths = [video.path for video in videos]
         self._manifest.add_done(job.row, job.key, paths, seeds=[video.seed for video in videos], seconds=seconds)
+        job.is_over = True
         self._finish(job.row, paths)
         self.made += 1
+
+    def _fail_job(self, job: _Job, error: OsoraError) -> None:
+        job.is_over = True
+        self.fail(job.row, job.key, error)
+
+    @contextmanager
+    def _failing_job(self, job: _Job) -> Iterator[None]:
+        """Let a failure of the block end this job alone."""
+        self._reporter.row = job.row.number
+        try:
+            yield
+        except OsoraError as error:
+            self._fail_job(job, error)
 
     def _finish(self, row: Row, paths: Sequence[Path]) -> None:
         self.outputs[row.number] = paths
@@ -356,12 +228,27 @@ class _Batch:
             self.fail(row, key, error)
 
 
+def _groups(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Yield the rows that are made together: as many as a batch takes, with references of one mode, and with results of
+    different names, as one is made only once."""
+    waiting: dict[str, list[_Job]] = {}
+    for job in jobs:
+        group = waiting.setdefault(job.plan.mode.name, [])
+        is_full = len(group) * job.plan.num_samples >= job.plan.offload.batch_size
+        if group and (is_full or any(job.names & other.names for other in group)):
+            yield group
+            waiting[job.plan.mode.name] = [job]
+        else:
+            group.append(job)
+    yield from waiting.values()
+
+
 def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
     """Return what `generate_rows` would do: a plan for each shape, whatever the number of rows; errors are the same."""
     _folder_of(request)
     chosen = shard.rows(rows)
-    told = _RowReporter(reporter)
-    shapes, failures = _shapes_of(request, chosen, told)
+    told = RowReporter(reporter)
+    shapes, failures = shapes_of(request, chosen, told)
     planned = []
     for shape in shapes:
         for row in shape.rows:

@@ -16,14 +16,14 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.denoise import DenoisedSample
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import FirstPicture, first_picture, media_tags, sidecar_document
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks, shared_tiles
-from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR, Reference
+from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, last_frame_path, read_made
+from opensora_cli.engine.generate.work import Clip
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -126,105 +126,141 @@ class SampleFrames(Protocol):
         """Return what is known once all pieces are there."""
 
 
+class DecodedTogether:
+    """Clips that are decoded as one batch, as their frames are asked for: what one is ahead of the others, these have
+    waiting for them, uint8 on the CPU."""
+
+    def __init__(self, plan: ExecutionPlan, autoencoder: Autoencoder, clips: Sequence[Clip], record: RunRecord) -> None:
+        self.plan, self.record = plan, record
+        self.count = len(clips)
+        self._autoencoder = autoencoder
+        self._latents_BCTHW = torch.stack([clip.denoised.latents_CTHW for clip in clips if clip.denoised is not None])
+        self._waiting: list[deque[torch.Tensor]] = [deque() for _ in clips]
+        self._before_s = record.timings_s.setdefault(DECODE, 0.0)
+        self._coming = self._decoded()
+
+    def frames_of(self, index: int) -> Iterator[torch.Tensor]:
+        """Yield the frames (t, H, W, 3) of a clip as they are decoded, once."""
+        waiting = self._waiting[index]
+        while True:
+            while waiting:
+                yield waiting.popleft()
+            pieces = next(self._coming, None)
+            if pieces is None:
+                return
+            for queue in self._waiting:
+                queue.append(pieces.pop(0))
+
+    @property
+    def seconds(self) -> float:
+        """What decoding took, of each clip."""
+        return (self.record.timings_s[DECODE] - self._before_s) / self.count
+
+    def close(self) -> None:
+        """End the decoding, also where frames are missing."""
+        self._coming.close()
+
+    def _decoded(self) -> Generator[list[torch.Tensor]]:
+        tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
+        with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
+            # Unlike a loop, this keeps nothing of what is decoded while it is used.
+            yield from decode_latents(self.plan, self._autoencoder, self._latents_BCTHW, on_tile=progress.advance)
+
+
 class Decoding:
     """A sample, or a segment of one, that is being decoded."""
 
-    def __init__(
-        self,
-        plan: ExecutionPlan,
-        sample: SampleFiles,
-        denoised: DenoisedSample,
-        references: Sequence[Reference],
-        autoencoder: Autoencoder,
-        record: RunRecord,
-    ) -> None:
-        self.plan = plan
-        self.sample = sample
-        self.record = record
-        self.latents, self._denoise_s = (denoised.latents_CTHW,), denoised.denoise_s
-        self._autoencoder = autoencoder
-        self._psnr = GivenFramesPSNR(references, num_frames=plan.settings.video.num_frames)
-        self._decoded_s = record.timings_s.setdefault(DECODE, 0.0)
+    def __init__(self, clip: Clip, index: int, together: DecodedTogether) -> None:
+        assert clip.denoised is not None
+        self.sample, self.record = clip.sample, together.record
+        self.latents, self._denoise_s = (clip.denoised.latents_CTHW,), clip.denoised.denoise_s
+        self.plan = replace(clip.plan, offload=together.plan.offload, stages=together.plan.stages)
+        self._frames, self._together = together.frames_of(index), together
+        self._psnr = GivenFramesPSNR(clip.references, num_frames=self.plan.settings.video.num_frames)
+        self._decoded_s = self.record.timings_s[DECODE]
 
     def pieces(self) -> Generator[torch.Tensor]:
         """Yield the frames (t, H, W, 3) as they are decoded, uint8 on the CPU; once."""
-        tiles = count_decoder_tiles(self.plan.latent_shape, self.plan.settings.vae)
         left = self.plan.num_frames
-        with self.record.stage(DECODE, total=tiles, unit="tiles") as progress:
-            for piece_THWC in decode_latents(self.plan, self._autoencoder, self.latents[0], on_tile=progress.advance):
-                self._psnr.add(piece_THWC)
-                if left > 0:
-                    yield piece_THWC[:left]
-                left -= len(piece_THWC)
-                # Not needed any more, while the next is decoded.
-                del piece_THWC
+        for piece_THWC in self._frames:
+            self._psnr.add(piece_THWC)
+            if left > 0:
+                yield piece_THWC[:left]
+            left -= len(piece_THWC)
+            # Not needed any more, while the next is decoded.
+            del piece_THWC
 
     @property
     def decode_s(self) -> float:
-        """Seconds that decoding took so far."""
+        """Seconds of decoding since this sample is being taken: of a batch, all of it or nothing."""
         return self.record.timings_s[DECODE] - self._decoded_s
 
     def figures(self) -> Figures:
         """Return what is known once all pieces are there."""
         return Figures(
-            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self.decode_s},
+            {**self.record.timings_s, DENOISE: self._denoise_s, DECODE: self._together.seconds},
             peak_memory_gib(self.plan.hardware.device),
             self._psnr.db,
         )
 
 
-def decode_samples(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    denoised: Sequence[DenoisedSample],
-    references: Sequence[Reference],
+def decode_clips(
+    clips: Sequence[Clip],
     models: LoadedModels,
     record: RunRecord,
     *,
-    finish: Callable[[Decoding], V],
+    finish: Callable[[SampleFrames], V],
     ranks: Ranks | None = None,
-) -> tuple[V, ...]:
-    """Decode every sample, and let `finish` take it, as `save` does, and `held.hold`.
+) -> list[V | None]:
+    """Decode every clip, as many together as their plan says, and let `finish` take it, as `save` does, and `hold`.
+    Returns None of a clip whose work has ended.
 
-    `references` are what was given, to measure how well it came back. `ranks` share the tiles: rank 0 takes them, and
-    the others return nothing. None: there is only this one.
+    `ranks` share the tiles: rank 0 takes them, and the others return nothing. None: there is only this one.
 
     Raises:
         CheckpointError: the autoencoder's weights are broken or do not fit the settings.
         OutputError: a result cannot be written, or has appeared since the run began.
         HardwareError: out of memory.
     """
-    videos = []
+    finished: dict[int, V] = {}
+
+    def waiting() -> list[Clip]:
+        return [clip for clip in clips if id(clip) not in finished and clip.work.error is None]
+
+    def decode(plan: ExecutionPlan) -> None:
+        batch = waiting()[: plan.offload.decode_batch_size]
+        with (
+            models.autoencoder(plan, record) as autoencoder,
+            closing(DecodedTogether(plan, autoencoder, batch, record)) as together,
+        ):
+            for index, clip in enumerate(batch):
+                with clip.work.trying(may_retry=True):
+                    finished[id(clip)] = finish(Decoding(clip, index, together))
+
+    plan = clips[0].plan
     with ExitStack() as shared:
         if ranks is not None and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
             models.make_room(plan, DECODE)
             autoencoder = shared.enter_context(models.autoencoder(plan, record))
             decoder = shared.enter_context(shared_tiles(autoencoder))
             if not ranks.is_main:
-                _decode_for_rank_0(plan, denoised, autoencoder, record)
+                _decode_for_rank_0(plan, clips, autoencoder, record)
                 decoder.wait()
         if ranks is not None and not ranks.is_main:
-            return ()
-        for sample, latents in zip(files, denoised, strict=True):
-
-            def decode(plan: ExecutionPlan, sample: SampleFiles = sample, latents: DenoisedSample = latents) -> V:
-                with models.autoencoder(plan, record) as autoencoder:
-                    return finish(Decoding(plan, sample, latents, references, autoencoder, record))
-
-            # With what was enough for one sample, the next ones go on.
-            video, plan = retried(decode, plan, DECODE, models, record, together=False)
-            videos.append(video)
-    return tuple(videos)
+            return []
+        while waiting():
+            # With what was enough for some, the next ones go on.
+            _, plan = retried(decode, plan, DECODE, models, record, together=False)
+    return [finished.get(id(clip)) for clip in clips]
 
 
-def _decode_for_rank_0(
-    plan: ExecutionPlan, denoised: Sequence[DenoisedSample], vae: Autoencoder, record: RunRecord
-) -> None:
-    """Decode this rank's tiles of every sample, of which rank 0 makes the videos."""
-    with record.stage(DECODE, total=len(denoised), unit="samples") as progress:
-        for sample in denoised:
+def _decode_for_rank_0(plan: ExecutionPlan, clips: Sequence[Clip], vae: Autoencoder, record: RunRecord) -> None:
+    """Decode this rank's tiles of every clip, of which rank 0 makes the videos."""
+    with record.stage(DECODE, total=len(clips), unit="samples") as progress:
+        for clip in clips:
+            assert clip.denoised is not None
             # What comes out here has no pixels.
-            deque(_pieces(plan, vae, sample.latents_CTHW), maxlen=0)
+            deque(_pieces(plan, vae, clip.denoised.latents_CTHW[None]), maxlen=0)
             progress.advance()
 
 
@@ -336,30 +372,34 @@ def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *,
 def decode_latents(
     plan: ExecutionPlan,
     vae: Autoencoder,
-    latents_CTHW: torch.Tensor,
+    latents_BCTHW: torch.Tensor,
     *,
     on_tile: Callable[[], None] = lambda: None,
-) -> Iterator[torch.Tensor]:
-    """Yield the frames (t, H, W, 3), uint8 on the CPU, cut to what was asked for, in pieces as they are finished.
+) -> Generator[list[torch.Tensor]]:
+    """Yield the next frames (t, H, W, 3) of each clip of a batch, uint8 on the CPU, cut to what was asked for, in
+    pieces as they are finished.
 
     `on_tile` is called after each run of the decoder, for progress.
     """
 
-    def shown(piece_1CTHW: torch.Tensor) -> torch.Tensor:
-        return to_uint8(piece_1CTHW[0, :, :, : plan.height, : plan.width])
+    def shown(piece_BCTHW: torch.Tensor) -> list[torch.Tensor]:
+        return [to_uint8(clip_CTHW[:, :, : plan.height, : plan.width]) for clip_CTHW in piece_BCTHW]
 
     with vae.decoder.register_forward_hook(lambda *_: on_tile()):
         missing = plan.settings.video.num_frames
         # Unlike a loop over the pieces themselves, map keeps none of them while its frames are used.
-        for frames_THWC in map(shown, _pieces(plan, vae, latents_CTHW)):
-            missing -= len(frames_THWC)
-            yield frames_THWC[: len(frames_THWC) + min(missing, 0)]
-            del frames_THWC
+        for clips_THWC in map(shown, _pieces(plan, vae, latents_BCTHW)):
+            length = len(clips_THWC[0])
+            missing -= length
+            shown_THWC = [frames_THWC[: length + min(missing, 0)] for frames_THWC in clips_THWC]
+            del clips_THWC
+            yield shown_THWC
+            del shown_THWC
 
 
-def _pieces(plan: ExecutionPlan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(plan: ExecutionPlan, vae: Autoencoder, latents_BCTHW: torch.Tensor) -> Iterator[torch.Tensor]:
     return vae.decode_pieces(
-        latents_CTHW[None].to(plan.hardware.device, plan.hardware.dtype),
+        latents_BCTHW.to(plan.hardware.device, plan.hardware.dtype),
         tiling=vae_tiling(plan.settings.vae),
         chunk_frames=plan.offload.chunk_frames,
         store=_HOST if plan.offload.store_on_host else None,

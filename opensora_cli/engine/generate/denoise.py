@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.progress import StageProgress
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
@@ -21,36 +21,14 @@ from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
+from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, unfinished
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, denoise, denoise_distilled, euler_step
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
 
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
-"""Called after each step with how many are done, and what returns latents_1CTHW as they are predicted by then."""
-
-_NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class DenoisedSample:
-    """The latents of one sample, and what sampling them took."""
-
-    latents_CTHW: torch.Tensor
-    """On the CPU."""
-    denoise_s: float
-    """Seconds; 0 where they come from a file."""
-    before: tuple[torch.Tensor, ...] = ()
-    """The latents of the segments before, which are complete, of a video that is extended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The extended video that a segment is made for."""
-
-    plan: ExecutionPlan
-    before: tuple[torch.Tensor, ...]
-    """The latents of the segments that are complete."""
+"""Called after each step with how many are done, and what returns latents_BCTHW as they are predicted by then."""
 
 
 def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Ranks | None) -> dict[int, DenoisedSample]:
@@ -91,81 +69,112 @@ def saved_samples(plan: ExecutionPlan, files: Sequence[SampleFiles], ranks: Rank
     return samples
 
 
-def denoise_samples(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    embeds: PromptEmbeds,
-    reference_latents: Sequence[torch.Tensor] | None,
+def denoise_clips(
+    clips: Sequence[Clip],
     models: LoadedModels,
     record: RunRecord,
     *,
-    begun: Mapping[int, torch.Tensor] = _NOTHING,
-    drafts: Mapping[int, torch.Tensor] = _NOTHING,
     previews: Previews | None = None,
     ranks: Ranks | None = None,
-    whole: Whole | None = None,
-) -> list[DenoisedSample]:
-    """Return the latents of every sample, each saved as soon as it is finished, if that is wanted.
+) -> None:
+    """Give every clip its latents, each saved as soon as it is finished, if that is wanted.
 
-    Of a sample in `begun`, by its index, the latents_CTHW have been through its `saved_steps`. What ends early is saved
-    as it is. `drafts` has the latents_CTHW of the others from which they start, where `plan.start` is not 0. `previews`
-    are given what each step predicts; None: nobody looks. `ranks` share the work; references, drafts and files are rank
-    0's. None: there is only this one. `whole` is the video of which `plan` is a segment; None: it is all of it.
+    As many are computed together as their plan says. Of a clip that is begun, `work.saved` has what has been through
+    its `steps_done`. What ends early is saved as it is. `previews` are given what each step predicts; None: nobody
+    looks. `ranks` share the work; files are rank 0's. None: there is only this one.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.
         OutputError: latents cannot be written.
         HardwareError: out of memory.
     """
-    if ranks is not None and plan.mode.needs_reference:
-        reference_latents = agreed_tensors(reference_latents, device=ranks.device)
-    if ranks is not None and plan.start:
-        rest = [sample.index for sample in files if sample.index not in begun]
-        agreed = agreed_tensors([drafts[index] for index in rest] if ranks.is_main else None, device=ranks.device)
-        drafts = dict(zip(rest, agreed, strict=True))
-    samples: list[DenoisedSample] = []
+    if ranks is not None and clips[0].plan.start:
+        rest = [clip for clip in clips if clip.sample.saved_steps is None]
+        own = [clip.draft_CTHW for clip in rest if clip.draft_CTHW is not None] if ranks.is_main else None
+        for clip, draft_CTHW in zip(rest, agreed_tensors(own, device=ranks.device), strict=True):
+            clip.draft_CTHW = draft_CTHW
 
     def denoise_the_rest(plan: ExecutionPlan) -> None:
-        missing = files[len(samples) :]
-        left = sum(plan.evaluations_after(sample.saved_steps or plan.start) for sample in missing)
+        missing = unfinished(clips)
+        left = sum(plan.evaluations_after(clip.steps_done) for clip in missing)
         with (
             models.transformer(plan, record) as transformer,
             record.blocks_timed(transformer),
             record.stage(DENOISE, total=left, unit="evaluations") as progress,
         ):
             evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
-            for sample in missing:
-                start = time.perf_counter()
-                saver = _Saver(whole or Whole(plan, ()), sample, record, ranks)
+            for batch in _batches(missing, plan.offload.batch_size):
+                _denoise_batch(plan, batch, evaluate, record, progress, previews, ranks)
 
-                def predicted(
-                    steps: int, latents_1CTHW: Callable[[], torch.Tensor], sample: SampleFiles = sample
-                ) -> None:
-                    if previews is not None:
-                        previews.step(sample, steps, lambda: latents_1CTHW()[0])
+    retried(denoise_the_rest, clips[0].plan, DENOISE, models, record)
 
-                with saver.kept():
-                    latents_1CTHW = sample_latents(
-                        plan,
-                        evaluate,
-                        embeds,
-                        reference_latents,
-                        seed=sample.noise_seed,
-                        begun_CTHW=begun.get(sample.index),
-                        draft_CTHW=drafts.get(sample.index),
-                        steps_done=sample.saved_steps or plan.start,
-                        ranks=ranks,
-                        on_evaluation=progress.advance,
-                        on_step=saver.step,
-                        on_predicted=predicted,
-                    )
-                latents_CTHW = latents_1CTHW[0].cpu()
-                samples.append(DenoisedSample(latents_CTHW, time.perf_counter() - start))
-                if plan.settings.sampling.stop_at is None:
+
+def _batches(clips: Sequence[Clip], size: int) -> Iterator[list[Clip]]:
+    """Yield the clips that are computed together: all have as many steps to go."""
+    by_steps: dict[tuple[int, bool], list[Clip]] = {}
+    for clip in clips:
+        by_steps.setdefault((clip.steps_done, clip.is_begun), []).append(clip)
+    for alike in by_steps.values():
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+
+def _denoise_batch(
+    plan: ExecutionPlan,
+    clips: Sequence[Clip],
+    transformer: Callable[..., torch.Tensor],
+    record: RunRecord,
+    progress: StageProgress,
+    previews: Previews | None,
+    ranks: Ranks | None,
+) -> None:
+    start = time.perf_counter()
+    savers = [_Saver(clip.work.whole or Whole(clip.plan, ()), clip.sample, record, ranks) for clip in clips]
+    steps_done = clips[0].steps_done
+    embeds = [clip.work.embeds[0] for clip in clips]
+    references = [clip.reference_latents for clip in clips if clip.reference_latents is not None]
+    drafts = [clip.draft_CTHW for clip in clips if clip.draft_CTHW is not None]
+    saved = [clip.work.saved[clip.sample.index].latents_CTHW for clip in clips if clip.is_begun]
+
+    def save_states(steps: int, packed_BND: torch.Tensor, velocity_BND: torch.Tensor) -> None:
+        for index, saver in enumerate(savers):
+            saver.step(steps, packed_BND[index : index + 1])
+
+    def show(steps: int, latents_BCTHW: Callable[[], torch.Tensor]) -> None:
+        if previews is not None:
+            predicted_BCTHW = cache(latents_BCTHW)
+            for index, clip in enumerate(clips):
+                previews.step(clip.sample, steps, partial(_clip_of, predicted_BCTHW, index))
+
+    with ExitStack() as stack:
+        for saver in savers:
+            stack.enter_context(saver.kept())
+        latents_BCTHW = sample_latents(
+            plan,
+            transformer,
+            embeds,
+            references or None,
+            seeds=[clip.sample.noise_seed for clip in clips],
+            begun=saved or None,
+            drafts=drafts or None,
+            steps_done=steps_done,
+            ranks=ranks,
+            on_evaluation=partial(progress.advance, len(clips)),
+            on_step=save_states,
+            on_predicted=show,
+        ).cpu()
+    seconds = (time.perf_counter() - start) / len(clips)
+    for clip, latents_CTHW in zip(clips, latents_BCTHW, strict=True):
+        clip.denoised = DenoisedSample(latents_CTHW, seconds)
+    if plan.settings.sampling.stop_at is None:
+        # All of them, also where Ctrl-C is pressed after the first.
+        with held_back():
+            for clip, saver, latents_CTHW in zip(clips, savers, latents_BCTHW, strict=True):
+                with clip.work.trying():
                     saver.save(latents_CTHW)
 
-    retried(denoise_the_rest, plan, DENOISE, models, record)
-    return samples
+
+def _clip_of(latents_BCTHW: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
+    return latents_BCTHW()[index]
 
 
 class _Saver:
@@ -177,7 +186,7 @@ class _Saver:
         self._has_others = ranks is not None
         self._last: tuple[int, torch.Tensor] | None = None
 
-    def step(self, steps: int, packed_1ND: torch.Tensor, velocity_1ND: torch.Tensor) -> None:
+    def step(self, steps: int, packed_1ND: torch.Tensor) -> None:
         """Remember the latents after so many steps, and save them if they are asked for."""
         if self._path is None:
             return
@@ -226,32 +235,43 @@ class _Saver:
 def sample_latents(
     plan: ExecutionPlan,
     transformer: Callable[..., torch.Tensor],
-    embeds: PromptEmbeds,
-    reference_latents: Sequence[torch.Tensor] | None,
+    embeds: Sequence[PromptEmbeds],
+    reference_latents: Sequence[Sequence[torch.Tensor]] | None,
     *,
-    seed: int,
-    begun_CTHW: torch.Tensor | None = None,
-    draft_CTHW: torch.Tensor | None = None,
+    seeds: Sequence[int],
+    begun: Sequence[torch.Tensor] | None = None,
+    drafts: Sequence[torch.Tensor] | None = None,
     steps_done: int = 0,
     ranks: Ranks | None = None,
     on_evaluation: Callable[[], None] = lambda: None,
-    on_step: OnStep = lambda steps, packed_1ND, velocity_1ND: None,
-    on_predicted: OnPredicted = lambda steps, latents_1CTHW: None,
+    on_step: OnStep = lambda steps, packed_BND, velocity_BND: None,
+    on_predicted: OnPredicted = lambda steps, latents_BCTHW: None,
 ) -> torch.Tensor:
-    """Return latents_1CTHW of one sample, given frames put back; where `sampling.stop_at` ends it, those predicted.
+    """Return latents_BCTHW of samples, computed as one batch, given frames put back; where `sampling.stop_at` ends it,
+    those predicted.
 
-    `transformer` is on the plan's device and called like `MMDiT`. `reference_latents` has the latents_CTHW of each
-    reference. `begun_CTHW` are what `steps_done` have made of the noise; None: none are done, or they are left out, and
-    the noise is mixed with `draft_CTHW` to (1-t)·data + t·noise at the time t of the next step (Liu et al., arXiv
-    2209.03003; to start from a guide: Meng et al., "SDEdit", arXiv 2108.01073). All `ranks` that share the sample get
-    the latents; None: there is only this one. `on_evaluation` is called after each evaluation of the transformer,
-    `on_step` and `on_predicted` after each step.
+    A sample of a batch is the one that is made alone but for rounding.
+
+    Args:
+        plan: of each of them, but for what is given here.
+        transformer: on the plan's device, and called like `MMDiT`.
+        embeds: of the prompts of each sample.
+        reference_latents: for each sample the latents_CTHW of each reference; None where nothing is given.
+        seeds: of the noise of each sample.
+        begun: for each sample the latents_CTHW that `steps_done` have made of its noise; None: none are done, or they
+            are left out.
+        drafts: where they are left out, of each sample the latents_CTHW with which its noise is mixed to
+            (1-t)·data + t·noise at the time t of the next step (Liu et al., arXiv 2209.03003; to start from a guide:
+            Meng et al., "SDEdit", arXiv 2108.01073).
+        ranks: that share the work, all of which get the latents; None: there is only this one.
+        on_evaluation: called after each evaluation of the transformer.
+        on_step: called after each step; so is `on_predicted`.
     """
     device, settings = plan.hardware.device, plan.settings
     channels, num_latent_frames, rows, columns = plan.latent_shape
     patch_size = settings.model.patch_size
-    noise_1CTHW = noise_latents(
-        [seed],
+    noise_BCTHW = noise_latents(
+        seeds,
         num_latent_frames=num_latent_frames,
         height=plan.height,
         width=plan.width,
@@ -263,11 +283,11 @@ def sample_latents(
     )
     if ranks is not None:
         # The same numbers for the same seed are promised of one kind of device only.
-        [noise_1CTHW] = agreed_tensors([noise_1CTHW], device=device)
-    mask_11THW, given_1CTHW = prepare_inference_condition(
-        noise_1CTHW,
+        [noise_BCTHW] = agreed_tensors([noise_BCTHW], device=device)
+    mask_B1THW, given_BCTHW = prepare_inference_condition(
+        noise_BCTHW,
         plan.mode,
-        None if reference_latents is None else [reference_latents],
+        reference_latents,
         settings.vae.grid.is_causal,
         lengths=plan.lengths,
     )
@@ -275,47 +295,47 @@ def sample_latents(
     velocity = GuidedVelocity(
         transformer,
         embeds,
-        conditioning_1NK=pack_conditioning(mask_11THW, given_1CTHW, patch_size) if settings.model.cond_embed else None,
+        conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch_size) if settings.model.cond_embed else None,
         position_ids_1N3=position_ids(1, num_latent_frames, rows // patch_size, columns // patch_size, device=device),
         embedded_guidance=settings.sampling.embedded_guidance if distilled else None,
         on_evaluation=on_evaluation,
     )
-    latents_1CTHW = noise_1CTHW if begun_CTHW is None else begun_CTHW[None].to(noise_1CTHW)
-    if begun_CTHW is None and draft_CTHW is not None:
-        latents_1CTHW = draft_CTHW[None].to(noise_1CTHW).lerp(noise_1CTHW, plan.timesteps[steps_done])
-    packed_1ND = pack_latents(latents_1CTHW, patch_size)
+    latents_BCTHW = noise_BCTHW if begun is None else torch.stack(list(begun)).to(noise_BCTHW)
+    if begun is None and drafts is not None:
+        latents_BCTHW = torch.stack(list(drafts)).to(noise_BCTHW).lerp(noise_BCTHW, plan.timesteps[steps_done])
+    packed_BND = pack_latents(latents_BCTHW, patch_size)
     stop = settings.sampling.stop_at
     predicted: list[torch.Tensor] = []
 
-    def finished(packed_1ND: torch.Tensor) -> torch.Tensor:
-        latents_1CTHW = _unpacked(plan, packed_1ND)
+    def finished(packed_BND: torch.Tensor) -> torch.Tensor:
+        latents_BCTHW = _unpacked(plan, packed_BND)
         if plan.mode.gives_pictures:
-            latents_1CTHW = restore_references(latents_1CTHW, mask_11THW, given_1CTHW)
-        return latents_1CTHW
+            latents_BCTHW = restore_references(latents_BCTHW, mask_B1THW, given_BCTHW)
+        return latents_BCTHW
 
-    def stepped(steps: int, packed_1ND: torch.Tensor, velocity_1ND: torch.Tensor) -> None:
-        on_step(steps, packed_1ND, velocity_1ND)
+    def stepped(steps: int, packed_BND: torch.Tensor, velocity_BND: torch.Tensor) -> None:
+        on_step(steps, packed_BND, velocity_BND)
 
         def prediction() -> torch.Tensor:
-            return finished(euler_step(packed_1ND, velocity_1ND, t=plan.timesteps[steps], t_next=0.0))
+            return finished(euler_step(packed_BND, velocity_BND, t=plan.timesteps[steps], t_next=0.0))
 
         on_predicted(steps, prediction)
         if steps == stop:
             predicted.append(prediction())
 
     if distilled:
-        packed_1ND = denoise_distilled(
+        packed_BND = denoise_distilled(
             velocity.distilled,
-            packed_1ND,
+            packed_BND,
             timesteps=plan.timesteps,
             steps_done=steps_done,
             stop_at=stop,
             on_step=stepped,
         )
     else:
-        packed_1ND = denoise(
+        packed_BND = denoise(
             velocity if ranks is None else ranks.share_branches(velocity, on_evaluation=on_evaluation),
-            packed_1ND,
+            packed_BND,
             timesteps=plan.timesteps,
             guidance=plan.guidance,
             mode=plan.mode,
@@ -324,10 +344,10 @@ def sample_latents(
             stop_at=stop,
             on_step=stepped,
         )
-    return predicted[0] if predicted else finished(packed_1ND)
+    return predicted[0] if predicted else finished(packed_BND)
 
 
-def _unpacked(plan: ExecutionPlan, packed_1ND: torch.Tensor) -> torch.Tensor:
+def _unpacked(plan: ExecutionPlan, packed_BND: torch.Tensor) -> torch.Tensor:
     _, frames, rows, columns = plan.latent_shape
     patch_size = plan.settings.model.patch_size
-    return unpack_latents(packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size)
+    return unpack_latents(packed_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch_size)

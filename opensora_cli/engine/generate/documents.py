@@ -136,7 +136,7 @@ class PlanDocument(Document):
         """Return the document of a plan; `files` are what it writes (None: what `planned_outputs` returns)."""
         settings, hardware = plan.settings, plan.hardware
         files = planned_outputs(plan)[0] if files is None else files
-        pictures = [picture_files(plan, sample) for sample in files if settings.picture.save and plan.picture]
+        pictures = picture_files(plan, files) if settings.picture.save and plan.picture is not None else []
         return cls(
             model=settings.model.name,
             device=str(hardware.device),

@@ -1,44 +1,32 @@
 """Drafts of several seeds, to choose from: stopped early, not decoded, and shown on one sheet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.denoise import DenoisedSample
 from opensora_cli.engine.generate.documents import Draft
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.make import denoised_samples
+from opensora_cli.engine.generate.make import denoised_clips
 from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path, sheet_path
+from opensora_cli.engine.generate.work import Work
 from opensora_cli.media.read import read_video
 from opensora_cli.media.sheets import contact_sheet, film_strip
 from opensora_cli.media.write import MediaFormat, write_media
 
 
-def make_drafts(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    references: Sequence[Reference],
-    saved: Mapping[int, DenoisedSample],
-    models: LoadedModels,
-    record: RunRecord,
-    *,
-    embeds: Sequence[PromptEmbeds],
-    ranks: Ranks | None,
-) -> None:
+def make_drafts(work: Work, models: LoadedModels, record: RunRecord, *, ranks: Ranks | None) -> None:
     """Denoise every sample until `sampling.stop_at`, where it is saved with a preview; what has come as far is kept.
 
     Arguments and errors are those of `make_videos`.
     """
-    rest = [sample for sample in files if not is_made(plan, sample)]
-    begun = {sample.index: saved[sample.index] for sample in rest if sample.index in saved}
+    rest = [sample for sample in work.files if not is_made(work.plan, sample)]
     if rest:
-        denoised_samples(plan, rest, references, models, record, saved=begun, embeds=embeds, ranks=ranks)
+        denoised_clips([replace(work, files=rest)], models, record, ranks=ranks)
 
 
 def drafts_of(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> tuple[Draft, ...]:

@@ -2,25 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from opensora_cli.core.private_memory import read_private_memory
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, count_decoder_tiles
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component, WeightFiles
 from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later, file_weights
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import (
+    CHUNK_TOKENS,
+    DECODE,
+    DENOISE,
     OffloadPlan,
     StageMemory,
     Streamable,
     choose_offload,
+    largest_batch,
     stronger_offload,
 )
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import HostWeights, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.sampling import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class Fitting:
     parameters: Mapping[Component, int]
     files: Mapping[Component, FileWeights] | None
     """On a CPU, what is computed with where it is mapped."""
+    clips: int
+    """That are there to be computed together."""
     held_bytes: int = 0
     """Of the host's memory, for frames that are there beside every stage."""
 
@@ -45,6 +53,7 @@ class Fitting:
         hardware: Hardware,
         weights: WeightFiles,
         sizes: GenerationSizes,
+        clips: int,
         held_bytes: int = 0,
     ) -> "Fitting":
         """Look at the headers of the weights; a RequestError if sizes contradict each other."""
@@ -59,6 +68,7 @@ class Fitting:
             sizes=sizes,
             parameters=parameters,
             files=files,
+            clips=clips,
             held_bytes=held_bytes,
         )
 
@@ -116,14 +126,37 @@ class Fitting:
         memory = self.settings.memory
         if self.files is not None:  # where a copy would gain nothing
             memory = memory.replace({"host_weights": None})
-        return choose_offload(
+        asked = self.settings.sampling.batch_size
+        plan = choose_offload(
             memory,
             self.estimate,
             budget=budget_bytes,
             num_blocks=num_blocks(self.settings),
             host_weights=self._host_weights(self.sizes.mesh),
             streamable=self.streamable,
+            batch_size=1 if asked == AUTO else min(asked, self.clips),
         )
+        if asked == AUTO:
+            most = min(self.clips, self._enough_clips) if self.sizes.mesh.size == 1 else 1
+            plan = largest_batch(
+                lambda size: replace(plan, batch_size=size), DENOISE, self.estimate, budget=budget_bytes, most=most
+            )
+        # In tiles and chunks, a clip alone keeps the device busy.
+        is_whole = plan.chunk_frames is None and count_decoder_tiles(self.sizes.latent_shape, self.settings.vae) == 1
+        return largest_batch(
+            lambda size: replace(plan, decode_batch_size=size),
+            DECODE,
+            self.estimate,
+            budget=budget_bytes,
+            most=plan.batch_size if is_whole else 1,
+        )
+
+    @property
+    def _enough_clips(self) -> int:
+        """Clips whose tokens together let matrix products run at full speed: more at a time gain nothing."""
+        _, *positions = self.sizes.latent_shape
+        tokens = prod(positions) // self.settings.model.patch_size**2 + self.settings.text.t5_max_length
+        return max(1, CHUNK_TOKENS // tokens)
 
     def stronger(self, offload: OffloadPlan, stage: str) -> OffloadPlan | None:
         """Return an offload under which `stage`, which ran out of memory, needs much less; None: there is none."""

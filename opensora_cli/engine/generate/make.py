@@ -1,8 +1,9 @@
 """From a plan to finished videos: every stage once, each freeing the models that the next has no room for."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,20 +17,21 @@ from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.decode import SampleFrames, decode_samples, write_video
-from opensora_cli.engine.generate.denoise import DenoisedSample, Whole, denoise_samples
+from opensora_cli.engine.generate.decode import SampleFrames, decode_clips, write_video
+from opensora_cli.engine.generate.denoise import denoise_clips
 from opensora_cli.engine.generate.documents import reread_line
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import picture_files
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.preview_map import preview_map
 from opensora_cli.engine.generate.previews import Previews
-from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
-from opensora_cli.engine.generate.segments import Clip, Joined
+from opensora_cli.engine.generate.segments import Joined, Segment
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
 from opensora_cli.engine.generate.text import encode_text, with_prompt
+from opensora_cli.engine.generate.work import Clip, DenoisedSample, Whole, Work, trying_all, unfinished
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
 from opensora_cli.settings.enums import Fit
@@ -101,29 +103,20 @@ def text_embeds(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) ->
 
 
 def make_videos(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    references: Sequence[Reference],
+    works: Sequence[Work],
     models: LoadedModels,
     record: RunRecord,
     *,
     finish: Callable[[SampleFrames], V],
-    saved: Mapping[int, DenoisedSample] | None = None,
-    embeds: Sequence[PromptEmbeds] = (),
     ranks: Ranks | None = None,
-    whole: Whole | None = None,
-) -> tuple[V, ...]:
-    """Do every stage once, inside `computing`; return what `finish` makes of each sample, in the order of `files`.
+) -> list[tuple[V, ...]]:
+    """Do every stage once for all works, inside `computing`; return what `finish` makes of the samples of each.
 
     Args:
-        plan: of the run.
-        files: the samples.
-        references: what is given of files.
+        works: what is made together; one that has ended is left out from there on.
         models: that are lent to the stages.
         record: times and shows them.
-        finish: see `decode_samples`.
-        saved: by index, the latents of samples whose `saved` is there: all steps or some are done already.
-        embeds: of the prompt of each segment; none: they are encoded here.
+        finish: see `decode_clips`.
         ranks: that share the work; None: there is only this one.
         whole: the video of which this is a segment; None: it is all of it.
 
@@ -132,71 +125,43 @@ def make_videos(
         OutputError: latents or a result cannot be written.
         HardwareError: out of memory.
     """
-    if plan.continuation is not None:
-        return _extended(
-            plan, files, references, models, record, finish=finish, saved=saved or {}, embeds=embeds, ranks=ranks
-        )
-    denoised, given = denoised_samples(
-        plan, files, references, models, record, saved=saved or {}, embeds=embeds, ranks=ranks, whole=whole
-    )
-    videos: list[V] = []
-    for samples, references in given:
-        latents = [denoised[sample.index] for sample in samples]
-        videos += decode_samples(plan, samples, latents, references, models, record, finish=finish, ranks=ranks)
-    return tuple(videos)
+    if works[0].plan.continuation is not None:
+        extended: list[tuple[V, ...]] = [()] * len(works)
+        for index, work in enumerate(works):
+            with work.trying():
+                extended[index] = _extended(work, models, record, finish=finish, ranks=ranks)
+        return extended
+    clips = denoised_clips(works, models, record, ranks=ranks)
+    results: dict[int, list[V]] = {}
+    if clips:
+        with trying_all(clips):
+            videos = decode_clips(clips, models, record, finish=finish, ranks=ranks)
+            for clip, video in zip(clips, videos, strict=ranks is None or ranks.is_main):
+                if video is not None:
+                    results.setdefault(id(clip.work), []).append(video)
+    return [tuple(results.get(id(work), ())) for work in works]
 
 
-def denoised_samples(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    references: Sequence[Reference],
-    models: LoadedModels,
-    record: RunRecord,
-    *,
-    saved: Mapping[int, DenoisedSample],
-    embeds: Sequence[PromptEmbeds],
-    ranks: Ranks | None,
-    whole: Whole | None = None,
-) -> tuple[dict[int, DenoisedSample], list[tuple[Sequence[SampleFiles], Sequence[Reference]]]]:
-    """Do the stages before decoding; return the samples by index, and which of them are given what.
-
-    Arguments and errors are those of `make_videos`.
-    """
-    denoised = dict(saved)
-    begun = {
-        sample.index: denoised.pop(sample.index).latents_CTHW for sample in files if sample.saved_steps is not None
-    }
-    missing = [sample for sample in files if sample.index not in denoised]
-    given: list[tuple[Sequence[SampleFiles], Sequence[Reference]]] = [(files, references)]
-    if missing:
-        embeds = embeds or text_embeds(plan, models, record)
-        if plan.picture is not None:
+def denoised_clips(
+    works: Sequence[Work], models: LoadedModels, record: RunRecord, *, ranks: Ranks | None
+) -> list[Clip]:
+    """Do the stages before decoding; return the clips that have latents. Arguments and errors as `make_videos`."""
+    clips = [_clip(work, sample) for work in works for sample in work.files]
+    if unfinished(clips):
+        for work in dict.fromkeys(clip.work for clip in unfinished(clips)):
+            with work.trying():
+                work.embeds = work.embeds or text_embeds(work.plan, models, record)
+        if works[0].plan.picture is not None and (missing := unfinished(clips)):
             # Each sample has its own. Right after its own text: the encoders of both are the same, and still loaded.
-            pictures = _pictures(plan, missing, models, record, ranks)
-            given = [([sample], pictures.get(sample.index, ())) for sample in files]
-        fresh = [sample for sample in missing if sample.index not in begun]
-        drafts = {} if plan.draft is None else _drafts(plan, fresh, models, record, embeds=embeds, ranks=ranks)
-        encoded = [reference_latents(plan, references, models, record) for _, references in given]
-        previews = _previews(plan, models, record) if ranks is None or ranks.is_main else None
-        for (samples, _), reference in zip(given, encoded, strict=True):
-            rest = [sample for sample in samples if sample.index not in denoised]
-            if not rest:
-                continue
-            made = denoise_samples(
-                plan,
-                rest,
-                embeds[0],
-                reference,
-                models,
-                record,
-                begun=begun,
-                drafts=drafts,
-                previews=previews,
-                ranks=ranks,
-                whole=whole,
-            )
-            denoised |= {sample.index: latents for sample, latents in zip(rest, made, strict=True)}
-    return denoised, given
+            _make_pictures(missing, models, record, ranks)
+        if works[0].plan.draft is not None and (fresh := [clip for clip in unfinished(clips) if not clip.is_begun]):
+            _make_drafts(fresh, models, record, ranks)
+        _encode_references(unfinished(clips), models, record, ranks)
+    if missing := unfinished(clips):
+        with trying_all(missing):
+            previews = _previews(missing[0].plan, models, record) if ranks is None or ranks.is_main else None
+            denoise_clips(missing, models, record, previews=previews, ranks=ranks)
+    return [clip for clip in clips if clip.denoised is not None and clip.work.error is None]
 
 
 def _previews(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> Previews | None:
@@ -207,45 +172,43 @@ def _previews(plan: ExecutionPlan, models: LoadedModels, record: RunRecord) -> P
 
 
 def _extended(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    references: Sequence[Reference],
+    work: Work,
     models: LoadedModels,
     record: RunRecord,
     *,
     finish: Callable[[SampleFrames], V],
-    saved: Mapping[int, DenoisedSample],
-    embeds: Sequence[PromptEmbeds],
     ranks: Ranks | None,
 ) -> tuple[V, ...]:
     """Make extended videos, one sample after the other, and each segment by segment; see `make_videos`."""
-    if any(sample.index not in saved or sample.saved_steps is not None for sample in files):
-        embeds = embeds or text_embeds(plan, models, record)
+    plan = work.plan
+    if any(sample.index not in work.saved or sample.saved_steps is not None for sample in work.files):
+        work.embeds = work.embeds or text_embeds(plan, models, record)
     parts = plan.segments
     sharing = [ranks, _sharing(parts[-1], plan, ranks)]
     videos = []
-    for sample in files:
-        joined, given = Joined(plan, sample, record), references
+    for sample in work.files:
+        joined, given = Joined(plan, sample, record), work.references
         for number, part in enumerate(parts):
             record.reporter.note(f"segment {number + 1} of {len(parts)}, seed {sample.seed}")
-            segment, latents = _of_segment(sample, number, saved.get(sample.index), steps=len(plan.timesteps) - 1)
-            clips = make_videos(
-                part,
-                [segment],
-                given,
-                models,
-                record,
-                finish=Clip.of,
-                saved={} if latents is None else {sample.index: latents},
-                embeds=embeds[number : number + 1],
-                ranks=sharing[min(number, 1)],
-                whole=Whole(plan, joined.latents),
+            segment, latents = _of_segment(sample, number, work.saved.get(sample.index), steps=len(plan.timesteps) - 1)
+            saved = {} if latents is None else {sample.index: latents}
+            whole = Whole(plan, joined.latents)
+            own = replace(
+                work,
+                plan=part,
+                files=[segment],
+                references=given,
+                saved=saved,
+                whole=whole,
+                embeds=work.embeds[number : number + 1],
+                stops_all=True,
             )
-            for clip in clips:  # rank 0's
-                joined.add(clip, segment.noise_seed)
+            [made] = make_videos([own], models, record, finish=Segment.of, ranks=sharing[min(number, 1)])
+            for decoded in made:  # rank 0's
+                joined.add(decoded, segment.noise_seed)
                 given = references_to(parts[-1], joined.last_frames())
             if ranks is not None:
-                models.release()  # rank 0 alone has decoded; see `_pictures`
+                models.release()  # rank 0 alone has decoded; see `_make_pictures`
         if ranks is None or ranks.is_main:
             videos.append(finish(joined))
     return tuple(videos)
@@ -267,76 +230,114 @@ def _of_segment(
     return segment, DenoisedSample(there[number], denoise_s=0.0)
 
 
-def _drafts(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    models: LoadedModels,
-    record: RunRecord,
-    *,
-    embeds: Sequence[PromptEmbeds],
-    ranks: Ranks | None,
-) -> dict[int, torch.Tensor]:
-    """Make the draft of each sample, in a run of its own; return it resized and encoded, by index, on rank 0 alone."""
+def _make_drafts(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:
+    """Make the draft of each clip, in a run of their own; give it, resized and encoded, on rank 0 alone."""
+    is_main = ranks is None or ranks.is_main
+    works: dict[Work, Work] = {}
+    for clip in clips:
+        work, draft = clip.work, clip.plan.draft
+        assert draft is not None
+        with work.trying():
+            if work not in works:
+                given = references_of(draft, SilentReporter()) if is_main else []
+                works[work] = Work(draft, (), given, embeds=work.embeds, stops_all=work.stops_all)
+            works[work].files = [*works[work].files, replace(clip.sample, latents=None, saved=None)]
+
+    def shown(frames: SampleFrames) -> tuple[Path, torch.Tensor]:
+        return frames.sample.target, torch.cat([*frames.pieces()])
+
+    plan = clips[0].plan
     assert plan.draft is not None
-    if not files:
-        return {}
-    given = references_of(plan.draft, SilentReporter()) if ranks is None or ranks.is_main else []
-    drafts = [replace(sample, latents=None, saved=None) for sample in files]
-
-    def shown(frames: SampleFrames) -> tuple[int, torch.Tensor]:
-        return frames.sample.index, torch.cat([*frames.pieces()])
-
-    with record.part(DRAFT) as own:
+    made: dict[Path, torch.Tensor] = {}
+    if works:
         sharing = _sharing(plan.draft, plan, ranks)
-        made = make_videos(plan.draft, drafts, given, models, own, finish=shown, embeds=embeds, ranks=sharing)
+        with record.part(DRAFT) as own:
+            for of_work in make_videos([*works.values()], models, own, finish=shown, ranks=sharing):
+                made |= dict(of_work)
+    for work, drafts in works.items():
+        work.error = work.error or drafts.error
     if ranks is not None:
-        models.release()  # rank 0 alone has decoded; see `_pictures`
-    encoded = {}
-    for index, frames_THWC in made:
-        # One at a time: in full size, as floats, they take far more memory than as they are.
-        pixels_CTHW = fit_frames(frames_THWC, height=plan.height, width=plan.width, fit=Fit.STRETCH)
-        latents = reference_latents(plan, [Reference(pixels_CTHW, at_head=True)], models, record)
-        assert latents is not None
-        [encoded[index]] = latents
-    return encoded
+        models.release()  # rank 0 alone has decoded; see `_make_pictures`
+    for clip in clips if is_main else ():
+        if clip.work.error is None:
+            with clip.work.trying():
+                # One at a time: in full size, as floats, they take far more memory than as they are.
+                frames_THWC = made.pop(clip.sample.target)
+                pixels_CTHW = fit_frames(frames_THWC, height=plan.height, width=plan.width, fit=Fit.STRETCH)
+                latents = reference_latents(plan, [Reference(pixels_CTHW, at_head=True)], models, record)
+                assert latents is not None
+                [clip.draft_CTHW] = latents
 
 
-def _pictures(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    models: LoadedModels,
-    record: RunRecord,
-    ranks: Ranks | None,
-) -> dict[int, list[Reference]]:
-    """Make the picture of each sample, in a run of its own, and return what it gives, by index; on rank 0 alone.
+def _clip(work: Work, sample: SampleFiles) -> Clip:
+    is_denoised = sample.index in work.saved and sample.saved_steps is None
+    return Clip(work, sample, work.references, denoised=work.saved[sample.index] if is_denoised else None)
+
+
+def _encode_references(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:
+    """Give every clip the latents of its references, which rank 0 encodes: once for all clips that have the same."""
+    encoded: dict[int, Sequence[torch.Tensor] | None] = {}
+    for clip in clips:
+        key = id(clip.references)
+        with clip.work.trying():
+            if key not in encoded:
+                latents = reference_latents(clip.plan, clip.references, models, record)
+                if ranks is not None and clip.plan.mode.needs_reference:
+                    latents = agreed_tensors(latents, device=ranks.device)
+                encoded[key] = latents
+            clip.reference_latents = encoded[key]
+
+
+def _make_pictures(clips: Sequence[Clip], models: LoadedModels, record: RunRecord, ranks: Ranks | None) -> None:
+    """Make the picture of each clip, in a run of their own, and give it; on rank 0 alone.
 
     One that was kept of the same request is not made again.
     """
+    plan = clips[0].plan
     assert plan.picture is not None
     keeps = plan.settings.picture.save and record.keeps_results
-    pictures = [picture_files(plan, sample) for sample in files]
+    own: dict[Work, list[Clip]] = {}
+    for clip in clips:
+        own.setdefault(clip.work, []).append(clip)
+    files = [file for work, of_work in own.items() for file in picture_files(work.plan, [c.sample for c in of_work])]
+    clips = [clip for of_work in own.values() for clip in of_work]
     # What is profiled is made in any case.
-    there = [keeps and record.block_times is None and picture.made_before for picture in pictures]
+    there = [keeps and record.block_times is None and picture.made_before for picture in files]
     there = there if ranks is None else broadcast_json(there)
-    missing = [picture for picture, is_there in zip(pictures, there, strict=True) if not is_there]
-    sharing = _sharing(plan.picture, plan, ranks)
+    works: dict[Work, Work] = {}
+    given: dict[Path, Clip] = {}
+    for clip, picture, is_there in zip(clips, files, there, strict=True):
+        clip.references = []
+        if not is_there:
+            of_clip = works.setdefault(clip.work, _pictures_of(clip.work))
+            of_clip.files = [*of_clip.files, picture]
+            given[picture.target] = clip
 
-    def given_to_video(decoding: SampleFrames) -> tuple[int, list[Reference]]:
+    def given_to_video(decoding: SampleFrames) -> None:
         picture_1HWC = torch.cat([*decoding.pieces()])
         if keeps:
             write_video([picture_1HWC], decoding.plan, decoding.sample, decoding.figures)
-        return decoding.sample.index, references_to(plan, picture_1HWC)
+        clip = given[decoding.sample.target]
+        clip.references = references_to(clip.plan, picture_1HWC)
 
-    with record.part(PICTURE) as own:
-        given = dict(make_videos(plan.picture, missing, (), models, own, finish=given_to_video, ranks=sharing))
+    if works:
+        sharing = _sharing(plan.picture, plan, ranks)
+        with record.part(PICTURE) as part:
+            make_videos([*works.values()], models, part, finish=given_to_video, ranks=sharing)
+    for work, pictures in works.items():
+        work.error = pictures.error
     if ranks is not None:
         # Rank 0 alone has decoded, and so has other models than the rest, with whom it loads the next one.
         models.release()
-    for picture, is_there in zip(pictures, there, strict=True):
+    for clip, picture, is_there in zip(clips, files, there, strict=True):
         if is_there and (ranks is None or ranks.is_main):
             record.reporter.note(f"made before by the same request: {picture.media}")
-            given[picture.index] = references_to(plan, read_picture(picture.media)[None])
-    return given
+            clip.references = references_to(clip.plan, read_picture(picture.media)[None])
+
+
+def _pictures_of(work: Work) -> Work:
+    assert work.plan.picture is not None
+    return Work(work.plan.picture, (), embeds=work.picture_embeds, stops_all=work.stops_all)
 
 
 def _sharing(picture: ExecutionPlan, plan: ExecutionPlan, ranks: Ranks | None) -> Ranks | None:

@@ -80,22 +80,26 @@ def planned_outputs(plan: ExecutionPlan) -> tuple[tuple[SampleFiles, ...], Outpu
         return (), error
 
 
-def picture_files(plan: ExecutionPlan, sample: SampleFiles) -> SampleFiles:
-    """Return where the picture of a sample is kept, and whether the same request has made it before."""
+def picture_files(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> list[SampleFiles]:
+    """Return where the pictures of samples are kept, and whether the same request has made them before."""
     assert plan.picture is not None
-    path = picture_path(sample.target)
-    picture = replace(
-        sample,
-        target=path,
-        media=path,
-        sidecar=sample.sidecar and sidecar_path(path),
-        latents=None,
-        saved=None,
-        saved_steps=None,
-        request_sha256=requests_of(plan.picture)(sample.seed, OutputFormat.PNG),
-    )
-    is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
-    return replace(picture, made_before=is_there and not plan.settings.output.overwrite)
+    request = requests_of(plan.picture)
+    pictures = []
+    for sample in files:
+        path = picture_path(sample.target)
+        picture = replace(
+            sample,
+            target=path,
+            media=path,
+            sidecar=sample.sidecar and sidecar_path(path),
+            latents=None,
+            saved=None,
+            saved_steps=None,
+            request_sha256=request(sample.seed, OutputFormat.PNG),
+        )
+        is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
+        pictures.append(replace(picture, made_before=is_there and not plan.settings.output.overwrite))
+    return pictures
 
 
 def refuse_pictures(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> None:
@@ -103,13 +107,11 @@ def refuse_pictures(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> None:
     settings = plan.settings
     if settings.output.overwrite:
         return
-    for sample in files:
-        if settings.output.last_frame:
-            refuse_existing(last_frame_path(sample.target), None)
-        if plan.picture is not None and settings.picture.save:
-            picture = picture_files(plan, sample)
-            if not picture.made_before:
-                refuse_existing(picture.media, picture.sidecar)
+    for sample in files if settings.output.last_frame else ():
+        refuse_existing(last_frame_path(sample.target), None)
+    for picture in picture_files(plan, files) if plan.picture is not None and settings.picture.save else ():
+        if not picture.made_before:
+            refuse_existing(picture.media, picture.sidecar)
 
 
 def check_outputs(files: Sequence[SampleFiles], plan: ExecutionPlan, *, create: bool) -> None:

@@ -31,6 +31,7 @@ from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.enums import DType, OffloadChoice
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.sampling import AUTO
 
 PICTURE = "picture"
 """What the names of the stages of a picture that is made first begin with."""
@@ -284,7 +285,7 @@ class ExecutionPlan:
                 changed = self.settings.replace(changes)
                 # What is free may be taken by models that this plan can do without.
                 hardware = replace(rank_hardware(changed), free_bytes=self.hardware.free_bytes)
-                plan = make_plan(changed, hardware=hardware)
+                plan = make_plan(changed, hardware=hardware, clips=self.fitting.clips)
             except (OsoraError, ValueError):
                 continue  # such as too short a video for its references
             if plan.fits:
@@ -297,6 +298,8 @@ class ExecutionPlan:
 def _smaller_requests(plan: ExecutionPlan) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield what may be asked for instead, as a flag and as settings: first what changes nothing, then the smallest."""
     settings = plan.settings
+    if plan.offload.batch_size > 1:
+        yield "--set sampling.batch_size=1", {"sampling.batch_size": 1}
     if settings.memory.offload is not OffloadChoice.AUTO or settings.memory.resident_blocks is not None:
         yield "--offload auto", {"memory.offload": OffloadChoice.AUTO, "memory.resident_blocks": None}
     if plan.hardware.dtype is torch.float32:
@@ -321,14 +324,16 @@ def make_plan(
     *,
     hardware: Hardware | None = None,
     tries_device: bool = True,
+    clips: int | None = None,
     held_frames: int | None = None,
 ) -> ExecutionPlan:
     """Return the plan for `settings`, which have their condition mode (`references.with_mode`), on this machine.
 
     Neither weights nor enough memory are needed: see `WeightFiles.require` and `ExecutionPlan.require_fit`. `hardware`
     is where one of several ranks runs; None: what `settings` name, of which each rank has its share. `tries_device`:
-    whether this process may use the device, on which kernels of attention are tried. `held_frames` are those of the
-    segments before this one, which it goes on from; None: it does not.
+    whether this process may use the device, on which kernels of attention are tried. `clips`: those of all requests
+    with this plan, which may be computed together; None: of this one. `held_frames` are those of the segments before
+    this one, which it goes on from; None: it does not.
 
     Raises:
         RequestError: sizes that contradict each other, or an adapter of a kind that cannot be added.
@@ -337,6 +342,8 @@ def make_plan(
         HardwareError: there is no such device, or the attention that is asked for does not work there.
     """
     hardware = hardware or rank_hardware(settings)
+    # Segments are made one by one.
+    clips = 1 if settings.video.extend or held_frames else clips or num_samples(settings)
     blocks, resident = num_blocks(settings), settings.memory.resident_blocks
     if resident is not None and resident > blocks:
         raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
@@ -354,7 +361,7 @@ def make_plan(
     sampling = settings.sampling
     tokens_per_frame = rows * columns // settings.model.patch_size**2
     asked = picture_settings(settings)
-    picture = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device)
+    picture = None if asked is None else make_plan(asked, hardware=hardware, tries_device=tries_device, clips=clips)
     if picture is not None:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     asked = draft_settings(settings, height=height, width=width)
@@ -388,6 +395,11 @@ def make_plan(
     guidance = _guidance(settings)
     mesh = choose_mesh(settings, video_tokens=tokens_per_frame * settings.num_latent_frames)
     require_branches(mesh, settings, guidance, mode)
+    if mesh.size > 1 and sampling.batch_size not in (1, AUTO):
+        raise RequestError(
+            f"sampling.batch_size={sampling.batch_size} is for videos of one device, and {mesh.size} share each",
+            hint="use 1, or one device; with --prompts each device makes rows of its own",
+        )
     exchange = ExchangePlan()
     if settings.from_latents is None:
         exchange = plan_exchange(
@@ -410,7 +422,7 @@ def make_plan(
         has_draft=draft is not None,
     )
     held_bytes = (held_frames or 0) * height * width * 3
-    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, held_bytes=held_bytes)
+    fitting = Fitting.of(settings, hardware=hardware, weights=weights, sizes=sizes, clips=clips, held_bytes=held_bytes)
     offload = fitting.choose(fitting.budget_bytes)
     return ExecutionPlan(
         settings=settings,

@@ -13,8 +13,9 @@ from opensora_cli.core.reading import reading, require_file
 from opensora_cli.data.table_files import CSV, PARQUET, read_rows
 from opensora_cli.settings.explain import Given, either, nearest
 from opensora_cli.settings.flags import FLAGS
-from opensora_cli.settings.generate import MAX_SEED, GenerateSettings
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
+from opensora_cli.settings.sampling import MAX_SEED
 
 ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
 OWN_KEYS = ("prompt", "negative_prompt", "sampling.seed", "condition.references")

@@ -69,11 +69,11 @@ def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     return with_mode(refined(settings, reporter=reporter), reporter)
 
 
-def plan_here(settings: GenerateSettings, models: LoadedModels | None) -> ExecutionPlan:
+def plan_here(settings: GenerateSettings, models: LoadedModels | None, *, clips: int | None = None) -> ExecutionPlan:
     """Return the plan of one process that has no others, and these models; see `make_plan`."""
     if models is None:
-        return make_plan(settings)
+        return make_plan(settings, clips=clips)
     hardware = rank_hardware(settings)
     # What they take can be released.
     free = hardware.free_bytes + models.bytes_on(hardware.device)
-    return models.planned(make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free)))
+    return models.planned(make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free), clips=clips))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import broadcast_json
@@ -17,8 +17,8 @@ from opensora_cli.engine.components.hardware import peak_memory_gib
 from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.decode import GeneratedVideo, save
-from opensora_cli.engine.generate.denoise import DenoisedSample, saved_samples
+from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
+from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
 from opensora_cli.engine.generate.explore import drafts_of, is_made, make_drafts, write_sheet
 from opensora_cli.engine.generate.held import HeldVideo, hold
@@ -39,11 +39,12 @@ from opensora_cli.engine.generate.ranks import (
     require_devices,
     start_ranks,
 )
-from opensora_cli.engine.generate.references import Reference, references_of, with_mode
+from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
+from opensora_cli.engine.generate.work import Work
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.memory.monitor import ModuleTimes
 from opensora_cli.settings.generate import GenerateSettings
@@ -83,6 +84,8 @@ class Run:
     """Which outlive the run; None: it loads its own."""
     embeds: tuple[PromptEmbeds, ...] = ()
     """Of the prompt of each segment; none: they are encoded when it comes to that."""
+    picture_embeds: tuple[PromptEmbeds, ...] = ()
+    """Likewise, of the picture that is made first."""
 
     @property
     def is_main(self) -> bool:
@@ -184,7 +187,7 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     plan = plan.with_threads(by=run.origins.threads)
     record = RunRecord(reporter, keeps_results=False)
     with computing(plan, reporter):
-        [video] = make_videos(plan, files, references, models, record, finish=finish, saved=saved)
+        [[video]] = make_videos([Work(plan, files, references, saved)], models, record, finish=finish)
     return video
 
 
@@ -237,8 +240,12 @@ def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Re
     """Return the result of a run that has nothing to compute."""
     for sample in files:
         reporter.note(f"made before by the same request: {sample.media} (--overwrite makes it again)")
+    return _result_of(plan, [GeneratedVideo.of_earlier_run(plan, sample) for sample in files])
+
+
+def _result_of(plan: ExecutionPlan, kept: Sequence[GeneratedVideo]) -> GenerateResult:
     return GenerateResult(
-        videos=tuple(GeneratedVideo.of_earlier_run(plan, sample) for sample in files),
+        videos=tuple(kept),
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
         model_evaluations=0,
@@ -247,7 +254,19 @@ def _made_before(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Re
     )
 
 
-def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose names are chosen, and whose references are read."""
+
+    work: Work
+    samples: tuple[SampleFiles, ...]
+    """All of it, what is kept too."""
+    kept: tuple[GeneratedVideo, ...]
+    """That the same request has made before."""
+
+
+def begin(plan: ExecutionPlan, run: Run, claims: Claims) -> Begun:
+    """Check what must not wait until hours of work are done, and claim the names; errors are those of `generate`."""
     require_room(plan, run.reporter)
     references = references_of(plan, run.reporter) if run.is_main else []
 
@@ -256,35 +275,44 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
         return choose_outputs(plan, claims=claims, remake=run.profiled_runs > 0)
 
     chosen = _agreed(plan, run.ranks, claimed)
-    if all(sample.made_before for sample in chosen):  # by another run, since this one looked first
-        return _made_before(plan, chosen, run.reporter)
-    run.origins.note(run.reporter)
+    files = [sample for sample in chosen if not sample.made_before]
+    if files:
+        run.origins.note(run.reporter)
     kept = []
     for sample in chosen:
         if sample.made_before:
-            run.reporter.note(f"made before by the same request: {sample.media}")
+            again = "" if files else " (--overwrite makes it again)"
+            run.reporter.note(f"made before by the same request: {sample.media}{again}")
             kept.append(GeneratedVideo.of_earlier_run(plan, sample))
         elif sample.saved is not None and plan.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
             word = "kept:" if plan.settings.output.explore and is_made(plan, sample) else "going on from"
             run.reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
-    files = [sample for sample in chosen if not sample.made_before]
     if run.is_main:
         refuse_pictures(plan, files)
     saved = saved_samples(plan, files, run.ranks)
     if plan.threads is None:
         plan = plan.with_threads(by=run.origins.threads)
+    return Begun(Work(plan, files, references, saved, run.embeds, run.picture_embeds), chosen, tuple(kept))
+
+
+def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
+    begun = begin(plan, run, claims)
+    work, files = begun.work, begun.work.files
+    plan = work.plan
+    if not files:  # another run has made them since this one looked first
+        return _result_of(plan, begun.kept)
     times = ModuleTimes(plan.hardware.device) if run.profiled_runs else None
     with computing(plan, run.reporter):
-        trials = [] if times is None else _trials(plan, files, references, saved, run, times)
+        trials = [] if times is None else _trials(work, run, times)
         record = RunRecord(run.reporter, block_times=times)
         with run.lending() as models:
-            videos = _saved_videos(plan, files, references, saved, models, record, run)
+            videos = _saved_videos(work, models, record, run)
     explores = plan.settings.output.explore
     return GenerateResult(
-        videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
+        videos=tuple(sorted([*begun.kept, *videos], key=lambda video: video.seed)),
         drafts=drafts_of(plan, files) if explores else None,
-        sheet=write_sheet(plan, chosen, run.reporter) if explores and run.is_main else None,
+        sheet=write_sheet(plan, begun.samples, run.reporter) if explores and run.is_main else None,
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
         model_evaluations=sum(
@@ -301,14 +329,7 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
     )
 
 
-def _trials(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    references: Sequence[Reference],
-    saved: Mapping[int, DenoisedSample],
-    run: Run,
-    times: ModuleTimes,
-) -> list[dict[str, float]]:
+def _trials(work: Work, run: Run, times: ModuleTimes) -> list[dict[str, float]]:
     """Make the videos as often as is to be profiled but once, and once before to warm up; return the times of stages.
 
     Nothing of them is left but the times.
@@ -318,9 +339,9 @@ def _trials(
         run.reporter.note(f"profile: {f'run {number}' if number else 'a run to warm up'}, of {run.profiled_runs}")
         record = RunRecord(run.reporter, block_times=times, keeps_results=False)
         with temporary_folder() as folder, run.lending() as models:
-            trial = _into(plan, folder)
-            trial_files = [sample_files(trial.settings, sample.index) for sample in files]
-            _saved_videos(trial, trial_files, references, saved, models, record, run)
+            trial = _into(work.plan, folder)
+            files = [sample_files(trial.settings, sample.index) for sample in work.files]
+            _saved_videos(dataclasses.replace(work, plan=trial, files=files, embeds=()), models, record, run)
         timings.append(record.timings_s)
         if not number:
             times.clear()
@@ -339,26 +360,37 @@ def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> Accelera
     return AccelerationReport.of(stages, times.spreads(), runs=len(runs))
 
 
-def _saved_videos(
-    plan: ExecutionPlan,
-    files: Sequence[SampleFiles],
-    references: Sequence[Reference],
-    saved: Mapping[int, DenoisedSample],
-    models: LoadedModels,
-    record: RunRecord,
-    run: Run,
-) -> tuple[GeneratedVideo, ...]:
+def _saved_videos(work: Work, models: LoadedModels, record: RunRecord, run: Run) -> tuple[GeneratedVideo, ...]:
     """Make and save the videos, or drafts of them; return the videos."""
-    output = plan.settings.output
-    # Without a sidecar nobody knows which request has made a result. Rank 0 alone keeps anything.
-    may_repeat = output.metadata and not output.overwrite
-    with record.rescue(files, may_repeat=may_repeat) if run.is_main else nullcontext():
-        if output.explore:
-            make_drafts(plan, files, references, saved, models, record, embeds=run.embeds, ranks=run.ranks)
+    with _rescued([work], record, run):
+        if work.plan.settings.output.explore:
+            make_drafts(work, models, record, ranks=run.ranks)
             return ()
-        return make_videos(
-            plan, files, references, models, record, finish=save, saved=saved, embeds=run.embeds, ranks=run.ranks
-        )
+        [videos] = make_videos([work], models, record, finish=save, ranks=run.ranks)
+    return videos
+
+
+def make_together(
+    works: Sequence[Work], models: LoadedModels, reporter: Reporter, *, finish: Callable[[SampleFrames], None]
+) -> None:
+    """Make what several requests ask for, and let `finish` take each sample; errors are those of the works."""
+    plan, record = works[0].plan, RunRecord(reporter)
+    try:
+        with computing(plan, reporter), _rescued(works, record, Run(reporter=reporter)):
+            make_videos(works, models, record, finish=finish)
+    except OsoraError as error:
+        for work in works:
+            work.error = work.error or error
+
+
+def _rescued(works: Sequence[Work], record: RunRecord, run: Run) -> AbstractContextManager[None]:
+    """Return the context that reports what is left where the work ends early; rank 0 alone keeps anything."""
+    if not run.is_main:
+        return nullcontext()
+    output = works[0].plan.settings.output
+    # Without a sidecar nobody knows which request has made a result.
+    may_repeat = output.metadata and not output.overwrite
+    return record.rescue([sample for work in works for sample in work.files], may_repeat=may_repeat)
 
 
 def _check_before_ranks(settings: GenerateSettings, reporter: Reporter, *, remake: bool) -> GenerateResult | None:

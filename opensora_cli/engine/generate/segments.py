@@ -21,7 +21,7 @@ from opensora_cli.engine.generate.targets import SampleFiles
 _LUMA = torch.tensor([0.299, 0.587, 0.114])
 
 
-class Clip(NamedTuple):
+class Segment(NamedTuple):
     """A segment as it was decoded, given frames included."""
 
     latents: tuple[torch.Tensor, ...]
@@ -30,7 +30,7 @@ class Clip(NamedTuple):
     figures: Figures
 
     @classmethod
-    def of(cls, decoding: SampleFrames) -> "Clip":
+    def of(cls, decoding: SampleFrames) -> "Segment":
         """Decode a segment into memory."""
         frames_THWC = torch.cat([*decoding.pieces()])
         return cls(decoding.latents, frames_THWC, decoding.figures())
@@ -50,7 +50,7 @@ class Joined:
     decode_s: float = 0.0
     """Of `pieces`, whose frames are decoded already."""
 
-    def add(self, clip: Clip, seed: int) -> None:
+    def add(self, clip: Segment, seed: int) -> None:
         """Append what a segment of this noise has of its own."""
         own_THWC, shift = clip.frames_THWC, 0.0
         if self._own_THWC:

@@ -141,6 +141,12 @@ def test_settings_survive_json() -> None:
             {"sampling.seed": 2**62, "sampling.num_samples": 3},
             f"must leave room for the seeds of sampling.num_samples=3: use at most {2**62 - 2}",
         ),
+        ({"sampling.batch_size": 0}, "sampling.batch_size=0 must be auto, or a number from 1 to 64"),
+        ({"sampling.batch_size": "all"}, "sampling.batch_size=all must be auto, or a number from 1 to 64"),
+        (
+            {"sampling.batch_size": 2, "video.extend": 1},
+            "sampling.batch_size=2 is for videos of one segment, and video.extend=1: use 1",
+        ),
         ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
         (

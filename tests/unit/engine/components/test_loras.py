@@ -370,7 +370,8 @@ class TestMemory:
             embeds = PromptEmbeds(
                 torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim), torch.zeros(2, text.vec_in_dim)
             )
-            sample = sample_latents(replace(plan, timesteps=plan.timesteps[:3]), transformer, embeds, None, seed=0)
+            short = replace(plan, timesteps=plan.timesteps[:3])
+            sample = sample_latents(short, transformer, [embeds], None, seeds=[0])
             del sample, embeds
         stage = estimated(plan, OffloadPlan(chunk_tokens=tokens))
         assert stage.data_bytes + stage.activation_bytes == pytest.approx(counter.peak_bytes, rel=0.1)

@@ -142,14 +142,19 @@ def build_transformer(plan: ExecutionPlan, offload: OffloadPlan) -> MMDiT:
 def denoise_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
     transformer = build_transformer(plan, offload)
     text, dtype = plan.settings.model, plan.hardware.dtype
-    latents = [torch.zeros(plan.latent_shape, dtype=dtype)] * 2 if plan.mode.needs_reference else None
+    batch = offload.batch_size
+    latents = [[torch.zeros(plan.latent_shape, dtype=dtype)] * 2] * batch if plan.mode.needs_reference else None
 
     def run() -> object:
-        embeds = PromptEmbeds(
-            torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim, dtype=dtype),
-            torch.zeros(2, text.vec_in_dim, dtype=dtype),
-        )
-        return sample_latents(replace(plan, timesteps=plan.timesteps[:3]), transformer, embeds, latents, seed=0)
+        embeds = [
+            PromptEmbeds(
+                torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim, dtype=dtype),
+                torch.zeros(2, text.vec_in_dim, dtype=dtype),
+            )
+            for _ in range(batch)
+        ]
+        short = replace(plan, timesteps=plan.timesteps[:3])
+        return sample_latents(short, transformer, embeds, latents, seeds=range(batch))
 
     return counted(run)
 
@@ -159,7 +164,9 @@ def decode_peak(plan: ExecutionPlan, offload: OffloadPlan) -> int:
     plan = replace(plan, offload=offload)
 
     def run() -> None:
-        for piece in decode_latents(plan, vae, torch.zeros(plan.latent_shape, dtype=plan.hardware.dtype)):
+        for piece in decode_latents(
+            plan, vae, torch.zeros(offload.decode_batch_size, *plan.latent_shape, dtype=plan.hardware.dtype)
+        ):
             del piece
 
     return counted(run)
@@ -214,6 +221,14 @@ def test_decoding_takes_what_was_estimated(name: str, frames: int | None):
     assert beside_weights(estimated(plan, offload)["decode"]) == pytest.approx(
         decode_peak(plan, offload), rel=TOLERANCE
     )
+
+
+def test_a_batch_takes_what_was_estimated():
+    plan = plan_of(VARIANTS["a picture"])
+    offload = OffloadPlan(batch_size=3, decode_batch_size=3)
+    stages = estimated(plan, offload)
+    assert beside_weights(stages["denoise"]) == pytest.approx(denoise_peak(plan, offload), rel=TOLERANCE)
+    assert beside_weights(stages["decode"]) == pytest.approx(decode_peak(plan, offload), rel=TOLERANCE)
 
 
 SMALL_VAE = HunyuanVAEConfig(

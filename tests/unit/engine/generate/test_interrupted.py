@@ -146,10 +146,10 @@ class TestCtrlC:
     def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter, changes, advice):
         sample = denoise.sample_latents
 
-        def second_time(*args, seed, **options):
-            if seed == 43:
+        def second_time(*args, seeds, **options):
+            if seeds == [43]:
                 raise KeyboardInterrupt
-            return sample(*args, seed=seed, **options)
+            return sample(*args, seeds=seeds, **options)
 
         settings = released_settings(world, tmp_path, sampling__num_samples="2").replace(changes)
         with monkeypatch.context() as patched:
@@ -171,11 +171,11 @@ class TestCtrlC:
         generate(settings.replace({"sampling.num_samples": 1}))
         sample, denoised = denoise.sample_latents, []
 
-        def last_time(*args, seed, **options):
-            denoised.append(seed)
+        def last_time(*args, seeds, **options):
+            denoised.extend(seeds)
             if denoised == [43, 44]:
                 raise KeyboardInterrupt
-            return sample(*args, seed=seed, **options)
+            return sample(*args, seeds=seeds, **options)
 
         monkeypatch.setattr(denoise, "sample_latents", last_time)
         with pytest.raises(KeyboardInterrupt):

@@ -19,6 +19,7 @@ from opensora_cli.engine.generate.references import reference_latents, reference
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files
+from opensora_cli.engine.generate.work import Clip, Work
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -62,11 +63,14 @@ def latents_and_frames(plan, reporter):
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
         embeds = text.encode_text(plan, models, record)
+        work = Work(plan, [sample_files(plan.settings, 0)], embeds=embeds)
         given = reference_latents(plan, references_of(plan, reporter), models, record)
-        [sample] = denoise.denoise_samples(plan, [sample_files(plan.settings, 0)], embeds, given, models, record)
+        clip = Clip(work, work.files[0], (), given)
+        denoise.denoise_clips([clip], models, record)
+        latents = clip.denoised.latents_CTHW
         with models.autoencoder(plan, record) as autoencoder:
-            frames = torch.cat([*decode.decode_latents(plan, autoencoder, sample.latents_CTHW)])
-        return sample.latents_CTHW, frames
+            frames = torch.cat([piece for [piece] in decode.decode_latents(plan, autoencoder, latents[None])])
+        return latents, frames
 
 
 @pytest.mark.parametrize(
@@ -188,11 +192,11 @@ class TestSecondAttempt:
     def test_finished_samples_are_not_denoised_again(self, world, tmp_path, monkeypatch, reporter):
         seeds, sample_latents = [], denoise.sample_latents
 
-        def failing(plan, *args, seed, **options):
-            seeds.append(seed)
+        def failing(*args, **options):
+            seeds.extend(options["seeds"])
             if len(seeds) == 2:
                 raise OUT_OF_MEMORY
-            return sample_latents(plan, *args, seed=seed, **options)
+            return sample_latents(*args, **options)
 
         monkeypatch.setattr(denoise, "sample_latents", failing)
         result = generate(released_settings(world, tmp_path, sampling__num_samples="3"), reporter=reporter)

@@ -127,7 +127,7 @@ class TestMade:
         assert names(tmp_path / "both") == [stem.format(seed, end) for seed in (42, 43) for end in endings]
         # The text encoders of both are loaded once, and each model gives way to the next.
         text, picture = ["load", "text"], ["picture text", "picture load", "picture denoise", "picture load"]
-        decoded, video = ["picture decode"] * 2, ["load", "encode", "encode", "load", "denoise", "denoise"]
+        decoded, video = ["picture decode"] * 2, ["load", "encode", "encode", "load", "denoise"]
         assert reporter.stages == [*text, *picture, *decoded, *video, *["decode", "save"] * 2]
         # Random weights bring it back badly, which is no fault of a reference that nobody gave.
         assert [line for line in reporter.warnings if "came back" in line] == []
@@ -190,13 +190,13 @@ class TestMade:
         settings = picture_first_settings(world, tmp_path / "made")
         whole = generate(settings).videos[0].path.read_bytes()
 
-        def interrupted(plan, *given, **options):
-            if plan.picture is not None:
+        def interrupted(clips, *given, **options):
+            if clips[0].plan.picture is not None:
                 raise KeyboardInterrupt
-            return decode.decode_samples(plan, *given, **options)
+            return decode.decode_clips(clips, *given, **options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(make, "decode_samples", interrupted)
+            patched.setattr(make, "decode_clips", interrupted)
             ended = settings.replace({"output.path": str(tmp_path)})
             with pytest.raises(KeyboardInterrupt):
                 generate(ended)
