@@ -115,9 +115,25 @@ class Pipeline:
             request, reporter=self._reporter, context=context, rank_flags=rank_flags, models=self._models
         )
 
-    def run_rows(self, request: GenerateRequest, rows: Sequence[Row], *, shard: Shard) -> BatchResult:
+    def run_rows(
+        self,
+        request: GenerateRequest,
+        rows: Sequence[Row],
+        *,
+        shard: Shard,
+        context: RankContext | None = None,
+        rank_arguments: Sequence[str] = (),
+    ) -> BatchResult | None:
         """Make what every row of a file of prompts asks for, as a command does; see `generate_rows`."""
-        return generate_rows(request, rows, shard=shard, reporter=self._reporter, models=self._models)
+        return generate_rows(
+            request,
+            rows,
+            shard=shard,
+            reporter=self._reporter,
+            models=self._models,
+            context=context,
+            rank_arguments=rank_arguments,
+        )
 
     def close(self) -> None:
         """Release the models; a later call loads them again."""

@@ -184,7 +184,7 @@ def generate(
         if prompts is None:
             _run(request, dry_run=dry_run, as_json=json_, quiet=quiet)
         else:
-            _run_rows(request, prompts, shard, dry_run=dry_run, as_json=json_, quiet=quiet)
+            _run_rows(request, prompts, shard, sidecar=from_, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
 def _check_explored(typed: Mapping[str, Any]) -> None:
@@ -272,19 +272,23 @@ def _run(request: "GenerateRequest", *, dry_run: bool, as_json: bool, quiet: boo
 
 
 def _run_rows(
-    request: "GenerateRequest", prompts: Path, part: str | None, *, dry_run: bool, as_json: bool, quiet: bool
+    request: "GenerateRequest",
+    prompts: Path,
+    part: str | None,
+    *,
+    sidecar: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     from opensora_cli.core.ranks import find_context
     from opensora_cli.engine.generate.prompts import Shard, read_prompts
 
-    if find_context(os.environ) is not None:
-        raise RequestError(
-            "--prompts makes videos on one device, and this is one of several ranks",
-            hint="start osora once for each GPU, each with its --shard, as --shard 1/2 and --shard 2/2",
-        )
+    context = find_context(os.environ)
+    is_main = context is None or context.is_main
     shard = Shard() if part is None else Shard.of(part)
     rows = read_prompts(prompts)
-    reporter = output.make_reporter(quiet=quiet)
+    reporter = output.make_reporter(quiet=quiet or not is_main)
     output.note_start(reporter)
     with errors.uninterrupted():
         from opensora_cli.api.pipeline import Pipeline
@@ -292,12 +296,28 @@ def _run_rows(
 
     if dry_run:
         plan = plan_rows(request, rows, shard=shard, reporter=reporter)
-        output.print_result(plan, as_json=as_json)
+        if is_main:
+            output.print_result(plan, as_json=as_json)
         plan.require_fit()
         return
-    with Pipeline.reporting_to(reporter, stay=True) as pipe, keys.ended_by_q(reporter, wanted=not quiet):
-        result = pipe.run_rows(request, rows, shard=shard)
-    output.print_result(result, as_json=as_json)
+    arguments = [
+        "generate",
+        f"--prompts={prompts}",
+        *(f"--set={key}={at.value}" for key, at in request.overrides.items()),
+    ]
+    for option, value in (("--shard", part), ("--config", request.config), ("--from", sidecar)):
+        arguments += [] if value is None else [f"{option}={value}"]
+    arguments += [flag for flag, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
+    with (
+        Pipeline.reporting_to(reporter, stay=True) as pipe,
+        keys.ended_by_q(reporter, wanted=context is None and not quiet),
+    ):
+        result = pipe.run_rows(request, rows, shard=shard, context=context, rank_arguments=arguments)
+    if result is None:
+        return
+    if is_main:
+        output.print_result(result, as_json=as_json)
+    # In every rank, so that it is the error of all.
     result.require_whole()
 
 

@@ -182,8 +182,17 @@ class ExchangeSettings(DeviceSettings):
 class ParallelSettings(ExchangeSettings):
     """Which devices make one video, and how many of them share what. Degrees that are not set are chosen."""
 
-    degree_names = ("ulysses_degree", "ring_degree", "cfg_parallel_degree", "tensor_parallel_degree")
+    degree_names = (
+        "data_parallel_degree",
+        "ulysses_degree",
+        "ring_degree",
+        "cfg_parallel_degree",
+        "tensor_parallel_degree",
+    )
 
+    data_parallel_degree: PositiveInt | None = Field(
+        default=None, description="devices that each make rows of --prompts of their own; none: all of them"
+    )
     ulysses_degree: PositiveInt | None = Field(default=None, description="devices that exchange tokens for heads")
     ring_degree: PositiveInt | None = Field(default=None, description="devices round which keys and values are passed")
     cfg_parallel_degree: PositiveInt | None = Field(

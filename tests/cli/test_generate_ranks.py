@@ -53,6 +53,30 @@ def test_two_processes_make_what_one_makes() -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_make_rows_of_their_own() -> None:
+    Path("p.csv").write_text("prompt,seed,num_frames\nsea,1,1\ndesert,2,1\nsea,3,1\nsea,4,x\nsnow,5,1\n")
+    rows = ["generate", "--prompts", "p.csv", "--device", "cpu", "--steps", "1", "--threads", "1"]
+    command = [sys.executable, "-m", "opensora_cli", *rows, "--gpus", "2", "--json"]
+    done = subprocess.run([*command, "--out", "two"], capture_output=True, text=True)
+    assert done.returncode == 5, done.stderr
+    assert "1 of 5 rows failed" in done.stderr
+    document = json.loads(done.stdout)
+    assert (document["rows"], document["made"], document["kept"]) == (5, 4, 0)
+    assert [failed["row"] for failed in document["failed"]] == [4]
+    assert [Path(path).name for path in document["outputs"]] == [
+        "sea_seed1.png", "desert_seed2.png", "sea_seed3.png", "snow_seed5.png",
+    ]  # fmt: skip
+    numbers = [[json.loads(line)["row"] for line in Path(f"two/manifest-{rank}of2.jsonl").read_text().splitlines()]
+               for rank in (1, 2)]  # fmt: skip
+    assert [sorted(each) for each in numbers] == [[1, 3, 5], [2, 4]]
+    assert main([*rows, "--out", "one"]) == 5
+    for path in document["outputs"]:
+        assert (Path("one") / Path(path).name).read_bytes() == Path(path).read_bytes()
+    again = subprocess.run([*command, "--out", "two"], capture_output=True, text=True)
+    assert json.loads(again.stdout)["kept"] == 4
+
+
+@pytest.mark.slow
 def test_two_processes_make_the_same_picture_first() -> None:
     small = ["--set", "video.height=48", "--set", "video.width=32", "--steps", "2", "--t2i2v", "--save-picture"]
     # Two samples, of which the branches of the video's guidance are shared, and the tokens of the picture.
@@ -224,6 +248,11 @@ class TestRanksThatOthersStart:
             assert main([*SHORT, *flags]) == 2
             err = " ".join(capsys.readouterr().err.split())
             assert "machines have different numbers of ranks: 3 on 2 start equally many on every machine" in err
+
+
+def test_one_request_is_not_spread_as_rows_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--gpus", "2", "--set", "parallel.data_parallel_degree=2"]) == 2
+    assert "parallel.data_parallel_degree=2 spreads the rows of --prompts" in capsys.readouterr().err
 
 
 def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import Reporter, StageProgress
+from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
 from opensora_cli.engine.generate.documents import BatchPlan, BatchResult, FailedRow, PlanDocument, PlannedShape
@@ -16,6 +19,13 @@ from opensora_cli.engine.generate.make import computing, require_weights, text_e
 from opensora_cli.engine.generate.manifest import Manifest
 from opensora_cli.engine.generate.plan import PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.prompts import Row, Shard
+from opensora_cli.engine.generate.ranks import (
+    device_for_rows,
+    joined_for_rows,
+    request_of_rank,
+    require_devices,
+    start_ranks_of_rows,
+)
 from opensora_cli.engine.generate.run import Run, begin, make_together
 from opensora_cli.engine.generate.shapes import Failures, RowReporter, Shape, raise_if_all_are_one, shapes_of
 from opensora_cli.engine.generate.stages import RunRecord
@@ -34,28 +44,80 @@ def _folder_of(request: GenerateRequest) -> Path:
     return Path(output.path)
 
 
+class _Made(Document):
+    """What one process has made of its rows."""
+
+    rows: int
+    made: int
+    outputs: dict[int, tuple[Path, ...]]
+    """Of the rows that are finished, by their numbers."""
+    failed: tuple[FailedRow, ...]
+    manifest: Path
+
+
 def generate_rows(
-    request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter, models: LoadedModels
-) -> BatchResult:
+    request: GenerateRequest,
+    rows: Sequence[Row],
+    *,
+    shard: Shard,
+    reporter: Reporter,
+    models: LoadedModels,
+    context: RankContext | None = None,
+    rank_arguments: Sequence[str] = (),
+) -> BatchResult | None:
     """Make and save what every row of this shard asks for, with models that stay loaded; what is finished is kept.
 
     Rows of one shape are made one after the other, or as many together as `sampling.batch_size` says. Their prompts are
     encoded first, many at a time, so that the encoders are loaded once also where there is no room for them beside the
     transformer. A row that fails stops no other. `request` has what all rows have in common.
 
+    Several devices make rows of their own, in ranks that are started here by the command line `rank_arguments`: then
+    None is returned, since the first of them prints. `context` is set in a rank, which returns the result of all.
+
     Raises:
-        RequestError: the request is for several devices or one file, or contradicts itself for every row.
+        RequestError: the request is for one file, or contradicts itself for every row.
         CheckpointError: weights are missing.
         OutputError: the manifest cannot be written.
+        HardwareError: there are fewer devices.
+        RankFailure: a rank failed; what others have finished is kept.
         KeyboardInterrupt: its argument says how much is finished.
     """
-    chosen = shard.rows(rows)
     told = RowReporter(reporter)
-    shapes, failures = shapes_of(request, chosen, told)
-    with (
-        Manifest(_folder_of(request), shard) as manifest,
-        reporter.stage("rows", total=len(chosen), unit="rows") as progress,
-    ):
+    if context is None:
+        chosen = shard.rows(rows)
+        shapes, failures = shapes_of(request, chosen, told)
+        if not shapes:
+            raise_if_all_are_one(failures)
+        elif shapes[0].template.parallel.world_size > 1:
+            require_devices(shapes[0].template)
+            start_ranks_of_rows(shapes[0].template, rank_arguments)
+            return None
+        made = _make_rows(_folder_of(request), shapes, failures, len(chosen), shard, told, models)
+        if not made.outputs:
+            raise_if_all_are_one(failures)
+        return _result_of([made])
+    request = request_of_rank(request, context)
+    part = shard.part(context.rank, context.world_size)
+    chosen = part.rows(rows)
+    with joined_for_rows(context) as group:
+        shapes, failures = shapes_of(request, chosen, told)
+        for shape in shapes:
+            shape.device = device_for_rows(shape.template, context)
+        made = _make_rows(_folder_of(request), shapes, failures, len(chosen), part, told, models)
+        return _result_of([_Made.model_validate(each) for each in all_gather_json(made.to_json(), group)])
+
+
+def _make_rows(
+    folder: Path,
+    shapes: Sequence[Shape],
+    failures: Failures,
+    count: int,
+    shard: Shard,
+    told: RowReporter,
+    models: LoadedModels,
+) -> _Made:
+    """Make the `count` rows of one process; `failures`, the refused ones, get those that fail."""
+    with Manifest(folder, shard) as manifest, told.shown.stage("rows", total=count, unit="rows") as progress:
         batch = _Batch(manifest, models, told, progress)
         for row, error in failures:
             batch.fail(row, None, error)
@@ -63,17 +125,24 @@ def generate_rows(
             for shape in shapes:
                 batch.make(shape)
         except KeyboardInterrupt as interrupt:
-            finished = f"{len(batch.outputs)} of {len(chosen)} rows are finished: the same command goes on"
+            finished = f"{len(batch.outputs)} of {count} rows are finished: the same command goes on"
             raise KeyboardInterrupt(finished) from interrupt
-    if not batch.outputs:
-        raise_if_all_are_one(batch.failures)
+    failures[:] = batch.failures
+    outputs = {number: tuple(paths) for number, paths in batch.outputs.items()}
+    failed = _failed_rows(failures)
+    return _Made(rows=count, made=batch.made, outputs=outputs, failed=failed, manifest=manifest.path)
+
+
+def _result_of(parts: Sequence[_Made]) -> BatchResult:
+    outputs = {number: paths for part in parts for number, paths in part.outputs.items()}
+    made = sum(part.made for part in parts)
     return BatchResult(
-        rows=len(chosen),
-        made=batch.made,
-        kept=len(batch.outputs) - batch.made,
-        failed=_failed_rows(batch.failures),
-        outputs=tuple(path for number in sorted(batch.outputs) for path in batch.outputs[number]),
-        manifest=manifest.path,
+        rows=sum(part.rows for part in parts),
+        made=made,
+        kept=len(outputs) - made,
+        failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
+        outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
+        manifest=parts[0].manifest,
     )
 
 

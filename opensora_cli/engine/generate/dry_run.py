@@ -12,7 +12,7 @@ from opensora_cli.engine.generate.preview_map import fitting_line, known_map
 from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
-from opensora_cli.engine.generate.resolve import resolve_generate_settings
+from opensora_cli.engine.generate.resolve import refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts
 from opensora_cli.settings.generate import GenerateSettings
@@ -28,6 +28,7 @@ def plan_from_request(
     if context is not None:
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
+    refuse_data_parallel(settings)
     note_plan(settings, reporter)
     for part in filter(None, (picture_settings(settings), settings)):
         warn_of_missing_weights(part, reporter)

@@ -65,6 +65,10 @@ class Shard:
             raise RequestError(f"--shard {text} must count from 1/{count} to {count}/{count}")
         return cls(int(index), int(count))
 
+    def part(self, index: int, count: int) -> "Shard":
+        """Return one of `count` equal parts of this one; `index` counts from 0."""
+        return Shard(self.index + index * self.count, self.count * count)
+
     def rows(self, rows: Iterable[Row]) -> list[Row]:
         """Return the rows of this part."""
         return [row for row in rows if (row.number - self.index) % self.count == 0]

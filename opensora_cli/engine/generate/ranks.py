@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_link import beat, device_is_gpu
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
@@ -24,7 +26,15 @@ from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
-from opensora_cli.engine.launch.rank import DeviceType, agreed, device_type, joined, rank_counts, settings_of_ranks
+from opensora_cli.engine.launch.rank import (
+    DeviceType,
+    agreed,
+    device_type,
+    joined,
+    rank_counts,
+    rank_device,
+    settings_of_ranks,
+)
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -41,6 +51,8 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import MACHINE_KEYS, SIDECAR_SCHEMA, GenerateRequest
 
 _HOST = torch.device("cpu")
+_LONGEST = timedelta(days=30)
+"""That the first rank which has made its rows waits for the last."""
 _TILES_AHEAD = 2
 """That a rank holds, decoded, until rank 0 takes them."""
 
@@ -231,6 +243,32 @@ def start_ranks(settings: GenerateSettings, *, flags: Sequence[str] = ()) -> Non
         # In a file, these would give way to the environment.
         final = [f"--set={key}={_as_text(values, key)}" for key in sorted(MACHINE_KEYS)]
         launch(request, ["generate", "--from", str(saved), *final, *flags])
+
+
+def start_ranks_of_rows(settings: GenerateSettings, arguments: Sequence[str]) -> None:
+    """Run a command line in processes of their own, which find out that they are ranks; errors as `launch`."""
+    with log_folder("generate") as log_dir:
+        launch(_ranks_to_start(settings, log_dir), arguments)
+
+
+@contextmanager
+def joined_for_rows(context: RankContext) -> Iterator[dist.ProcessGroup]:
+    """Join the other ranks on the CPU, and yield a group in which one may wait for days until the others are done."""
+    with joined(context, device_type="cpu"):
+        group = dist.new_group(backend="gloo", timeout=_LONGEST)
+        assert group is not None
+        beat("rows")
+        yield group
+
+
+def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
+    """Return the device on which a rank makes rows of its own, the current one from here on; errors as `joined`."""
+    settings = settings_of_ranks(settings, context)
+    device = rank_device(context, device_type(settings.runtime.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device_is_gpu()
+    return str(device)
 
 
 def require_devices(settings: GenerateSettings) -> None:

@@ -56,24 +56,40 @@ def _settings_in(state: str) -> SavedSettings:
     return SavedSettings(source=state, values={**saved.settings, "output": output})
 
 
+def refuse_data_parallel(settings: GenerateSettings) -> None:
+    """Raise RequestError if one request is to be spread over devices that share nothing."""
+    degree = settings.parallel.data_parallel_degree
+    if degree is not None and degree > 1:
+        raise RequestError(
+            f"parallel.data_parallel_degree={degree} spreads the rows of --prompts, and this is one request",
+            hint="drop it: the devices share the video",
+        )
+
+
 def completed(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
     """Return settings for one process alone, with a prompt that is rewritten, if that is wanted, and with their mode.
 
     Raises RequestError if they are for several devices, or nothing suits the references, and MediaError as `with_mode`.
     """
-    if settings.parallel.world_size > 1:
+    parallel = settings.parallel
+    if parallel.world_size > (parallel.data_parallel_degree or 1):
         raise RequestError(
-            f"{settings.parallel.world_size} devices are asked for, and this is one process",
+            f"{parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
     return with_mode(refined(settings, reporter=reporter), reporter)
 
 
-def plan_here(settings: GenerateSettings, models: LoadedModels | None, *, clips: int | None = None) -> ExecutionPlan:
-    """Return the plan of one process that has no others, and these models; see `make_plan`."""
+def plan_here(
+    settings: GenerateSettings, models: LoadedModels | None, *, clips: int | None = None, device: str | None = None
+) -> ExecutionPlan:
+    """Return the plan of a process that shares no video with others, and these models; see `make_plan`.
+
+    `device` is that of one of several ranks; None: what `settings` name.
+    """
+    hardware = rank_hardware(settings, device=device)
     if models is None:
-        return make_plan(settings, clips=clips)
-    hardware = rank_hardware(settings)
+        return make_plan(settings, hardware=hardware, clips=clips)
     # What they take can be released.
     free = hardware.free_bytes + models.bytes_on(hardware.device)
     return models.planned(make_plan(settings, hardware=dataclasses.replace(hardware, free_bytes=free), clips=clips))

@@ -41,7 +41,7 @@ from opensora_cli.engine.generate.ranks import (
 )
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
+from opensora_cli.engine.generate.resolve import completed, plan_here, refuse_data_parallel, resolve_generate_settings
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, sample_files
 from opensora_cli.engine.generate.work import Work
@@ -119,6 +119,7 @@ def generate_from_request(
     if context is not None:
         request = request_of_rank(request, context)
     settings, choice = resolve_generate_settings(request, reporter=reporter)
+    refuse_data_parallel(settings)
     # A rank has its settings from a file that is gone afterwards.
     origins = Origins(choice, source_of(request, "runtime.threads") if context is None else None)
     if context is None and settings.parallel.world_size > 1:

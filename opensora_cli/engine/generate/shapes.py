@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -43,7 +44,8 @@ class RowReporter(SilentReporter):
     """Passes on warnings with the row that they are about; stages and notes of single rows are too many to show."""
 
     def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+        self.shown = reporter
+        """Which gets what is passed on."""
         self._noted: set[str] = set()
         self.row = 0
 
@@ -52,10 +54,10 @@ class RowReporter(SilentReporter):
         kind = text.partition(":")[0]
         if kind in ("model", "attention", "threads", "memory", "weights") and text not in self._noted:
             self._noted.add(text)
-            self._reporter.note(text)
+            self.shown.note(text)
 
     def warn(self, text: str) -> None:
-        self._reporter.warn(f"row {self.row}: {text}")
+        self.shown.warn(f"row {self.row}: {text}")
 
 
 class Shape:
@@ -64,6 +66,8 @@ class Shape:
     def __init__(self, template: GenerateSettings, defaults: Mapping[str, object], rows: list[Row]) -> None:
         self.rows = rows
         self.template = template
+        self.device: str | None = None
+        """Of one of several ranks; None: what the settings name."""
         self._defaults = defaults
         self._plans: dict[str | None, ExecutionPlan] = {}
         self._digest = _digest(template)
@@ -94,7 +98,7 @@ class Shape:
         mode = settings.condition.mode
         if mode not in self._plans:
             clips = len(self.rows) * num_samples(settings)
-            self._plans[mode] = plan_here(settings, models, clips=clips).with_threads()
+            self._plans[mode] = plan_here(settings, models, clips=clips, device=self.device).with_threads()
         return _of_row(self._plans[mode], settings)
 
     def key(self, row: Row) -> str:
@@ -161,7 +165,7 @@ def shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter)
     """Return the rows by shape, and those that are refused already.
 
     Raises:
-        RequestError: the settings are for several devices, or nothing is right with any row.
+        RequestError: several devices are to share each video.
         CheckpointError: weights are missing.
     """
     failures: Failures = []
@@ -179,16 +183,8 @@ def shapes_of(request: GenerateRequest, rows: Iterable[Row], reporter: Reporter)
             continue
         given = {key: given_for(asked, key) for key in OWN_KEYS}
         defaults = {key: _DEFAULTS[key] if at is None else at.value for key, at in given.items()}
-        shapes.append(Shape(template, defaults, alike))
-    if not shapes and failures:
-        raise_if_all_are_one(failures)
+        shapes.append(Shape(_with_whole_rows(template), defaults, alike))
     for shape in shapes:
-        parallel = shape.template.parallel
-        if parallel.world_size > 1:
-            raise RequestError(
-                f"--prompts makes videos on one device, and {parallel.world_size} are asked for",
-                hint="start osora once for each GPU, with --devices 0 --shard 1/2, --devices 1 --shard 2/2 and so on",
-            )
         if shape.template.output.explore:
             raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
         find_weights(shape.template).require(needed_components(shape.template))
@@ -211,6 +207,20 @@ def _template(
             failures += [(each, error) for each in (rows if is_of_all else rows[:1])]
             del rows[: len(rows) if is_of_all else 1]
     return None
+
+
+def _with_whole_rows(template: GenerateSettings) -> GenerateSettings:
+    """Return settings under which each of several devices makes rows of its own."""
+    parallel = template.parallel
+    sharing = {name: degree for name, degree in parallel.degrees.items() if name != "data_parallel_degree"}
+    if prod(sharing.values()) > 1 or (parallel.data_parallel_degree or parallel.world_size) != parallel.world_size:
+        named = ", ".join(f"parallel.{name}={degree}" for name, degree in parallel.degrees.items())
+        raise RequestError(
+            f"with --prompts each of the {parallel.world_size} devices makes videos of its own, and {named} lets some "
+            "share one",
+            hint="drop it, or make a video that is too large for one device by a run of its own",
+        )
+    return template.replace({"parallel.data_parallel_degree": parallel.world_size})
 
 
 def raise_if_all_are_one(failures: Failures) -> None:

@@ -305,7 +305,11 @@ def test_what_is_wrong_with_every_row_is_wrong_with_the_request(tmp_path, asked,
     for changes, error, message in (
         ({"sampling.num_inference_steps": "x"}, RequestError, "num_inference_steps=x must be a whole number"),
         ({"output.path": str(tmp_path / "a.mp4")}, RequestError, "is one file: name a folder"),
-        ({"parallel.gpus": 2, "runtime.device": "cpu"}, RequestError, "on one device, and 2 are asked for"),
+        (
+            {"parallel.gpus": 2, "runtime.device": "cpu", "parallel.ulysses_degree": 2},
+            RequestError,
+            "each of the 2 devices makes videos of its own, and parallel.ulysses_degree=2 lets some share one",
+        ),
         ({"files.transformer": "gone.safetensors"}, CheckpointError, "gone.safetensors"),
     ):
         with pytest.raises(error, match=message):

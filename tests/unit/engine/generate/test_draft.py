@@ -82,7 +82,7 @@ def test_the_start_is_the_draft_mixed_with_the_noise_of_the_seed(world, tmp_path
         return torch.zeros_like(packed_BND)
 
     [made_CTHW] = denoise.sample_latents(
-        plan, still, embeds, None, seed=3, draft_CTHW=draft_CTHW, steps_done=plan.start
+        plan, still, [embeds], None, seeds=[3], drafts=[draft_CTHW], steps_done=plan.start
     )
     [noise_CTHW] = noise_latents(
         [3],
@@ -118,7 +118,7 @@ def test_a_video_starts_from_its_draft_which_has_its_seed_and_references(world, 
     given, denoised = [], denoise.sample_latents
 
     def watched(plan, transformer, embeds, references, **options):
-        given.append((plan.width, plan.mode.name, options["seed"], options["steps_done"], references[0].shape[-1]))
+        given.append((plan.width, plan.mode.name, *options["seeds"], options["steps_done"], references[0][0].shape[-1]))
         return denoised(plan, transformer, embeds, references, **options)
 
     monkeypatch.setattr(denoise, "sample_latents", watched)
@@ -172,7 +172,5 @@ def test_what_is_stopped_goes_on_without_its_draft(world, tmp_path, monkeypatch)
         patched.setattr(denoise, "GuidedVelocity", Stopping)
         with pytest.raises(KeyboardInterrupt, match="--resume"):
             generate(settings)
-    monkeypatch.setattr(
-        make, "_drafts", lambda plan, files, *args, **options: {} if not files else pytest.fail("made again")
-    )
+    monkeypatch.setattr(make, "_make_drafts", lambda *args: pytest.fail("made again"))
     assert generate(settings).videos[0].path.read_bytes() == whole
