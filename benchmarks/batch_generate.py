@@ -11,9 +11,9 @@ from opensora_cli.core.conditions import T2V, condition_mode
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.generate.decode import Decoding, decode_latents
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import make_videos
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import sample_files

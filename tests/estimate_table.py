@@ -18,6 +18,7 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.remembered import known_needs
 from opensora_cli.engine.generate import plan
+from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
@@ -70,7 +71,7 @@ def _plan(settings: GenerateSettings, *, with_hint: bool = False) -> None:
     assert not made.fits
     if with_hint:
         with suppress(HardwareError):
-            made.require_fit()
+            require_fit(made)
 
 
 if __name__ == "__main__":

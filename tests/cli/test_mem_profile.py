@@ -11,7 +11,7 @@ import yaml
 from imported_modules import modules_after
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.mem_profile import measured_stages
 from opensora_cli.settings.train import TrainSettings
 

@@ -16,7 +16,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear

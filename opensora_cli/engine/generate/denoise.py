@@ -13,9 +13,9 @@ from opensora_cli.core.progress import StageProgress
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.estimate.offload import DENOISE
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import sample_settings
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents

@@ -18,8 +18,9 @@ from opensora_cli.engine.components.timings import AccelerationReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.decode import GeneratedVideo
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.outputs import picture_files, planned_outputs
-from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
+from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.targets import SampleFiles, sheet_path
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
@@ -270,7 +271,7 @@ class PlanDocument(Document):
 
     def require_fit(self) -> None:
         """Raise HardwareError if some stage needs more memory than may be used."""
-        self.plan.require_fit()
+        require_fit(self.plan)
 
 
 def reread_line(plan: ExecutionPlan) -> str | None:

@@ -5,9 +5,10 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import warn_of_missing_weights
 from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.outputs import check_outputs, planned_outputs
 from opensora_cli.engine.generate.picture import picture_settings
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.preview_map import fitting_line, known_map
 from opensora_cli.engine.generate.ranks import planned_hardware, request_of_rank
 from opensora_cli.engine.generate.references import references_of, with_mode

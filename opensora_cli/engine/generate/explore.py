@@ -7,9 +7,9 @@ from pathlib import Path
 from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.documents import Draft
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import denoised_clips
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path, sheet_path

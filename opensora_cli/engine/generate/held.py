@@ -14,8 +14,8 @@ from opensora_cli.engine.generate.decode import (
     report_given_frames,
     write_video,
 )
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.outputs import check_outputs, first_picture, sample_settings
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.targets import Claims, SampleFiles, find_target, sample_files
 from opensora_cli.settings.generate import GenerateSettings
 

@@ -23,7 +23,7 @@ from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import stored_t5_dtype
 from opensora_cli.engine.estimate.offload import STREAMED_LAYERS
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies

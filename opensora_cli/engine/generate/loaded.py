@@ -21,7 +21,7 @@ from opensora_cli.engine.estimate.offload import (
     keep_models,
 )
 from opensora_cli.engine.generate import load
-from opensora_cli.engine.generate.plan import ExecutionPlan, gib_or_less
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan, gib_or_less
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder

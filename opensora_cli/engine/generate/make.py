@@ -20,13 +20,14 @@ from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.decode import SampleFrames, decode_clips, write_video
 from opensora_cli.engine.generate.denoise import denoise_clips
 from opensora_cli.engine.generate.documents import reread_line
+from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import picture_files
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.preview_map import preview_map
 from opensora_cli.engine.generate.previews import Previews
 from opensora_cli.engine.generate.ranks import Ranks, agreed_tensors
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
+from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.segments import Joined, Segment
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles
@@ -41,7 +42,7 @@ V = TypeVar("V")
 
 def require_room(plan: ExecutionPlan, reporter: Reporter) -> None:
     """Raise HardwareError if there is not enough memory, and note how the plan makes do with what there is."""
-    plan.require_fit()
+    require_fit(plan)
     if plan.picture is not None:
         with_picture = ", ".join(plan.picture.offload.lines())
         reporter.note(f"picture: {plan.picture.what}" + (f"; memory: {with_picture}" if with_picture else ""))
@@ -64,7 +65,7 @@ def require_weights(plan: ExecutionPlan, reporter: Reporter) -> None:
     if not plan.fits and any(component in plan.weights.missing for component in plan.components):
         # Before 40 GB are downloaded that do not fit.
         try:
-            plan.require_fit()
+            require_fit(plan)
         except HardwareError as error:
             reporter.warn(f"with its weights this would not run here either: {error.message}")
     plan.weights.require(plan.components)

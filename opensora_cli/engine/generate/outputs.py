@@ -18,8 +18,8 @@ from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.engine.components.hardware import tf32_in_use, versions
 from opensora_cli.engine.components.weights import stamp_of
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.picture import picture_path
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.targets import (
     REQUEST_KEY,

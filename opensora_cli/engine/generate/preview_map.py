@@ -19,8 +19,8 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels, retried
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.models.vae.autoencoder import Autoencoder

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.preview_map import PreviewMap
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import SampleFiles, preview_path

@@ -7,8 +7,9 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import choose_model
 from opensora_cli.engine.generate.early import refuse_sampled
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan, rank_hardware
+from opensora_cli.engine.generate.plan import make_plan, rank_hardware
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.saved_latents import open_latents

@@ -20,6 +20,7 @@ from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, save
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
+from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
 from opensora_cli.engine.generate.explore import drafts_of, is_made, make_drafts, write_sheet
 from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
@@ -30,7 +31,7 @@ from opensora_cli.engine.generate.outputs import (
     refuse_pictures,
     requests_of,
 )
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, ExecutionPlan, make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,

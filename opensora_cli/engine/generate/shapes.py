@@ -15,9 +15,9 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import find_weights, needed_components, stamp_of
 from opensora_cli.engine.generate.draft import draft_settings
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.picture import picture_settings
-from opensora_cli.engine.generate.plan import ExecutionPlan
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row
 from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
 from opensora_cli.engine.generate.targets import num_samples

@@ -9,7 +9,7 @@ import torch
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.targets import SampleFiles
 

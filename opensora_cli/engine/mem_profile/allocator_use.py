@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.mem_profile.measured_stages import Measured, time_stage
 from opensora_cli.engine.mem_profile.report import Allocator, Technique, compared
 from opensora_cli.settings.generate import GenerateSettings

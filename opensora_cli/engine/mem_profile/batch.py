@@ -9,7 +9,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, release_memory, timed
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.measure import unless_out_of_memory, why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.engine.mem_profile.report import LargestBatch, mib

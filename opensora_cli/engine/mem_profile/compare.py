@@ -15,7 +15,7 @@ from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, 
 from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
-from opensora_cli.engine.generate.plan import ExecutionPlan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.mem_profile.allocator_use import allocator_techniques
 from opensora_cli.engine.mem_profile.batch import evaluate
 from opensora_cli.engine.mem_profile.measure import (

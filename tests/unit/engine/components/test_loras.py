@@ -29,8 +29,9 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.documents import PlanDocument
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.outputs import sample_settings
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.targets import sample_files
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.memory.counting import TensorBytes

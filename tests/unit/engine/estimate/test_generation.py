@@ -19,7 +19,8 @@ from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.engine.generate import load
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.text import encode_prompts
 from opensora_cli.memory.counting import TensorBytes

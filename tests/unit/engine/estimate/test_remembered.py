@@ -10,7 +10,8 @@ from estimate_table import TABLE, known_after_plans
 from opensora_cli.engine.components.hardware import GIB, Hardware
 from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.remembered import known_needs, remembered
-from opensora_cli.engine.generate.plan import ExecutionPlan, make_plan
+from opensora_cli.engine.generate.execution_plan import ExecutionPlan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.settings.load import load_preset
 
 

@@ -18,6 +18,7 @@ from opensora_cli.engine.generate.picture import picture_settings, size_of_pictu
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.resolve import resolve_generate_settings
+from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
@@ -99,7 +100,7 @@ def test_a_picture_that_does_not_fit_is_refused(world, tmp_path):
     plan = replace(plan, picture=replace(plan.picture, stages=(large,)))
     assert not plan.fits
     with pytest.raises(HardwareError, match="the stage picture denoise needs") as caught:
-        plan.require_fit()
+        require_fit(plan)
     assert "--set picture.first=false" in caught.value.hint
 
 

@@ -18,6 +18,7 @@ from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import plan
 from opensora_cli.engine.generate.documents import PlanDocument
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.room import require_fit
 from opensora_cli.parallel.mesh import MeshShape
 from opensora_cli.settings.enums import ModelName
 from opensora_cli.settings.explain import Given
@@ -199,7 +200,7 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
     assert not made.fits
     message = r"the stage denoise needs \d+\.\d+ KiB, and cpu \(a small machine\) has 195\.31 KiB free"
     with pytest.raises(HardwareError, match=message) as caught:
-        made.require_fit()
+        require_fit(made)
     assert caught.value.exit_code == 4
 
 
@@ -208,7 +209,7 @@ def test_limit_of_memory(world, tmp_path, monkeypatch):
     made = make_plan(released_settings(world, tmp_path, memory__limit="100kB"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
-        made.require_fit()
+        require_fit(made)
     assert "of 97.66 KiB allowed: does not fit" in "\n".join(PlanDocument.of(made).lines())
     assert make_plan(released_settings(world, tmp_path, memory__limit="20GB")).budget_bytes == 10 * GIB
 
@@ -251,7 +252,7 @@ def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(600_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, memory__offload="none", **HEAVY))
     with pytest.raises(HardwareError, match="the stage denoise needs") as caught:
-        made.require_fit()
+        require_fit(made)
     fitting = caught.value.hint
     assert fitting.startswith("--offload auto (")
     assert fitting.endswith(" would fit")
