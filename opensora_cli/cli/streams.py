@@ -2,11 +2,14 @@
 
 import io
 import os
+import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.signals import held_back
 
 
 def guard_streams() -> None:
@@ -25,8 +28,8 @@ def guard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
     if sys.stderr is None:  # what is printed there would go to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
-    sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log)
-    sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results)
+    sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log, _LogText)
+    sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results, io.TextIOWrapper)
 
 
 class _Log(io.FileIO):
@@ -35,6 +38,20 @@ class _Log(io.FileIO):
             return super().write(content) or len(content)
         except OSError:
             return len(content)
+
+
+class _LogText(io.TextIOWrapper):
+    """Writes each text once, also where Ctrl-C comes just after: the buffer would not know, and write it again."""
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError, ValueError):  # Ctrl-C may end waiting for a reader
+            select.select([], [self.fileno()], [])
+        with held_back():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with held_back():
+            super().flush()
 
 
 class _Results(io.FileIO):
@@ -49,12 +66,14 @@ class _Results(io.FileIO):
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
 
 
-def _guarded(stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO]) -> TextIO:
-    """Return a stream of the same form, to the same file, over another lowest layer."""
+def _guarded(
+    stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO], text: type[io.TextIOWrapper]
+) -> TextIO:
+    """Return a stream of the same form, to the same file, with another lowest and another highest layer."""
     if original is None or stream is not original:
         return stream
     stream.flush()
-    return io.TextIOWrapper(
+    return text(
         io.BufferedWriter(raw(stream.fileno(), "wb", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,

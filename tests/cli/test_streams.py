@@ -84,3 +84,24 @@ def test_an_interrupt_that_cannot_be_printed_keeps_its_exit_code(redirection: st
     program = "from opensora_cli.__main__ import _leave; _leave()"
     command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, "-c", program]
     assert subprocess.run(command, check=False, timeout=60).returncode == 130
+
+
+def test_an_interrupt_after_a_line_was_written_writes_it_once() -> None:
+    program = (
+        "import signal, sys\n"
+        "from opensora_cli.cli import streams\n"
+        "write = streams._Log.write\n"
+        "def interrupted(self, content):\n"
+        "    written = write(self, content)\n"
+        "    streams._Log.write = write\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    return written\n"
+        "streams._Log.write = interrupted\n"
+        "streams.guard_streams()\n"
+        "try:\n"
+        "    print('one', file=sys.stderr, flush=True)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('two', file=sys.stderr, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "one\ntwo\n"

@@ -258,7 +258,7 @@ def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     assert fitting.endswith(" would fit")
     on_machine_with(20_000, monkeypatch)
     with pytest.raises(HardwareError) as caught:
-        make_plan(released_settings(world, tmp_path)).require_fit()
+        require_fit(make_plan(released_settings(world, tmp_path)))
     assert caught.value.hint == "use a device with more memory, or --model demo"
 
 
@@ -269,7 +269,7 @@ def test_tiles_are_named_where_they_would_fit(world, tmp_path, monkeypatch):
     assert tiled.peak_bytes < 0.8 * whole.peak_bytes
     on_machine_with((tiled.peak_bytes + whole.peak_bytes) // 2, monkeypatch)
     with pytest.raises(HardwareError, match="the stage decode needs") as caught:
-        make_plan(settings).require_fit()
+        require_fit(make_plan(settings))
     assert caught.value.hint.startswith("--set vae.spatial_tiling=true --set vae.temporal_tiling=true (")
 
 

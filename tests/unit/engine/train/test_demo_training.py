@@ -32,6 +32,7 @@ SHRUNK = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # two minutes of work, on a machine that does nothing else
 def test_validation_loss_falls(tmp_path: Path) -> None:
     paths = {"weights": packaged_demo(), "output": tmp_path / "run", "train_mmdit.cache": tmp_path / "cache"}
     given = {key: Given(str(value), "--set") for key, value in {**SHRUNK, **paths}.items()}
