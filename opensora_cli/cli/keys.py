@@ -112,7 +112,8 @@ class _Keys:
     def _handle(self, numbers: bytes) -> None:
         if signal.SIGTSTP in numbers:
             self._put_back()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # By this thread: were it another that stops the process, this one would go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         if signal.SIGCONT in numbers or signal.SIGTSTP in numbers:
             self._change()
 

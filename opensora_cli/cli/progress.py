@@ -66,7 +66,8 @@ class LineReporter:
 
     def note(self, text: str) -> None:
         """Print one line."""
-        print(escaped(text), file=sys.stderr, flush=True)
+        # At once, with its end: Ctrl-C may come between two writes.
+        print(f"{escaped(text)}\n", end="", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print one line, marked as a warning."""

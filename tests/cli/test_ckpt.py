@@ -265,10 +265,10 @@ def test_ctrl_c_in_a_process() -> None:
         file.truncate(8 + len(header) + 2**30)
     with start("ckpt", "convert", "large.safetensors", "small.safetensors", "--dtype", "bf16", "--no-hash") as process:
         assert process.stderr is not None
-        line = next(line for line in process.stderr if line.startswith("size"))  # what follows is the writing
+        line = next(line for line in process.stderr if line.startswith("changes"))  # what follows is the writing
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert line == "size    1 tensors, 536.9 MB\n"
+    assert line == "changes dtype bf16\n"
     assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
     assert not [name for name in os.listdir() if name.startswith(("small", "."))]
 

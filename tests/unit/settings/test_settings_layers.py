@@ -30,7 +30,7 @@ def test_sections_become_dotted_keys() -> None:
         ({"video": {"frames": "3"}}, "video.frames (from a.yaml) is not a setting", "did you mean video.num_frames?"),
         ({"vidoe": {"fps": "3"}}, "vidoe (from a.yaml) is not a setting", "did you mean video?"),
         ({"num_frames": "3"}, "num_frames (from a.yaml) is not a setting", "did you mean video.num_frames?"),
-        ({"qqq": "3"}, "qqq (from a.yaml) is not a setting", "there are prompt, negative_prompt"),
+        ({"qqq": "3"}, "qqq (from a.yaml) is not a setting", "there are prompt, prompts_at, negative_prompt"),
         ({"video": "3"}, "video=3 (from a.yaml) is a section", "put its keys below it"),
     ],
 )

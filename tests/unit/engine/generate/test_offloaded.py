@@ -63,7 +63,7 @@ def latents_and_frames(plan, reporter):
     record = RunRecord(reporter)
     with torch.inference_mode(), LoadedModels() as models:
         embeds = text.encode_text(plan, models, record)
-        work = Work(plan, [sample_files(plan.settings, 0)], embeds=embeds)
+        work = Work(plan, [sample_files(plan.settings, 0)], embeds=(embeds,))
         given = reference_latents(plan, references_of(plan, reporter), models, record)
         clip = Clip(work, work.files[0], (), given)
         denoise.denoise_clips([clip], models, record)
