@@ -296,7 +296,7 @@ class TestSilent:
         ("rank", "stage", "act"),
         [
             pytest.param(1, "load", "wait", marks=pytest.mark.slow),
-            (0, "denoise", "wait"),
+            pytest.param(0, "denoise", "wait", marks=pytest.mark.slow),
             pytest.param(1, "denoise", "silence", marks=pytest.mark.slow),
             pytest.param(1, "denoise", "spin", marks=pytest.mark.slow),
         ],

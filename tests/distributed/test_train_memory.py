@@ -40,9 +40,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "lora": {"lora.rank": 4, "init": "any.safetensors"},
 }
 FAST = [
-    (2, {"strategy": "ddp"}, "two micro-batches"),
     (2, {"strategy": "zero3"}, "moments offloaded"),
-    (2, {"strategy": "hybrid", "parallel.tensor_parallel_degree": 2}, "plain"),
 ]
 _MOST = [name for name in RankMemory.model_fields if name not in ("rank", "peak_bytes", "device_peak_bytes")]
 

@@ -149,6 +149,7 @@ def peak_bytes(shape, **arguments):
     return counter.peak_bytes
 
 
+@pytest.mark.slow
 def test_with_a_store_only_some_frames_are_on_the_device():
     arguments = {"chunk_frames": 2, "store": ELSEWHERE, "canvas": ELSEWHERE}
     short, long = (peak_bytes((frames, 8, 8), **arguments) for frames in (3, 6))

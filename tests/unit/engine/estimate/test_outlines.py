@@ -258,6 +258,7 @@ def test_all_parameters_are_counted_from_one_block_of_each_kind():
     assert count_parameters(settings, plan.weights)["transformer"] == whole
 
 
+@pytest.mark.slow
 def test_a_plan_imports_neither_the_compiler_of_torch_nor_transformers():
     program = (
         "import sys\n"

@@ -125,7 +125,10 @@ def whole(world, tmp_path_factory):
         return generate(settings).videos[0].path.read_bytes()
 
 
-@pytest.mark.parametrize("steps", range(1, 3 * STEPS))
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(steps, marks=[] if steps == STEPS + 1 else pytest.mark.slow) for steps in range(1, 3 * STEPS)],
+)
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     velocity, left = denoise.GuidedVelocity, [steps]
 
