@@ -252,9 +252,9 @@ def _seed_problems(settings: GenerateSettings) -> list[str]:
 def _stop_problems(settings: GenerateSettings) -> list[str]:
     stop, steps = settings.sampling.stop_at, settings.sampling.num_inference_steps
     if settings.output.explore and stop is None:
-        return ["output.explore=true needs sampling.stop_at, the steps of a draft: give --explore-steps"]
+        return ["output.explore=true needs sampling.stop_at, after which seeds are compared: give --explore-steps"]
     if settings.output.explore and (settings.resume is not None or settings.from_latents is not None):
-        return ["output.explore=true begins drafts, and resume and from_latents go on with one: drop one of them"]
+        return ["output.explore=true begins samples, and resume and from_latents go on with one: drop one of them"]
     if stop is None or stop < steps:
         return []
     return [f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={steps}: drop it, or use fewer"]

@@ -40,7 +40,7 @@ class OutputSettings(Section):
     )
     explore: bool = Field(
         default=False,
-        description="leave drafts of all samples, stopped early and not decoded, and a sheet with a preview of each",
+        description="begin all samples to choose from: leave them stopped early and not decoded, with a sheet of them",
     )
 
     @property

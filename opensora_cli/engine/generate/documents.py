@@ -67,9 +67,9 @@ class PlannedFile(Document):
     """Whether it is there already, from the same request, and stays."""
 
     @classmethod
-    def of(cls, sample: SampleFiles, *, is_draft: bool) -> "PlannedFile":
-        """Return what a sample becomes: a result, or the latents of a draft."""
-        if is_draft and sample.latents is not None and not sample.made_before:
+    def of(cls, sample: SampleFiles, *, explores: bool) -> "PlannedFile":
+        """Return what a sample becomes: a result, or the latents of a seed that is explored."""
+        if explores and sample.latents is not None and not sample.made_before:
             return cls(path=sample.latents, sidecar=None, made_before=False)
         return cls(path=sample.media, sidecar=sample.sidecar, made_before=sample.made_before)
 
@@ -190,7 +190,7 @@ class PlanDocument(Document):
             missing_weights=tuple(
                 name for component in plan.components for name in plan.weights.missing.get(component, ())
             ),
-            outputs=tuple(PlannedFile.of(sample, is_draft=settings.output.explore) for sample in files),
+            outputs=tuple(PlannedFile.of(sample, explores=settings.output.explore) for sample in files),
             sheet=sheet_path(files[0].target) if settings.output.explore and files else None,
             picture=None if plan.picture is None else cls.of(plan.picture, files=pictures),
             draft=None if plan.draft is None else cls.of(plan.draft, files=()),
@@ -282,8 +282,8 @@ def reread_line(plan: ExecutionPlan) -> str | None:
     return f"{size} of the file are read again in each evaluation: the page cache has no room for them"
 
 
-class Draft(Document):
-    """A sample that was begun."""
+class ExploredSeed(Document):
+    """A sample that was begun, to choose from."""
 
     seed: int
     state: Path
@@ -305,8 +305,8 @@ class GenerateResult(Document):
     SCHEMA = SIDECAR_SCHEMA
 
     videos: tuple[GeneratedVideo, ...] = Field(serialization_alias="outputs")
-    drafts: tuple[Draft, ...] | None = None
-    """Of seeds that were explored; else left out."""
+    explored: tuple[ExploredSeed, ...] | None = None
+    """Left out where no seeds were explored."""
     sheet: Path | None = None
     """With a preview of each of them; left out where there is none."""
     model: ModelName
@@ -336,7 +336,7 @@ class GenerateResult(Document):
         """Return the path of every result, what finishes each draft, and the times if they were asked for."""
         return [
             *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
-            *(draft.line() for draft in self.drafts or ()),
+            *(seed.line() for seed in self.explored or ()),
             *(self.profile.lines() if self.profile else ()),
         ]
 

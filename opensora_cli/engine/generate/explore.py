@@ -1,4 +1,4 @@
-"""Drafts of several seeds, to choose from: stopped early, not decoded, and shown on one sheet."""
+"""Several seeds to choose from: stopped early, not decoded, and shown on one sheet."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.generate.documents import Draft
+from opensora_cli.engine.generate.documents import ExploredSeed
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import denoised_clips
@@ -19,7 +19,7 @@ from opensora_cli.media.sheets import contact_sheet, film_strip
 from opensora_cli.media.write import MediaFormat, write_media
 
 
-def make_drafts(work: Work, models: LoadedModels, record: RunRecord, *, ranks: Ranks | None) -> None:
+def explore(work: Work, models: LoadedModels, record: RunRecord, *, ranks: Ranks | None) -> None:
     """Denoise every sample until `sampling.stop_at`, where it is saved with a preview; what has come as far is kept.
 
     Arguments and errors are those of `make_videos`.
@@ -29,20 +29,20 @@ def make_drafts(work: Work, models: LoadedModels, record: RunRecord, *, ranks: R
         denoised_clips([replace(work, files=rest)], models, record, ranks=ranks)
 
 
-def drafts_of(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> tuple[Draft, ...]:
-    """Return what `make_drafts` leaves of each sample."""
-    drafts = []
+def explored_of(plan: ExecutionPlan, files: Sequence[SampleFiles]) -> tuple[ExploredSeed, ...]:
+    """Return what `explore` leaves of each sample."""
+    explored = []
     for sample in files:
         assert sample.latents is not None
         steps = sample.saved_steps if is_made(plan, sample) else plan.settings.sampling.stop_at
         preview = preview_path(sample.target)
         there = preview if preview.is_file() else None
-        drafts.append(Draft(seed=sample.seed, state=sample.latents, steps=steps, preview=there))
-    return tuple(drafts)
+        explored.append(ExploredSeed(seed=sample.seed, state=sample.latents, steps=steps, preview=there))
+    return tuple(explored)
 
 
 def is_made(plan: ExecutionPlan, sample: SampleFiles) -> bool:
-    """Return whether the latents of a sample that are there have been through the steps of a draft, or more."""
+    """Return whether the latents of a sample that are there have been through the steps that are asked for, or more."""
     stop = plan.settings.sampling.stop_at
     assert stop is not None
     return sample.saved is not None and (sample.saved_steps is None or sample.saved_steps >= stop)
@@ -61,5 +61,5 @@ def write_sheet(plan: ExecutionPlan, files: Sequence[SampleFiles], reporter: Rep
     try:
         return write_media([contact_sheet(cells)[None]], path, fps=1, format=MediaFormat.PNG)
     except OutputError as error:
-        reporter.warn(f"there is no sheet of the drafts: {error.message}")
+        reporter.warn(f"there is no sheet of the seeds: {error.message}")
         return None

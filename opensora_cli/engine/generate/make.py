@@ -119,7 +119,6 @@ def make_videos(
         record: times and shows them.
         finish: see `decode_clips`.
         ranks: that share the work; None: there is only this one.
-        whole: the video of which this is a segment; None: it is all of it.
 
     Raises:
         CheckpointError: weights are broken or do not fit the settings.

@@ -21,7 +21,7 @@ _GIF_SIDE = 256
 
 
 class Previews:
-    """Shows and keeps previews after every few steps, as `output.preview_every` asks for, and of a draft at its end.
+    """Shows and keeps previews after every few steps, as `output.preview_every` asks for, and at the end of exploring.
 
     What fails is a warning once, and then left out: no video is lost for it.
     """
@@ -34,8 +34,8 @@ class Previews:
         """Show and keep what the latents of a sample are predicted to be after so many steps, if it is time."""
         settings = self._plan.settings
         every = settings.output.preview_every
-        ends_draft = settings.output.explore and steps == settings.sampling.stop_at
-        if not ends_draft and (every is None or steps % every):
+        ends_exploring = settings.output.explore and steps == settings.sampling.stop_at
+        if not ends_exploring and (every is None or steps % every):
             return
         frames_THWC = self._tried("made", lambda: self._map.frames(predicted_CTHW()))
         if frames_THWC is None:

@@ -21,7 +21,7 @@ from opensora_cli.engine.generate.decode import GeneratedVideo, SampleFrames, sa
 from opensora_cli.engine.generate.denoise import saved_samples
 from opensora_cli.engine.generate.documents import GenerateResult
 from opensora_cli.engine.generate.execution_plan import DRAFT, PICTURE, ExecutionPlan
-from opensora_cli.engine.generate.explore import drafts_of, is_made, make_drafts, write_sheet
+from opensora_cli.engine.generate.explore import explore, explored_of, is_made, write_sheet
 from opensora_cli.engine.generate.held import HeldVideo, hold
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.make import computing, make_videos, require_room, require_weights
@@ -313,7 +313,7 @@ def _make(plan: ExecutionPlan, run: Run, claims: Claims) -> GenerateResult:
     explores = plan.settings.output.explore
     return GenerateResult(
         videos=tuple(sorted([*begun.kept, *videos], key=lambda video: video.seed)),
-        drafts=drafts_of(plan, files) if explores else None,
+        explored=explored_of(plan, files) if explores else None,
         sheet=write_sheet(plan, begun.samples, run.reporter) if explores and run.is_main else None,
         model=plan.settings.model.name,
         device=str(plan.hardware.device),
@@ -363,10 +363,10 @@ def _report(runs: Sequence[Mapping[str, float]], times: ModuleTimes) -> Accelera
 
 
 def _saved_videos(work: Work, models: LoadedModels, record: RunRecord, run: Run) -> tuple[GeneratedVideo, ...]:
-    """Make and save the videos, or drafts of them; return the videos."""
+    """Make and save the videos, or explore their seeds; return the videos."""
     with _rescued([work], record, run):
         if work.plan.settings.output.explore:
-            make_drafts(work, models, record, ranks=run.ranks)
+            explore(work, models, record, ranks=run.ranks)
             return ()
         [videos] = make_videos([work], models, record, finish=save, ranks=run.ranks)
     return videos

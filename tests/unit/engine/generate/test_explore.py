@@ -1,11 +1,11 @@
-"""Seeds that are begun to choose from: drafts with a sheet, which go on to the bytes of a run without a pause."""
+"""Seeds that are begun to choose from, with a sheet, which go on to the bytes of a run without a pause."""
 
 import pytest
 from tiny_world import RecordingReporter, demo_settings, picture_first_settings
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import preview_map
-from opensora_cli.engine.generate.documents import Draft, PlanDocument
+from opensora_cli.engine.generate.documents import ExploredSeed, PlanDocument
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.run import generate, generate_from_request
 from opensora_cli.media.read import read_picture
@@ -14,12 +14,12 @@ from opensora_cli.settings.load import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
-STEPS, DRAFT = 3, 1
+STEPS, BEGUN = 3, 1
 NAMES = [f"raining-sea_seed{seed}" for seed in (42, 43)]
 SHEET = f"{NAMES[0]}.explore.png"
 EXPLORED = {
     "sampling__num_inference_steps": str(STEPS),
-    "sampling__stop_at": str(DRAFT),
+    "sampling__stop_at": str(BEGUN),
     "sampling__num_samples": "2",
     "output__explore": "true",
 }
@@ -41,7 +41,7 @@ def resume(state, reporter=None):
     return generate_from_request(request, reporter=reporter or RecordingReporter())
 
 
-def test_the_chosen_draft_goes_on_to_the_same_bytes(world, tmp_path):
+def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
     out, reporter = tmp_path / "out", RecordingReporter()
     settings = demo_settings(world, out, **EXPLORED)
     result = generate(settings, reporter=reporter)
@@ -49,7 +49,7 @@ def test_the_chosen_draft_goes_on_to_the_same_bytes(world, tmp_path):
         [SHEET, *(name + ending for name in NAMES for ending in (".latents.safetensors", ".preview.gif"))]
     )
     assert "decode" not in reporter.stages
-    assert result.model_evaluations == reporter.totals["denoise"] == 2 * 2 * DRAFT
+    assert result.model_evaluations == reporter.totals["denoise"] == 2 * 2 * BEGUN
     assert result.sheet == out / SHEET
     # Two strips of three frames, below each other.
     assert read_picture(out / SHEET).shape == (8 + 2 * (256 + 16 + 8), 3 * 256 + 2 * 8, 3)
@@ -60,9 +60,9 @@ def test_the_chosen_draft_goes_on_to_the_same_bytes(world, tmp_path):
         f"osora generate --resume {states[1]}  # seed 43",
     ]
     document = result.to_json()
-    assert [(draft["seed"], draft["state"], draft["steps"]) for draft in document["drafts"]] == [
-        (42, str(states[0]), DRAFT),
-        (43, str(states[1]), DRAFT),
+    assert [(seed["seed"], seed["state"], seed["steps"]) for seed in document["explored"]] == [
+        (42, str(states[0]), BEGUN),
+        (43, str(states[1]), BEGUN),
     ]
     assert (document["sheet"], document["outputs"]) == (str(out / SHEET), [])
 
@@ -72,16 +72,16 @@ def test_the_chosen_draft_goes_on_to_the_same_bytes(world, tmp_path):
     [whole] = generate(demo_settings(world, tmp_path / "whole", **plain)).videos
     assert finished.videos[0].path == out / f"{NAMES[1]}.mp4"
     assert finished.videos[0].path.read_bytes() == whole.path.read_bytes()
-    assert finished.model_evaluations == 2 * (STEPS - DRAFT)
+    assert finished.model_evaluations == 2 * (STEPS - BEGUN)
 
-    # Again: what is explored is kept, and what is finished is no draft any more.
+    # Again: what is explored is kept, and what is finished is explored no more.
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     reporter = RecordingReporter()
     again = generate(settings, reporter=reporter)
     assert (again.model_evaluations, reporter.stages) == (0, [])
-    assert [draft.seed for draft in again.drafts] == [42]
+    assert [seed.seed for seed in again.explored] == [42]
     assert [(video.seed, video.made_before) for video in again.videos] == [(43, True)]
-    assert f"kept: latents of the same request: {states[0]}, after step {DRAFT}" in reporter.notes
+    assert f"kept: latents of the same request: {states[0]}, after step {BEGUN}" in reporter.notes
     after = {path.name: path.read_bytes() for path in out.iterdir()}
     assert after.pop(SHEET) != before.pop(SHEET)  # which seed is finished
     assert after == before
@@ -90,12 +90,12 @@ def test_the_chosen_draft_goes_on_to_the_same_bytes(world, tmp_path):
 def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
     generate(demo_settings(world, tmp_path / "out", **{**EXPLORED, "sampling__num_samples": "1"}))
     more = generate(demo_settings(world, tmp_path / "out", **EXPLORED))
-    assert more.model_evaluations == 2 * DRAFT
+    assert more.model_evaluations == 2 * BEGUN
     further = generate(demo_settings(world, tmp_path / "out", **{**EXPLORED, "sampling__stop_at": "2"}))
-    assert (further.model_evaluations, [draft.steps for draft in further.drafts]) == (4, [2, 2])
-    # What has come further than a draft stays as it is.
+    assert (further.model_evaluations, [seed.steps for seed in further.explored]) == (4, [2, 2])
+    # What has come further stays as it is.
     fewer = generate(demo_settings(world, tmp_path / "out", **EXPLORED))
-    assert (fewer.model_evaluations, [draft.steps for draft in fewer.drafts]) == (0, [2, 2])
+    assert (fewer.model_evaluations, [seed.steps for seed in fewer.explored]) == (0, [2, 2])
 
 
 def test_named_files_and_pictures_made_first(world, tmp_path):
@@ -105,23 +105,23 @@ def test_named_files_and_pictures_made_first(world, tmp_path):
         "boat_000.explore.png",
         *(f"boat_00{index}{ending}" for index in (0, 1) for ending in (".latents.safetensors", ".preview.gif")),
     ]
-    assert resume(result.drafts[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
+    assert resume(result.explored[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
 
 
-def test_a_sheet_that_cannot_be_written_loses_no_draft(world, tmp_path):
+def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):
     (tmp_path / "out" / SHEET).mkdir(parents=True)
     reporter = RecordingReporter()
     result = generate(demo_settings(world, tmp_path / "out", **EXPLORED), reporter=reporter)
     assert result.sheet is None
-    assert [draft.state.is_file() for draft in result.drafts] == [True, True]
-    assert any(warning.startswith("there is no sheet of the drafts: ") for warning in reporter.warnings)
+    assert [seed.state.is_file() for seed in result.explored] == [True, True]
+    assert any(warning.startswith("there is no sheet of the seeds: ") for warning in reporter.warnings)
     assert "sheet" not in result.to_json()
 
 
-def test_a_plan_counts_the_steps_of_drafts(world, tmp_path):
+def test_a_plan_counts_the_steps_of_explored_seeds(world, tmp_path):
     plan = plan_generation(demo_settings(world, tmp_path, **EXPLORED), reporter=RecordingReporter())
     document = PlanDocument.of(plan)
-    assert document.model_evaluations == 2 * 2 * DRAFT
+    assert document.model_evaluations == 2 * 2 * BEGUN
     assert document.lines()[-3:] == [
         *(f"writes    {tmp_path / name}.latents.safetensors" for name in NAMES),
         f"writes    {tmp_path / SHEET}",
@@ -142,6 +142,6 @@ def test_contradictions_are_refused(world, tmp_path, changes, problem):
         demo_settings(world, tmp_path, **{**EXPLORED, **changes})
 
 
-def test_a_draft_whose_steps_are_all_done_is_only_decoded(tmp_path):
-    draft = Draft(seed=7, state=tmp_path / "a b.latents.safetensors", steps=None, preview=None)
-    assert draft.line() == f"osora generate --from-latents '{tmp_path}/a b.latents.safetensors'  # seed 7"
+def test_a_seed_whose_steps_are_all_done_is_only_decoded(tmp_path):
+    seed = ExploredSeed(seed=7, state=tmp_path / "a b.latents.safetensors", steps=None, preview=None)
+    assert seed.line() == f"osora generate --from-latents '{tmp_path}/a b.latents.safetensors'  # seed 7"
