@@ -4,16 +4,23 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+import torch
 
 from opensora_cli.data.buckets import NO_BUCKET, Samples, map_target_fps
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.engine.generate.picture import picture_settings
+from opensora_cli.media.resize import fit_frames
 from opensora_cli.sampling.guidance import oscillating_scale
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.sampling.sizes import image_size, inference_sizes, nearest_training_size, training_sizes
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.load import load_preset
+
+FITTED = (
+    *("picture_height", "picture_width", "height", "width"),
+    *("scaled_height", "scaled_width", "top", "left"),
+)
 
 
 @pytest.fixture
@@ -63,6 +70,25 @@ def test_sizes_of_pictures(golden_json):
         # There, one of high compression is then made of half the size a side, which is a mistake.
         assert [picture.video.height, picture.video.width] == size, row
     assert taken == {("256px", "4:3", 32): ("3:2", 224, 288)}
+
+
+@pytest.mark.slow
+def test_pictures_are_scaled_and_cut(golden_json):
+    """Those that are made first, and others, as the first frame of a video."""
+    tables = golden_json("pipeline_tables")
+    made = [
+        {**row, **row["fit"], "height": row["video_height"], "width": row["video_width"]}
+        for row in tables["text_to_image"]
+        if row.get("fit")
+    ]
+    kinds = {tuple(row[key] for key in FITTED) for row in [*made, *tables["reference_fit"]]}
+    assert len(kinds) > 20
+    for picture_height, picture_width, height, width, scaled_height, scaled_width, top, left in kinds:
+        rows_and_columns = torch.arange(picture_height)[:, None] * 7 + torch.arange(picture_width)
+        picture_1HWC = (rows_and_columns % 256).to(torch.uint8)[None, ..., None].expand(1, -1, -1, 3)
+        scaled = fit_frames(picture_1HWC, height=scaled_height, width=scaled_width, fit="stretch")
+        expected = scaled[:, :, top : top + height, left : left + width]
+        assert torch.equal(fit_frames(picture_1HWC, height=height, width=width), expected)
 
 
 def test_schedules(rows):
