@@ -303,7 +303,7 @@ def _run_rows(
     arguments = [
         "generate",
         f"--prompts={prompts}",
-        *(f"--set={key}={at.value}" for key, at in request.overrides.items()),
+        *(argument for key, at in request.overrides.items() for argument in given_again(key, at.value)),
     ]
     for option, value in (("--shard", part), ("--config", request.config), ("--from", sidecar)):
         arguments += [] if value is None else [f"{option}={value}"]
@@ -319,6 +319,17 @@ def _run_rows(
         output.print_result(result, as_json=as_json)
     # In every rank, so that it is the error of all.
     result.require_whole()
+
+
+def given_again(key: str, value: object) -> list[str]:
+    """Return the arguments that give a setting of this command line to a rank."""
+    from opensora_cli.settings.flags import FLAGS, option_of
+
+    if not isinstance(value, list | tuple):
+        return [f"--set={key}={value}"]
+    # Joined to one text, they would be parted where one of them has the separator.
+    [option] = [option_of(name) for name, flag in FLAGS.items() if flag.key == key]
+    return [f"{option}={each}" for each in value]
 
 
 def _print_presets(*, as_json: bool) -> None:

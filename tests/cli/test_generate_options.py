@@ -7,6 +7,7 @@ import pytest
 from cli.fake_engine import FakeEngine
 
 from opensora_cli.cli.app import main
+from opensora_cli.cli.generate import given_again
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.settings.components import LoraFile
@@ -347,3 +348,9 @@ def test_contradictions_of_exploring_are_refused(
     assert main(["generate", "raining, sea", *args]) == 2
     assert problem in capsys.readouterr().err
     assert engine.settings is None
+
+
+def test_a_rank_is_given_what_was_typed():
+    assert given_again("video.fps", 12) == ["--set=video.fps=12"]
+    assert given_again("condition.references", "a.png;b c.png") == ["--set=condition.references=a.png;b c.png"]
+    assert given_again("prompts_at", ["1s=a; b", "2s=c"]) == ["--prompt-at=1s=a; b", "--prompt-at=2s=c"]

@@ -372,9 +372,10 @@ class BatchResult(Document):
     def require_whole(self) -> None:
         """Raise BatchError if rows failed."""
         if self.failed:
+            others = "the others are finished; " if self.outputs else ""
             raise BatchError(
                 "\n".join([f"{len(self.failed)} of {self.rows} rows failed", *_failed_lines(self.failed)]),
-                hint=f"the others are finished; {self.manifest} lists all, and the same command tries these again",
+                hint=f"{others}{self.manifest} lists all, and the same command tries these again",
             )
 
 
