@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.signals import held_back
@@ -60,15 +61,15 @@ class _Keys:
         self._terminal = terminal
         self._before = termios.tcgetattr(terminal)
         self._is_changed = self._has_ended = False
+        self._handlers: dict[int, Any] = {}
         # Python writes the number of each signal to it, also where the main thread has no time for a handler.
         self._signals, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         self._thread = threading.Thread(target=self._listen, daemon=True)
 
     def start(self) -> None:
-        self._handlers = {
-            number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGTSTP, signal.SIGCONT)
-        }
+        for number in (signal.SIGTSTP, signal.SIGCONT):
+            self._handlers[number] = signal.signal(number, lambda number, frame: None)
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._thread.start()
 
@@ -79,7 +80,7 @@ class _Keys:
             os.write(self._wakeup, bytes(1))
             self._thread.join()
             signal.set_wakeup_fd(self._old_wakeup)
-        for number, handler in getattr(self, "_handlers", {}).items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._put_back()
         os.close(self._signals)

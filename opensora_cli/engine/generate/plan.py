@@ -79,8 +79,7 @@ def make_plan(
     if picture is not None:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     draft = nested(draft_settings(settings, height=height, width=width))
-    goes_on = settings.replace(_OF_CONTINUATION) if settings.video.extend else None
-    continuation = nested(goes_on, held_frames=settings.num_frames)
+    continuation = nested(continuation_settings(settings), held_frames=settings.num_frames)
     named = settings.condition.mode or ("t2v" if picture is None else PICTURE_MODE)
     mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
     timesteps = _timesteps(settings, latent_shape)
@@ -134,6 +133,11 @@ def make_plan(
         start=0 if draft is None else _start(settings, timesteps),
         continuation=continuation,
     )
+
+
+def continuation_settings(settings: GenerateSettings) -> GenerateSettings | None:
+    """Return what asks for a segment that goes on from the one before; None where there is one segment alone."""
+    return settings.replace(_OF_CONTINUATION) if settings.video.extend else None
 
 
 def _checked_weights(settings: GenerateSettings) -> WeightFiles:

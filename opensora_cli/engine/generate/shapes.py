@@ -18,6 +18,7 @@ from opensora_cli.engine.generate.draft import draft_settings
 from opensora_cli.engine.generate.execution_plan import ExecutionPlan
 from opensora_cli.engine.generate.loaded import LoadedModels
 from opensora_cli.engine.generate.picture import picture_settings
+from opensora_cli.engine.generate.plan import continuation_settings
 from opensora_cli.engine.generate.prompts import OWN_KEYS, Row
 from opensora_cli.engine.generate.resolve import completed, plan_here, resolve_generate_settings
 from opensora_cli.engine.generate.targets import num_samples
@@ -115,7 +116,9 @@ def _of_row(plan: ExecutionPlan, settings: GenerateSettings) -> ExecutionPlan:
     picture = None if plan.picture is None or asked is None else _of_row(plan.picture, asked)
     smaller = draft_settings(settings, height=plan.height, width=plan.width)
     draft = None if plan.draft is None or smaller is None else _of_row(plan.draft, smaller)
-    return dataclasses.replace(plan, settings=settings, picture=picture, draft=draft)
+    more = continuation_settings(settings)
+    continuation = None if plan.continuation is None or more is None else _of_row(plan.continuation, more)
+    return dataclasses.replace(plan, settings=settings, picture=picture, draft=draft, continuation=continuation)
 
 
 def _digest(template: GenerateSettings) -> str:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from stopping import stopped
 from tiny_world import RecordingReporter, demo_settings
 from torch.nn import functional
 
@@ -159,18 +160,6 @@ def test_the_demo_keeps_what_its_draft_shows_the_more_the_lower_the_strength():
 def test_what_is_stopped_goes_on_without_its_draft(world, tmp_path, monkeypatch):
     settings = demo_settings(world, tmp_path / "out", **{**DRAFT, "draft__strength": "0.9"})
     whole = generate(settings.replace({"output.path": str(tmp_path / "whole")})).videos[0].path.read_bytes()
-    velocity, left = denoise.GuidedVelocity, [STEPS + 1]
-
-    class Stopping(velocity):
-        def __call__(self, *args, **options):
-            if not left[0]:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return super().__call__(*args, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(denoise, "GuidedVelocity", Stopping)
-        with pytest.raises(KeyboardInterrupt, match="--resume"):
-            generate(settings)
+    assert "--resume" in stopped(settings, STEPS + 1)
     monkeypatch.setattr(make, "_make_drafts", lambda *args: pytest.fail("made again"))
     assert generate(settings).videos[0].path.read_bytes() == whole

@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 from safetensors.torch import load_file, safe_open, save_file
+from stopping import stop_after, stopped
 from tiny_world import RecordingReporter, demo_settings, released_settings
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -29,29 +30,6 @@ def whole(world, tmp_path_factory):
     """The video of a run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     return generate(demo_settings(world, folder, **T2V)).videos[0].path.read_bytes()
-
-
-def stop_after(monkeypatch, steps):
-    """Let Ctrl-C come in the middle of the step after so many, once."""
-    velocity, left = denoise.GuidedVelocity, [steps]
-
-    class Stopping(velocity):
-        def __call__(self, *args, **options):
-            if not left[0]:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return super().__call__(*args, **options)
-
-    monkeypatch.setattr(denoise, "GuidedVelocity", Stopping)
-
-
-def stopped(settings, steps):
-    """Return the words of a run that is stopped after so many steps."""
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, steps)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            generate(settings)
-    return str(caught.value)
 
 
 def go_on(state, **overrides):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_stages import small_stages
+from stopping import stopped
 from tiny_world import RecordingReporter, demo_settings
 
 from opensora_cli import Pipeline
@@ -130,20 +131,8 @@ def whole(world, tmp_path_factory):
     [pytest.param(steps, marks=[] if steps == STEPS + 1 else pytest.mark.slow) for steps in range(1, 3 * STEPS)],
 )
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
-    velocity, left = denoise.GuidedVelocity, [steps]
-
-    class Stopping(velocity):
-        def __call__(self, *args, **options):
-            if not left[0]:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return super().__call__(*args, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(denoise, "GuidedVelocity", Stopping)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            generate(demo_settings(world, tmp_path, **EXTENDED))
-    assert str(caught.value) == f"go on with: osora generate --resume {tmp_path / STATE}"
+    said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
+    assert said == f"go on with: osora generate --resume {tmp_path / STATE}"
     if steps % 2:
         result = generate(demo_settings(world, tmp_path, **EXTENDED))
     else:
