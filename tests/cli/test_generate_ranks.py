@@ -77,6 +77,48 @@ def test_two_processes_make_rows_of_their_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_go_on_after_a_rank_was_killed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("p.txt").write_text("sea\ndesert\nsnow\nforest\n")
+    rows = ["generate", "--prompts", "p.txt", "--device", "cpu", "--num-frames", "1", "--steps", "1", "--threads", "1"]
+    command = [sys.executable, "-m", "opensora_cli", *rows, "--gpus", "2", "--json", "--out", "two"]
+    # In its first row, denoising begins, has two evaluations, and ends; then it begins in the next.
+    act_in_stage(Path("acting"), rank=rank, stage="denoise", act=KILL, nth=5)
+    source = str(Path(opensora_cli.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path("acting").resolve()), source]))
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 4, ended.stderr
+    assert f"rank {rank} on {socket.gethostname()}, in the stage denoise: killed (SIGKILL)" in ended.stderr
+
+    monkeypatch.setenv("PYTHONPATH", source)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["kept"] >= 1
+    assert document["made"] + document["kept"] == 4
+    assert main([*rows, "--out", "one"]) == 0
+    for path in document["outputs"]:
+        assert (Path("one") / Path(path).name).read_bytes() == Path(path).read_bytes()
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_make_rows_of_their_own() -> None:
+    Path("p.txt").write_text("sea\ndesert\nsnow\n")
+    rows = ["generate", "--prompts", "p.txt", "--device", "cpu", "--num-frames", "1", "--steps", "1", "--threads", "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "opensora_cli", *rows, "--out", "two", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["rows"], document["made"]) == (3, 3)
+    assert sorted(path.name for path in Path("two").glob("manifest*")) == ["manifest-1of2.jsonl", "manifest-2of2.jsonl"]
+    assert main([*rows, "--out", "one"]) == 0
+    for path in document["outputs"]:
+        assert (Path("one") / Path(path).name).read_bytes() == Path(path).read_bytes()
+
+
+@pytest.mark.slow
 def test_two_processes_make_the_same_picture_first() -> None:
     small = ["--set", "video.height=48", "--set", "video.width=32", "--steps", "2", "--t2i2v", "--save-picture"]
     # Two samples, of which the branches of the video's guidance are shared, and the tokens of the picture.

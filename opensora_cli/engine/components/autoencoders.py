@@ -99,6 +99,12 @@ def count_decoder_tiles(latent_shape: tuple[int, int, int, int], settings: VAESe
     return grid.count(latent_shape[1:], vae_tiling(settings))
 
 
+@lru_cache(maxsize=16)
+def decodes_in_chunks(settings: VAESettings) -> bool:
+    """Return whether a clip's frames may be decoded piece by piece."""
+    return autoencoder_on_meta(settings).decodes_in_chunks
+
+
 def load_autoencoder(
     settings: VAESettings,
     path: Path,

@@ -9,6 +9,7 @@ from pathlib import Path
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import Reporter, StageProgress
+from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -26,7 +27,7 @@ from opensora_cli.engine.generate.ranks import (
     require_devices,
     start_ranks_of_rows,
 )
-from opensora_cli.engine.generate.run import Run, begin, make_together
+from opensora_cli.engine.generate.run import Run, begin, make_together, watched
 from opensora_cli.engine.generate.shapes import Failures, RowReporter, Shape, raise_if_all_are_one, shapes_of
 from opensora_cli.engine.generate.stages import RunRecord
 from opensora_cli.engine.generate.targets import Claims, sample_files
@@ -92,7 +93,7 @@ def generate_rows(
             require_devices(shapes[0].template)
             start_ranks_of_rows(shapes[0].template, rank_arguments)
             return None
-        made = _make_rows(_folder_of(request), shapes, failures, len(chosen), shard, told, models)
+        made = _make_rows(_folder_of(request), shapes, failures, len(chosen), shard, told, told, models)
         if not made.outputs:
             raise_if_all_are_one(failures)
         return _result_of([made])
@@ -103,7 +104,8 @@ def generate_rows(
         shapes, failures = shapes_of(request, chosen, told)
         for shape in shapes:
             shape.device = device_for_rows(shape.template, context)
-        made = _make_rows(_folder_of(request), shapes, failures, len(chosen), part, told, models)
+        made = _make_rows(_folder_of(request), shapes, failures, len(chosen), part, told, watched(told), models)
+        beat("rows")  # The wait for the others may be long.
         return _result_of([_Made.model_validate(each) for each in all_gather_json(made.to_json(), group)])
 
 
@@ -114,11 +116,15 @@ def _make_rows(
     count: int,
     shard: Shard,
     told: RowReporter,
+    reporter: Reporter,
     models: LoadedModels,
 ) -> _Made:
-    """Make the `count` rows of one process; `failures`, the refused ones, get those that fail."""
+    """Make the `count` rows of one process; `failures`, the refused ones, get those that fail.
+
+    `reporter` gets the stages of each row, in place of `told`, to which it hands them on.
+    """
     with Manifest(folder, shard) as manifest, told.shown.stage("rows", total=count, unit="rows") as progress:
-        batch = _Batch(manifest, models, told, progress)
+        batch = _Batch(manifest, models, told, reporter, progress)
         for row, error in failures:
             batch.fail(row, None, error)
         try:
@@ -175,10 +181,15 @@ class _Batch:
     """A run over many rows."""
 
     def __init__(
-        self, manifest: Manifest, models: LoadedModels, reporter: RowReporter, progress: StageProgress
+        self,
+        manifest: Manifest,
+        models: LoadedModels,
+        told: RowReporter,
+        reporter: Reporter,
+        progress: StageProgress,
     ) -> None:
         self._manifest, self._models = manifest, models
-        self._reporter, self._progress = reporter, progress
+        self._told, self._reporter, self._progress = told, reporter, progress
         self.failures: Failures = []
         self.outputs: dict[int, Sequence[Path]] = {}
         """Of the rows that are finished, by their numbers."""
@@ -238,7 +249,7 @@ class _Batch:
 
             def finish(frames: SampleFrames) -> None:
                 job = by_name[frames.sample.target]
-                self._reporter.row = job.row.number
+                self._told.row = job.row.number
                 job.videos.append(save(frames))
                 if len(job.videos) == job.plan.num_samples:
                     self._done(job, (time.perf_counter() - start) / len(works))
@@ -277,7 +288,7 @@ class _Batch:
     @contextmanager
     def _failing_job(self, job: _Job) -> Iterator[None]:
         """Let a failure of the block end this job alone."""
-        self._reporter.row = job.row.number
+        self._told.row = job.row.number
         try:
             yield
         except OsoraError as error:
@@ -290,7 +301,7 @@ class _Batch:
     @contextmanager
     def _failing(self, row: Row, key: str) -> Iterator[None]:
         """Let a failure of the block end this row alone."""
-        self._reporter.row = row.number
+        self._told.row = row.number
         try:
             yield
         except OsoraError as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from opensora_cli.core.private_memory import read_private_memory
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, count_decoder_tiles
+from opensora_cli.engine.components.autoencoders import count_decoder_tiles, decodes_in_chunks
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component, WeightFiles
@@ -80,7 +80,7 @@ class Fitting:
     @property
     def streamable(self) -> Streamable:
         """What may come to the device piece by piece."""
-        frames = autoencoder_on_meta(self.settings.vae).decodes_in_chunks
+        frames = decodes_in_chunks(self.settings.vae)
         if self.files is None:
             return Streamable(frames=frames)
         dtype = self.hardware.dtype

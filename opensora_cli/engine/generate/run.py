@@ -193,12 +193,15 @@ def hold_from_request(request: GenerateRequest, models: LoadedModels, *, reporte
     return video
 
 
+def watched(reporter: Reporter) -> WatchedReporter:
+    """Return a reporter of a rank, whose stages the launcher watches."""
+    first = [f"{part} {stage}" for part in (PICTURE, DRAFT) for stage in ON_DEVICE]
+    return WatchedReporter(reporter, on_device=[*ON_DEVICE, *first])
+
+
 def _generate(settings: GenerateSettings, run: Run) -> GenerateResult:
     if run.context is not None:
-        reporter = WatchedReporter(
-            run.reporter,
-            on_device=[*ON_DEVICE, *(f"{part} {stage}" for part in (PICTURE, DRAFT) for stage in ON_DEVICE)],
-        )
+        reporter = watched(run.reporter)
         with planned_on_ranks(settings, run.context, reporter) as (plan, ranks):
             return carry_out(plan, dataclasses.replace(run, reporter=reporter, ranks=ranks))
     return carry_out(plan_here(completed(settings, run.reporter), run.models), run)
