@@ -79,9 +79,9 @@ def tiny_transformer(*, hidden: int = 40, heads: int = 5, mlp_ratio: float = 0.6
     return transformer(depth=1, single=1, hidden=hidden, heads=heads, mlp_ratio=mlp_ratio)
 
 
-def micro_batch(model: MMDiT, number: int) -> tuple[dict[str, Tensor], Tensor]:
+def micro_batch(model: MMDiT, number: int, *, latent_tokens: int = LATENT_TOKENS) -> tuple[dict[str, Tensor], Tensor]:
     """Return the arguments of a forward pass, latents first, and the velocity to learn."""
-    given = inputs(model, batch=BATCH, tokens=LATENT_TOKENS, text=TEXT_TOKENS, seed=number)
+    given = inputs(model, batch=BATCH, tokens=latent_tokens, text=TEXT_TOKENS, seed=number)
     generator = torch.Generator().manual_seed(10_000 + number)
     return given, torch.randn(given["packed_latents_BND"].shape, generator=generator)
 
@@ -99,6 +99,7 @@ class Run:
     model: MMDiT
     micro_batches: int
     precision: Precision = field(default_factory=lambda: precision_of("fp32"))
+    latent_tokens: int = LATENT_TOKENS
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -116,7 +117,7 @@ class Run:
         loss_of_rank = 0.0
         self.optimizer.zero_grad()
         for number in own:
-            given, target = micro_batch(self.model, number)
+            given, target = micro_batch(self.model, number, latent_tokens=self.latent_tokens)
             given = {name: value.to(self.distribution.device) for name, value in given.items()}
             latents = given.pop("packed_latents_BND")
             with self.distribution.accumulating(last=number == own[-1]):
