@@ -6,7 +6,7 @@ repeated), and it works inside DDP and FSDP2, whichever is applied first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_cli.memory.activations import ActivationManager
 
+RECOMPUTING = "_recomputing"
+"""An attribute of a module, if it has it: makes the context in which its checkpoint is computed again in backward."""
 # Of a module that is checkpointed: how.
 _POLICY = "_grad_checkpoint"
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
@@ -131,6 +133,11 @@ def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **
     return _run(module, policy, args, kwargs)
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether calls of a module itself are checkpointed."""
+    return _POLICY in vars(module) and "forward" in vars(module)
+
+
 def _choose(model: nn.Module, depth: Mapping[str, int | None], others: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the paths of the modules to wrap, and those of the blocks that are left out."""
     stacks: dict[str, list[str]] = {}
@@ -160,7 +167,8 @@ def _is_at_or_below(path: str, place: str) -> bool:
 
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # A method, and through the class: the copy of a module calls its own forward, and FSDP2 may change the class.
-    return _run(partial(type(self).forward, self), vars(self)[_POLICY], args, kwargs)
+    forward, recomputing = partial(type(self).forward, self), vars(self).get(RECOMPUTING)
+    return _run(forward, vars(self)[_POLICY], args, kwargs, recomputing=recomputing)
 
 
 def _run_sequence(blocks: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +200,14 @@ def _next_arguments(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
     return (*replaced, *args[len(replaced) :])
 
 
-def _run(function: Callable[..., Any], policy: _Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    function: Callable[..., Any],
+    policy: _Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    recomputing: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Any:
     """Call a function inside a checkpoint, unless it is in one already."""
     if _inside_checkpoint.get() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -207,8 +222,11 @@ def _run(function: Callable[..., Any], policy: _Policy, args: tuple[Any, ...], k
         finally:
             _inside_checkpoint.reset(token)
 
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), nullcontext() if recomputing is None else recomputing()
+
     with nullcontext() if policy.activations is None else policy.activations.offloading():
-        return checkpoint(run, *leaves, use_reentrant=False)
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
 
 class _Float32Attention:

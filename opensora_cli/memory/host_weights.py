@@ -30,16 +30,18 @@ class BlockWeights:
     """Those parameters of a block that are on the CPU, and where each goes in one run of bytes.
 
     A parameter that several modules of the block share is there once, and each lies row by row. Parameters on another
-    device are left out: these are shared with what is outside the blocks, and are already where they are needed.
+    device are left out: these are shared with what is outside the blocks, and are already where they are needed. So are
+    those that require gradients, if only the `frozen` ones are meant.
     Floating-point parameters have `dtype` in the run; None: each its own.
     """
 
-    def __init__(self, block: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, block: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool = False) -> None:
         self._users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in block.modules():
             for name, weight in module._parameters.items():
-                if weight is not None and weight.device.type in ("cpu", "meta"):
-                    self._users.setdefault(weight, []).append((module, name))
+                if weight is None or weight.device.type not in ("cpu", "meta") or (frozen and weight.requires_grad):
+                    continue
+                self._users.setdefault(weight, []).append((module, name))
         self.casts = dtype is not None
         self._dtypes = [dtype if dtype and weight.is_floating_point() else weight.dtype for weight in self._users]
         self._sizes = [weight.numel() * kept.itemsize for weight, kept in zip(self._users, self._dtypes, strict=True)]

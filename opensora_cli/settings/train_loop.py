@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from opensora_cli.settings.base import ByteSize, Section
 from opensora_cli.settings.components import Tf32Settings
+from opensora_cli.settings.enums import HostWeights
 
 
 class LoopSettings(Section):
@@ -183,8 +184,16 @@ class ActivationOffload(StrEnum):
     """Those that come when more than a share of the device's memory is in use."""
 
 
+class WeightOffload(StrEnum):
+    """Which frozen weights beside an adapter wait in host memory until they are needed."""
+
+    NONE = "none"
+    BLOCKS = "blocks"
+    """Those of the transformer's blocks: they come to the device for forward, and again for backward."""
+
+
 class TrainMemorySettings(Section):
-    """How training fits into the memory of its device. Nothing here changes what is learnt."""
+    """How training fits into the memory of its device. Only `fp8_storage` changes what is learnt."""
 
     checkpointing: bool = Field(
         default=False, description="compute blocks again in backward, instead of keeping what they computed"
@@ -206,6 +215,58 @@ class TrainMemorySettings(Section):
     activation_buffer: ByteSize | None = Field(
         default=None, description="size of the buffer for them, as in 8GiB; none: what a step needs"
     )
+    offload: WeightOffload = Field(
+        default=WeightOffload.NONE,
+        description="beside an adapter: which frozen weights wait in host memory, and come to the device block by "
+        "block, forward and backward",
+    )
+    resident_blocks: PositiveInt | None = Field(
+        default=None,
+        description="with blocks: how many are on the device at a time, those in transit included; none: 2",
+    )
+    host_weights: HostWeights | None = Field(
+        default=None,
+        description="with blocks: where the others wait; none: pinned where a GPU's machine has room, else mapped",
+    )
+    fp8_storage: bool = Field(
+        default=False,
+        description="beside an adapter: keep the blocks' frozen weights in 8 bits, which halves them and changes "
+        "what is learnt a little",
+    )
+
+    def problems(self, *, trains_adapter: bool, shards: bool, compiles: bool) -> list[str]:
+        """Return what contradicts the weights that are trained, and how several devices hold them."""
+        asked = {
+            "memory.offload=blocks": self.offload is WeightOffload.BLOCKS,
+            "memory.fp8_storage=true": self.fp8_storage,
+        }
+        problems = []
+        for named in (name for name, is_on in asked.items() if is_on):
+            if not trains_adapter:
+                problems.append(
+                    f"{named} is for the frozen weights beside an adapter, and without lora.rank all weights are "
+                    "trained: set it, as in lora.rank=16, or use strategy=zero3 and optimizer.offload_states=true"
+                )
+            elif shards:
+                problems.append(f"{named} needs whole blocks, of which a strategy other than ddp has shares: use ddp")
+        if self.offload is WeightOffload.BLOCKS and compiles:
+            problems.append("memory.offload=blocks does not go with compile=true: use one of them")
+        return problems
+
+    @model_validator(mode="after")
+    def _every_streamed_block_is_checkpointed(self) -> Self:
+        if self.offload is WeightOffload.NONE:
+            for name in ("resident_blocks", "host_weights"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"memory.{name}={value} has no effect with memory.offload=none: use blocks")
+            return self
+        reason = "since the weights of each block come again when it is computed again"
+        if not self.checkpointing:
+            raise ValueError(f"memory.offload=blocks needs memory.checkpointing=true, {reason}")
+        for name in ("checkpoint_double_blocks", "checkpoint_single_blocks"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"memory.offload=blocks needs memory.{name}=none, {reason}")
+        return self
 
     @model_validator(mode="after")
     def _everything_has_an_effect(self) -> Self:

@@ -98,6 +98,11 @@ def _factor_bytes(
     return outside, tuple(sum(aligned(size * dtype.itemsize) for size in each) for each in sizes)
 
 
+def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, *, fp8: bool) -> list[int]:
+    """Return the bytes that the weights of each block need in one run of memory, in the order of the blocks."""
+    return [_slot_bytes(block, fp8=fp8) for stack, block in _stacks(config, dtype) for _ in range(stack.count)]
+
+
 def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the largest weight of a linear layer of the blocks: so much is multiplied out at a time."""
     return max(

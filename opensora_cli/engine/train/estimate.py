@@ -2,42 +2,41 @@
 
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
-from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.encode.encoding import EmptyPrompt, Encoders
-from opensora_cli.engine.encode.frozen_parts import frozen_dtype
-from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_tensors, give_fake_weights
-from opensora_cli.engine.estimate.text import clip_model, t5_model
 from opensora_cli.engine.train.activations import (
     ActivationPlan,
-    largest_batch_shape,
     plan_activations,
     saved_activations,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
-from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng, Task
-from opensora_cli.engine.train.objectives.vae import build_vae_task
+from opensora_cli.engine.train.frozen_weights import (
+    fake_slots,
+    plan_frozen_weights,
+    stack_paths,
+    streamed_weights,
+    waiting_weights,
+)
+from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.offloaded_adamw import OffloadedAdamW
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.precision import Precision
+from opensora_cli.engine.train.stand_ins import bare_task, fresh_task, largest_batches
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.watching.clocks import Clock
 from opensora_cli.memory.activations import ActivationManager
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
-from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings, TrainTarget
 
@@ -84,7 +83,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
     """
     plan = plan_activations(settings)
     with torch.device("meta"):
-        task, frozen = _task(settings)
+        task, frozen = bare_task(settings)
     with (
         fake_rank(settings, rank) as distribution,
         fake_tensors("cpu", gradients=True) as device,
@@ -96,7 +95,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
             give_fake_weights(module, device=device)
             if module is not task.module and isinstance(module, Autoencoder):
                 module.encoder = cast(Any, Repeated(module.encoder))
-        return _steps(settings, plan, task, frozen, distribution=distribution, has_moments=True)
+        return _steps(settings, plan, task, frozen, distribution=distribution, is_fake=True)
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
@@ -113,7 +112,7 @@ def measure_training(
 ) -> TrainingMemory:
     """Do the `measured_steps` with random weights, frozen parts included, and return their memory on this rank.
 
-    Micro-batches are black clips of the largest shape, which the frozen parts encode even if the run has a cache.
+    Micro-batches are black clips of the largest shape. Frozen parts encode them, unless the run has a cache of clips.
     `distribution` None: this process alone, whatever ranks the settings have.
 
     Raises:
@@ -121,7 +120,7 @@ def measure_training(
         RequestError: sizes contradict each other.
         HardwareError: the host has no memory for offloaded activations.
     """
-    task, frozen = _fresh_task(settings)
+    task, frozen = fresh_task(settings)
     alone = Distribution(torch.device("cpu"))
     plan = plan_activations(settings)
     return _steps(settings, plan, task, frozen, distribution=distribution or alone, limit=limit)
@@ -133,11 +132,11 @@ def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float
     Of blocks it is the first forward pass alone, without the one that the backward pass of checkpointed ones repeats.
     It raises what `measure_training` raises.
     """
-    task, _ = _fresh_task(settings)
+    task, _ = fresh_task(settings)
     device = torch.device("cpu")
     trainer, blocks = _trainer(settings, task, Distribution(device)), ModuleTimes(device)
     times = []
-    with saved_activations(task.module, plan_activations(settings)):
+    with _streamed(settings, task, device), saved_activations(task.module, plan_activations(settings)):
         trainer.do_step()
         with blocks.watch(blocks_of(task.module, "model")):
             for _ in range(runs):
@@ -155,9 +154,13 @@ def _steps(
     *,
     distribution: Distribution,
     limit: int | None = None,
-    has_moments: bool = False,
+    is_fake: bool = False,
 ) -> TrainingMemory:
-    """Do the steps; with `has_moments` the transformer's first one is left out, and the moments are made before."""
+    """Do the steps; on fake tensors the transformer's first one is left out, and the moments are made before."""
+    weights = plan_frozen_weights(settings)
+    if weights is not None and weights.fp8_storage:
+        for path in stack_paths(settings):
+            store_in_fp8(task.module.get_submodule(path))
     if distribution.ranks > 1:
         task.forward = distribution.shard(task.module)
         if task.adversary is not None:
@@ -165,13 +168,18 @@ def _steps(
     counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
     trainer = _trainer(settings, _MarkingTask(task, counter), distribution)
     steps = measured_steps(settings)
-    if has_moments and settings.target is TrainTarget.MMDIT:
+    if is_fake and settings.target is TrainTarget.MMDIT:
         _make_moments(trainer)
         steps = steps[-1:]
-    with counter, ExchangeOwners(counter):
+    # Copies between fake tensors would take none.
+    streamed = nullcontext(fake_slots(weights)) if is_fake else _streamed(settings, task, distribution.device)
+    with streamed as slots, counter, ExchangeOwners(counter):
         counter.add(list((trainer.ema or {}).values()), AVERAGE)
+        waiting = {id(weight) for weight in waiting_weights(task.module, weights, settings)}
         for module in _trained(task):
-            counter.add(module, WEIGHTS)
+            held = (*module.parameters(), *module.buffers())
+            counter.add([tensor for tensor in held if id(tensor) not in waiting], WEIGHTS)
+        counter.add(slots, WEIGHTS)
         counter.add(_kept(trainer), OPTIMIZER)
         counter.add(_staging(trainer), OFFLOADED)
         if isinstance(distribution, FakeReplicated):
@@ -190,12 +198,19 @@ def _steps(
     return _memory(settings, counter, trainer, plan, manager)
 
 
+def _streamed(
+    settings: TrainSettings, task: Task[Any], device: torch.device
+) -> AbstractContextManager[Sequence[Tensor]]:
+    plan = plan_frozen_weights(settings)
+    return streamed_weights(task.module, plan, settings, device=device, reporter=SilentReporter())
+
+
 def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distribution) -> Trainer[Any]:
     data_ranks = settings.parallel.data_ranks(settings.strategy)
     on_a_rank = min((settings.loop.micro_batches or data_ranks) // data_ranks, _MICRO_BATCHES)
     return Trainer(
         task,
-        _largest_batches(settings),
+        largest_batches(settings),
         loop=settings.loop.replace({"micro_batches": on_a_rank * distribution.data_ranks}),
         optimizer=settings.optimizer,
         precision=Precision(settings.precision, distribution.device),
@@ -204,29 +219,6 @@ def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distributio
         reporter=SilentReporter(),
         trained_only=settings.lora.is_on,
     )
-
-
-def _fresh_task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.loop.seed)
-        return _task(settings)
-
-
-def _largest_batches(settings: TrainSettings) -> SampledBatches[Any]:
-    """Return the largest micro-batch, repeated; after two of single frames, if the run has such a phase."""
-    pictures = 2 if settings.target is TrainTarget.VAE and settings.train_vae.picture_steps else 0
-
-    def make(rng: SampleRng, number: int) -> Any:
-        if settings.target is TrainTarget.TEXT:
-            from opensora_cli.engine.train.objectives.text import sample_captions
-
-            return sample_captions(rng, number, batch_size=settings.text.batch_size)
-        shape = largest_batch_shape(settings)
-        if number < pictures:
-            shape = replace(shape, batch_size=settings.train_vae.picture_batch_size, num_frames=1)
-        return shape.zeros()
-
-    return SampledBatches(make, seed=0)
 
 
 def _memory(
@@ -282,69 +274,8 @@ class _MarkingTask:
         return loss
 
 
-def _task(settings: TrainSettings) -> tuple[Task[Any], list[nn.Module]]:
-    """Return the task and its frozen parts, without the weights of any file."""
-    match settings.target:
-        case TrainTarget.VAE:
-            without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
-            return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
-        case TrainTarget.TEXT:
-            # Imported here, since transformers takes seconds to load.
-            from opensora_cli.engine.train.objectives.text import TextTask
-
-            return TextTask(settings.text), []
-        case TrainTarget.MMDIT:
-            return _mmdit_task(settings)
-
-
 def _trained(task: Task[Any]) -> list[nn.Module]:
     return [task.module, *([] if task.adversary is None else [task.adversary.module])]
-
-
-def _mmdit_task(settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
-    model, dtype = settings.model, frozen_dtype(settings.train_mmdit, torch.device("cpu"))
-    vae = new_autoencoder(settings.vae)
-    frozen = [vae, *_text_encoders(settings)]
-    for module in frozen:
-        module.requires_grad_(False).eval().to(dtype)
-
-    # The values of embeddings do not matter for memory, and computing them needs little beside a step.
-    def t5(captions: list[str]) -> Tensor:
-        return torch.zeros(len(captions), settings.text.t5_max_length, model.context_in_dim)
-
-    def clip(captions: list[str]) -> Tensor:
-        return torch.zeros(len(captions), model.vec_in_dim)
-
-    encoders = Encoders(vae, t5=t5, clip=clip, dtype=dtype, tiling=vae_tiling(settings.vae))
-    task = MMDiTTask(
-        MMDiT(mmdit_config(model), attention=attention_stand_in(settings.train_mmdit.attention)),
-        settings=settings.train_mmdit,
-        grid=settings.vae.grid,
-        empty_prompt=EmptyPrompt(t5([""])[0], clip([""])[0]),
-        encoders=lambda: encoders,
-    )
-    if settings.lora.is_on:
-        add_lora(task.module, settings.lora, seed=settings.loop.seed)
-    return task, frozen
-
-
-def _text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]:
-    """Return T5 and CLIP of the sizes in their folders.
-
-    Without a folder they are those of `text`, if the transformer has its widths, else the released ones.
-    """
-    # Imported here, since transformers takes seconds to load.
-    from opensora_cli.engine.train.objectives.text import TextTask
-
-    files, parts, text = settings.train_mmdit.files, find_frozen_parts(settings), settings.text
-    small = TextTask(text).module
-    t5, clip = parts[files.t5], parts[files.clip]
-    has_small_t5 = t5 is None and text.t5_width == settings.model.context_in_dim
-    has_small_clip = clip is None and text.clip_width == settings.model.vec_in_dim
-    return (
-        small.get_submodule("t5") if has_small_t5 else t5_model(t5),
-        small.get_submodule("clip") if has_small_clip else clip_model(clip),
-    )
 
 
 def _kept(trainer: Trainer[Any]) -> list[Tensor]:

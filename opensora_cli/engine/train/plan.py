@@ -25,6 +25,7 @@ from opensora_cli.engine.train.early import (
 )
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.fp8_linear import require_fp8
+from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_ranks, rank_lines
 from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
@@ -54,6 +55,8 @@ class TrainPlan(Document):
     """That compute on the CPU; a resumed run keeps those of its checkpoint, unless others are named."""
     activations: ActivationPlan | None
     """What is held between forward and backward, and where; None: everything, on the device."""
+    frozen_weights: FrozenWeights | None
+    """How the blocks' weights beside an adapter are kept; None: on the device, as they are computed with."""
     exchange: str | None
     """How ranks that share tokens exchange them for heads; None: they do not."""
     memory: tuple[RankMemory, ...] = ()
@@ -65,6 +68,11 @@ class TrainPlan(Document):
     """None: the run starts at step 0."""
     overwrite: bool = Field(exclude=True)
     """Whether the records of an earlier run in the folder are removed."""
+
+    @property
+    def memory_lines(self) -> list[str]:
+        """What is held where, for people."""
+        return [plan.line() for plan in (self.activations, self.frozen_weights) if plan is not None]
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
@@ -81,7 +89,7 @@ class TrainPlan(Document):
             *([f"exchange    {self.exchange}"] if self.exchange else []),
             f"threads     {self.threads.line()}",
             f"output      {self.output}: {', '.join(self.exports)}",
-            *([f"memory      {self.activations.line()}"] if self.activations else []),
+            *(f"memory      {line}" for line in self.memory_lines),
             *([f"attention   {self.attention.line()}"] if self.attention else []),
             *([f"cache       {cache}"] if (cache := settings.train_mmdit.cache) and is_transformer else []),
             *_watching_lines(settings),
@@ -129,6 +137,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
             asked=settings.threads, values=layer_values(settings), ranks=settings.parallel.ranks_per_node
         ),
         activations=plan_activations(settings),
+        frozen_weights=plan_frozen_weights(settings),
         attention=_attention(settings) if settings.target is TrainTarget.MMDIT else None,
         exchange=describe_exchange(settings.parallel, exchange, shape) if shape.ulysses > 1 else None,
         settings=settings,

@@ -33,8 +33,8 @@ STEP = "a step"
 def first_step_bytes(settings: TrainSettings, *, rank: int = 0, has_moments: bool, reporter: Reporter) -> int:
     """Return what the first step will take on a CPU, beside what is loaded before it; 0 where there is plenty.
 
-    To be called before a rank joins the others. `has_moments`: a checkpoint has them. With a cache of clips it is a
-    lower bound. Raises RequestError if sizes contradict each other.
+    To be called before a rank joins the others. `has_moments`: a checkpoint has them. Raises RequestError if sizes
+    contradict each other.
     """
     if device_type(settings.device_name) != "cpu":
         return 0
@@ -47,10 +47,6 @@ def first_step_bytes(settings: TrainSettings, *, rank: int = 0, has_moments: boo
     except HardwareError as error:
         reporter.warn(error.message)
         return 0
-    most = memory.most
-    if settings.train_mmdit.cache is not None:
-        # The peak may be that of encoding clips, which are encoded already.
-        return max(most[GRADIENTS], memory.held_for_backward) + (0 if has_moments else most[OPTIMIZER])
     taken = (GRADIENTS, BUFFERS, ACTIVATIONS, *(() if has_moments else (OPTIMIZER,)))
     return sum(memory.at_peak[kind] for kind in taken)
 

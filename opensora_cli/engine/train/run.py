@@ -37,6 +37,7 @@ from opensora_cli.engine.train.build import (
 from opensora_cli.engine.train.checkpoints import ATTENTION, DONE, CheckpointWriter
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.files import exports
+from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.precision import Precision
 from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
@@ -181,7 +182,11 @@ class _Run:
             first_step = trainer.step
             self._prepare_output(folder, first_step)
             # After the average was copied, which has no activations to hold.
-            stack.enter_context(saved_activations(trainer.task.module, self._plan.activations))
+            module, frozen = trainer.task.module, self._plan.frozen_weights
+            stack.enter_context(
+                streamed_weights(module, frozen, self._settings, device=device, reporter=self._reporter)
+            )
+            stack.enter_context(saved_activations(module, self._plan.activations))
             stack.enter_context(self._writer)
             self._report_start(first_step)
             self._watching.start(first_step)
@@ -296,8 +301,8 @@ class _Run:
         self._reporter.note(f"{target}: {parameters:,} parameters, steps {first_step} to {steps}")
         if self._attention is not None:
             self._reporter.note(f"attention: {self._attention.line()}")
-        if self._plan.activations:
-            self._reporter.note(f"memory: {self._plan.activations.line()}")
+        for line in self._plan.memory_lines:
+            self._reporter.note(f"memory: {line}")
 
     def _note_interruption(self) -> None:
         self._reporter.note("this step is finished and saved first; a second Ctrl-C ends at once, without that")

@@ -177,8 +177,9 @@ class Trainer(Generic[BatchT]):
             observer.on_validation(self.step, figures)
 
     def are_weights_finite(self) -> bool:
-        """Whether weights and averages are finite on all ranks, which must all call this."""
-        tensors = [value for learner in self.learners.values() for value in module_state(learner.module).values()]
+        """Whether trained weights and averages are finite on all ranks, which must all call this."""
+        states = (module_state(each.module, trained_only=self.trained_only) for each in self.learners.values())
+        tensors = [value for state in states for value in state.values()]
         parts = [local(tensor) for tensor in (*tensors, *(self.ema or {}).values())]
         # NaN is both the smallest and the largest number: one pass, and no copy.
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]

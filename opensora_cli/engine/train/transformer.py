@@ -13,12 +13,14 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.files import first_weights_of
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
 from opensora_cli.engine.train.strategy.distribution import Distribution, local
+from opensora_cli.memory.fp8_storage import Fp8Linear
 from opensora_cli.models.mmdit import MMDiT
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import Rotary, converter, find_rotary
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Compute
+from opensora_cli.settings.train_loop import Compute, WeightOffload
 
+HOST = torch.device("cpu")
 # Models of pictures alone lack it; from zero, it changes nothing at first.
 _MAY_BE_MISSING = ("cond_in.*",)
 
@@ -35,20 +37,32 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
     return transformer
 
 
+@torch.no_grad()
 def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
-    """Return the transformer with all of its first weights, on `device`.
+    """Return the transformer with all of its first weights, on `device`, and frozen ones of blocks in 8 bits, if asked.
 
-    It raises what `empty_transformer` and `first_weights` raise.
+    With `memory.offload` these are on the host, for `streamed_weights`: on a CPU in the dtype of their file, where they
+    stay mapped. It raises what `empty_transformer` and `first_weights` raise.
     """
-    transformer = empty_transformer(settings)
-    dtypes = {name: weight.dtype for name, weight in transformer.named_parameters()}
-    # Weights on a CPU are mapped from the file, which others may write to; only frozen ones may stay there.
-    weights = {
-        name: weight.to(device, dtypes[name], copy=not settings.lora.is_on).contiguous()
-        for name, weight in first_weights(settings)
-    }
-    transformer.load_state_dict(weights, assign=True)
-    return transformer
+    transformer, memory = empty_transformer(settings), settings.memory
+    stacks = tuple(f"{stack.module_path}." for stack in repeated_blocks(transformer.config))
+    for name, first in first_weights(settings):
+        path, _, key = name.rpartition(".")
+        layer = transformer.get_submodule(path)
+        old = layer.get_parameter(key)
+        is_frozen = name.startswith(stacks) and not old.requires_grad
+        waits = is_frozen and memory.offload is WeightOffload.BLOCKS
+        in_8_bits = is_frozen and memory.fp8_storage and key == "weight"
+        dtype = first.dtype if waits and not memory.fp8_storage and device.type == "cpu" else old.dtype
+        place = HOST if waits or in_8_bits else device
+        # Weights on a CPU are mapped from the file, which others may write to; only frozen ones may stay there.
+        weight = first.to(place, dtype, copy=not settings.lora.is_on).contiguous()
+        setattr(layer, key, nn.Parameter(weight, requires_grad=old.requires_grad))
+        if in_8_bits and isinstance(layer, nn.Linear):
+            parent, _, own = path.rpartition(".")
+            setattr(transformer.get_submodule(parent), own, Fp8Linear(layer))
+    assert not any(weight.is_meta for weight in transformer.parameters()), "every weight has a first value"
+    return transformer if memory.offload is WeightOffload.BLOCKS else transformer.to(device)
 
 
 @torch.no_grad()

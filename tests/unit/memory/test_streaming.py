@@ -4,9 +4,9 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from itertools import pairwise
 
+import late_stream
 import pytest
 import torch
 from mapped_files import are_mapped, needs_maps
@@ -340,45 +340,9 @@ class TestInterruptions:
         check_as_before(model)
 
 
-class LateStream:
-    """A stream that copies only when it is waited for; until then the target holds NaN."""
-
-    def __init__(self, _device):
-        self.queued = []
-        self.done = 0
-
-    def mark(self):
-        return len(self.queued)
-
-    def wait(self, mark):
-        for copy in self.queued[self.done : mark]:
-            copy()
-        self.done = max(self.done, mark)
-
-    @contextmanager
-    def after(self, _mark):
-        yield
-
-    def synchronise(self):
-        self.wait(len(self.queued))
-
-
 @pytest.mark.parametrize("resident", [1, 3])
 def test_each_copy_is_waited_for_before_its_block_computes(model, expected, monkeypatch, resident):
-    made = []
-
-    def late_stream(device):
-        made.append(LateStream(device))
-        return made[0]
-
-    copy_to = host_weights._PinnedWeights.copy_to
-
-    def later(self, index, slot):
-        slot.fill_(255)  # NaN in any dtype
-        made[0].queued.append(lambda: copy_to(self, index, slot))
-
-    monkeypatch.setattr(streaming, "SideStream", late_stream)
-    monkeypatch.setattr(host_weights._PinnedWeights, "copy_to", later)
+    made = late_stream.install(monkeypatch)
     with stream_blocks(stacks(model), device="cpu", resident=resident):
         for seed in range(4):
             assert torch.equal(velocity(model, seed), expected[seed])

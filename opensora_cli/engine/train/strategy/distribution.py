@@ -44,8 +44,11 @@ class Distribution:
         return self.rank == 0
 
     def shard(self, module: nn.Module) -> Callable[..., Tensor]:
-        """Leave this rank its part of a module, in place and on its device, and return what is called instead of it."""
-        return module.to(self.device)
+        """Leave this rank its part of a module, in place and on its device, and return what is called instead of it.
+
+        Frozen weights stay where they are: they may wait in the host's memory.
+        """
+        return _moved(module, self.device)
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
@@ -147,8 +150,11 @@ class ReplicatedDistribution(Distribution):
         """
         # These are 1x1x1 kernels, whose strides along single taps mean nothing: autograd lays out all others alike.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        # Frozen weights are the same on all ranks, and may be mapped from their file, where nothing is to be written.
+        frozen = [name for name, weight in module.named_parameters() if not weight.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)  # type: ignore[no-untyped-call]
         wrapped = DistributedDataParallel(
-            module.to(self.device),
+            _moved(module, self.device),
             process_group=self._group,
             gradient_as_bucket_view=True,
             find_unused_parameters=_may_leave_weights_out(module),
@@ -164,6 +170,14 @@ class ReplicatedDistribution(Distribution):
                 for wrapped in self._wrapped:
                     stack.enter_context(wrapped.no_sync())
             yield
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move what is trained, and buffers."""
+    trained = (weight for weight in module.parameters() if weight.requires_grad)
+    for tensor in (*trained, *module.buffers()):
+        tensor.data = tensor.data.to(device)
+    return module
 
 
 def _may_leave_weights_out(module: nn.Module) -> bool:

@@ -1,0 +1,146 @@
+"""The transformer's weights beside an adapter: where they wait until they are needed, and in how many bits."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.estimate.transformer import bytes_of_blocks
+from opensora_cli.engine.launch.rank import device_type
+from opensora_cli.engine.train.transformer import weights_dtype
+from opensora_cli.memory.streaming import kept_blocks, stream_blocks, streaming_bytes
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import WeightOffload
+
+_RESIDENT = 2
+"""Blocks: one computes, and the next comes meanwhile."""
+_ROOM = 1.25
+"""Of what is free, a page-locked copy leaves the rest."""
+
+
+class FrozenWeights(Document):
+    """How the blocks' weights beside an adapter are kept."""
+
+    fp8_storage: bool
+    blocks: int
+    resident_blocks: int
+    """On the device at a time."""
+    host_weights: HostWeights | None
+    """Where the others wait; None: there are none, all blocks are loaded to the device."""
+    device_bytes: int
+    """Of the blocks' weights on the device."""
+    host_bytes: int
+    """Of those that wait: page-locked, or mapped from their file, which takes page cache alone."""
+
+    def line(self) -> str:
+        """Return it for people."""
+        kept = f"{self.blocks} frozen blocks{' in 8 bits' if self.fp8_storage else ''}"
+        if self.host_weights is None:
+            return f"{kept}, on the device ({format_bytes(self.device_bytes)})"
+        return (
+            f"{kept}, {self.resident_blocks} on the device at a time ({format_bytes(self.device_bytes)}), "
+            f"the others {self.host_weights} ({format_bytes(self.host_bytes)})"
+        )
+
+
+def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
+    """Return how frozen weights are kept; None: there are none, or as they are computed with, on the device.
+    Raises RequestError if sizes contradict each other.
+    """
+    memory = settings.memory
+    if not settings.lora.is_on or (memory.offload is WeightOffload.NONE and not memory.fp8_storage):
+        return None
+    sizes = bytes_of_blocks(mmdit_config(settings.model), weights_dtype(settings), fp8=memory.fp8_storage)
+    resident = len(sizes)
+    if memory.offload is WeightOffload.BLOCKS:
+        resident = min(memory.resident_blocks or _RESIDENT, len(sizes))
+    kept = sum(sizes[number] for number in kept_blocks(len(sizes), resident=resident))
+    return FrozenWeights(
+        fp8_storage=memory.fp8_storage,
+        blocks=len(sizes),
+        resident_blocks=resident,
+        host_weights=None if memory.offload is WeightOffload.NONE else _host_weights(settings, sum(sizes)),
+        device_bytes=streaming_bytes(sizes, resident=resident),
+        host_bytes=sum(sizes) - kept,
+    )
+
+
+def _host_weights(settings: TrainSettings, num_bytes: int) -> HostWeights:
+    # A CPU gains nothing by a copy.
+    if device_type(settings.device_name) == "cpu":
+        return HostWeights.MAPPED
+    if settings.memory.host_weights is not None:
+        return settings.memory.host_weights
+    needed = _ROOM * num_bytes * settings.parallel.ranks_per_node
+    return HostWeights.PINNED if needed < read_private_memory().free_bytes else HostWeights.MAPPED
+
+
+@contextmanager
+def streamed_weights(
+    transformer: nn.Module,
+    plan: FrozenWeights | None,
+    settings: TrainSettings,
+    *,
+    device: torch.device,
+    reporter: Reporter,
+) -> Iterator[Sequence[Tensor]]:
+    """Let blocks whose frozen weights wait on the host have them on the device while they compute, inside the block.
+
+    Yields the memory on the device that they go through; nothing is done where none wait. The transformer is one of
+    `new_transformer`, and its blocks are to be checkpointed. Where pages cannot be locked, weights stay where they are,
+    unless the settings insist: that is a HardwareError.
+    """
+    if plan is None or plan.host_weights is None:
+        yield ()
+        return
+    # What is in 8 bits is dequantized by its layer.
+    casts = device.type == "cpu" and not plan.fp8_storage
+    options = partial(
+        stream_blocks,
+        [cast(nn.ModuleList, transformer.get_submodule(path)) for path in stack_paths(settings)],
+        device=device,
+        resident=plan.resident_blocks,
+        dtype=weights_dtype(settings) if casts else None,
+        trains=True,
+    )
+    with ExitStack() as ends:
+        try:
+            figures = ends.enter_context(options(source=plan.host_weights.value))
+        except HardwareError as error:
+            if settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
+                raise
+            reporter.warn(f"{error.message}: the frozen blocks stay mapped from their file")
+            figures = ends.enter_context(options(source=HostWeights.MAPPED.value))
+        yield figures.runs
+
+
+def fake_slots(plan: FrozenWeights | None) -> Sequence[Tensor]:
+    """Return what `streamed_weights` yields, in one piece; to be called inside `fake_tensors`."""
+    if plan is None or plan.host_weights is None:
+        return ()
+    return [torch.empty(plan.device_bytes, dtype=torch.uint8)]
+
+
+def stack_paths(settings: TrainSettings) -> list[str]:
+    """Return the paths of the transformer's stacks of blocks."""
+    return [stack.module_path for stack in repeated_blocks(mmdit_config(settings.model))]
+
+
+def waiting_weights(transformer: nn.Module, plan: FrozenWeights | None, settings: TrainSettings) -> list[nn.Parameter]:
+    """Return the weights of a transformer that wait on the host; none, if the plan has none."""
+    if plan is None or plan.host_weights is None:
+        return []
+    blocks = [transformer.get_submodule(path) for path in stack_paths(settings)]
+    return [weight for block in blocks for weight in block.parameters() if not weight.requires_grad]
