@@ -44,11 +44,12 @@ class Fp8Linear(nn.Linear):
 
 
 @torch.no_grad()
-def store_in_fp8(block: nn.Module) -> None:
+def store_in_fp8(block: nn.Module, *, frozen: bool = False) -> None:
     """Replace the linear layers inside a module by ones that keep their weight in 8 bits, one after the other.
 
     Beside the result, one weight in fp32 is held at a time. Names of parameters stay; each layer gets a `weight_scale`.
-    The module is not on meta; layers that are in 8 bits already are left alone, and so are those that are trained.
+    The module is not on meta; layers that are in 8 bits already are left alone, and so are those that require
+    gradients, if only the `frozen` ones are meant.
 
     Raises:
         CheckpointError: a weight has numbers that are not finite; the layers before it have been replaced.
@@ -57,8 +58,8 @@ def store_in_fp8(block: nn.Module) -> None:
     for name in [name for name, _ in block.named_children()]:
         child = block.get_submodule(name)
         if not isinstance(child, nn.Linear):
-            store_in_fp8(child)
-        elif not isinstance(child, Fp8Linear) and not child.weight.requires_grad:
+            store_in_fp8(child, frozen=frozen)
+        elif not isinstance(child, Fp8Linear) and not (frozen and child.weight.requires_grad):
             setattr(block, name, Fp8Linear(child))
 
 

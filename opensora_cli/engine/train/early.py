@@ -54,12 +54,14 @@ def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     """
     check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
+    require_first_adapter(settings)
     inputs.require_tables(settings)
     require_frozen(settings)
 
 
 def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
-    """Warn of tables and frozen weights that a run would be refused for: a plan needs none."""
+    """Warn of tables and weights that a run would be refused for: a plan needs none."""
+    warn_of_missing(lambda: require_first_weights(settings), reporter)
     warn_of_missing(lambda: inputs.require_tables(settings), reporter)
     warn_of_missing(lambda: require_frozen(settings), reporter)
 
@@ -86,10 +88,14 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
 
 
 def require_first_weights(settings: TrainSettings) -> None:
-    """Raise CheckpointError if the file or folder of the first weights, or of the first adapter, is not there."""
+    """Raise CheckpointError if the file or folder of the first weights is not there."""
     path = first_weights_of(settings)
     if path is not None and not path.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
+
+
+def require_first_adapter(settings: TrainSettings) -> None:
+    """Raise CheckpointError if the file or folder of the first adapter is not there."""
     if settings.lora.init is not None and not Path(settings.lora.init).exists():
         raise CheckpointError(f"lora.init={settings.lora.init} does not exist", hint="name an adapter's folder or file")
 

@@ -19,6 +19,7 @@ from opensora_cli.engine.train.activations import (
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeReplicated, fake_rank
 from opensora_cli.engine.train.frozen_weights import (
+    FrozenWeights,
     fake_slots,
     plan_frozen_weights,
     stack_paths,
@@ -81,7 +82,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
 
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    plan = plan_activations(settings)
+    plan, weights = plan_activations(settings), plan_frozen_weights(settings)
     with torch.device("meta"):
         task, frozen = bare_task(settings)
     with (
@@ -95,7 +96,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
             give_fake_weights(module, device=device)
             if module is not task.module and isinstance(module, Autoencoder):
                 module.encoder = cast(Any, Repeated(module.encoder))
-        return _steps(settings, plan, task, frozen, distribution=distribution, is_fake=True)
+        return _steps(settings, plan, weights, task, frozen, distribution=distribution, is_fake=True)
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
@@ -122,8 +123,8 @@ def measure_training(
     """
     task, frozen = fresh_task(settings)
     alone = Distribution(torch.device("cpu"))
-    plan = plan_activations(settings)
-    return _steps(settings, plan, task, frozen, distribution=distribution or alone, limit=limit)
+    plan, weights = plan_activations(settings), plan_frozen_weights(settings)
+    return _steps(settings, plan, weights, task, frozen, distribution=distribution or alone, limit=limit)
 
 
 def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float], dict[str, Spread]]:
@@ -136,7 +137,10 @@ def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float
     device = torch.device("cpu")
     trainer, blocks = _trainer(settings, task, Distribution(device)), ModuleTimes(device)
     times = []
-    with _streamed(settings, task, device), saved_activations(task.module, plan_activations(settings)):
+    with (
+        _streamed(settings, plan_frozen_weights(settings), task),
+        saved_activations(task.module, plan_activations(settings)),
+    ):
         trainer.do_step()
         with blocks.watch(blocks_of(task.module, "model")):
             for _ in range(runs):
@@ -149,6 +153,7 @@ def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float
 def _steps(
     settings: TrainSettings,
     plan: ActivationPlan | None,
+    weights: FrozenWeights | None,
     task: Task[Any],
     frozen: list[nn.Module],
     *,
@@ -157,10 +162,9 @@ def _steps(
     is_fake: bool = False,
 ) -> TrainingMemory:
     """Do the steps; on fake tensors the transformer's first one is left out, and the moments are made before."""
-    weights = plan_frozen_weights(settings)
     if weights is not None and weights.fp8_storage:
         for path in stack_paths(settings):
-            store_in_fp8(task.module.get_submodule(path))
+            store_in_fp8(task.module.get_submodule(path), frozen=True)
     if distribution.ranks > 1:
         task.forward = distribution.shard(task.module)
         if task.adversary is not None:
@@ -172,7 +176,7 @@ def _steps(
         _make_moments(trainer)
         steps = steps[-1:]
     # Copies between fake tensors would take none.
-    streamed = nullcontext(fake_slots(weights)) if is_fake else _streamed(settings, task, distribution.device)
+    streamed = nullcontext(fake_slots(weights)) if is_fake else _streamed(settings, weights, task)
     with streamed as slots, counter, ExchangeOwners(counter):
         counter.add(list((trainer.ema or {}).values()), AVERAGE)
         waiting = {id(weight) for weight in waiting_weights(task.module, weights, settings)}
@@ -199,10 +203,9 @@ def _steps(
 
 
 def _streamed(
-    settings: TrainSettings, task: Task[Any], device: torch.device
+    settings: TrainSettings, plan: FrozenWeights | None, task: Task[Any]
 ) -> AbstractContextManager[Sequence[Tensor]]:
-    plan = plan_frozen_weights(settings)
-    return streamed_weights(task.module, plan, settings, device=device, reporter=SilentReporter())
+    return streamed_weights(task.module, plan, settings, device=torch.device("cpu"), reporter=SilentReporter())
 
 
 def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distribution) -> Trainer[Any]:

@@ -21,7 +21,7 @@ from opensora_cli.engine.train.early import (
     check_output,
     checkpoints_to_try,
     find_frozen_parts,
-    require_first_weights,
+    require_first_adapter,
 )
 from opensora_cli.engine.train.files import exports
 from opensora_cli.engine.train.fp8_linear import require_fp8
@@ -112,7 +112,7 @@ def plan_training(settings: TrainSettings, *, resume: Resume | None = None, over
     """
     check_output(settings, resume=resume, overwrite=overwrite)
     exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
-    require_first_weights(settings)
+    require_first_adapter(settings)
     if settings.lora.is_on:
         require_peft()
         if settings.lora.init is not None:

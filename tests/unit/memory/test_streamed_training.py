@@ -26,8 +26,8 @@ def with_adapter(dtype: torch.dtype = torch.float32, *, fp8: bool = False) -> MM
         if weight.requires_grad:
             weight.data = torch.randn(weight.shape, generator=generator) * 0.1
     if fp8:
-        store_in_fp8(model.double_blocks)
-        store_in_fp8(model.single_blocks)
+        store_in_fp8(model.double_blocks, frozen=True)
+        store_in_fp8(model.single_blocks, frozen=True)
     return model
 
 

@@ -15,6 +15,7 @@ from opensora_cli.settings.train import TrainSettings, TrainTarget, load_train_s
 from opensora_cli.settings.train_objectives import ModeWeights
 
 RECIPES = list_presets("train")
+STREAMED = {"memory__checkpointing": "true", "memory__offload": "blocks"}
 
 
 def load(
@@ -223,6 +224,26 @@ class TestFindRecipe:
             "demo",
             {"memory__checkpointing": "true", "memory__checkpoint_single_blocks": "9"},
             "memory.checkpoint_single_blocks=9 must be at most the model's: use 0 to 8",
+        ),
+        (
+            "demo",
+            {"memory__checkpointing": "true", "memory__offload": "blocks"},
+            "memory.offload=blocks is for the frozen weights beside an adapter, and without lora.rank all weights are",
+        ),
+        ("demo", {"memory__fp8_storage": "true"}, "memory.fp8_storage=true is for the frozen weights beside"),
+        ("demo_lora", {"memory__offload": "blocks"}, "memory.offload=blocks needs memory.checkpointing=true"),
+        (
+            "demo_lora",
+            {**STREAMED, "memory__checkpoint_single_blocks": "7"},
+            "memory.offload=blocks needs memory.checkpoint_single_blocks=none",
+        ),
+        ("demo_lora", {**STREAMED, "strategy": "zero3"}, "memory.offload=blocks needs whole blocks"),
+        ("demo_lora", {**STREAMED, "compile": "true"}, "memory.offload=blocks does not go with compile=true"),
+        ("demo_lora", {**STREAMED, "memory__resident_blocks": "0"}, "memory.resident_blocks=0 must be over 0"),
+        (
+            "demo_lora",
+            {"memory__host_weights": "mapped"},
+            "memory.host_weights=mapped has no effect with memory.offload=none: use blocks",
         ),
         ("demo", {"memory__activation_offload": "some"}, "activation_offload=some must be one of none, all, dynamic"),
         ("demo_vae", {"weights": "a"}, "weights=a (from --set) has no effect with target=vae"),

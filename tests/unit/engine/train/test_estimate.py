@@ -12,6 +12,13 @@ from opensora_cli.settings.train import TrainSettings
 ADAMW = {"optimizer.name": "adamw"}
 CHECKPOINTED = {"memory.checkpointing": True}
 OFFLOADED = {**CHECKPOINTED, "data.scenes.batch_size": 1, "memory.activation_offload": "all"}
+LORA = {
+    **ADAMW,
+    # Its file is not read: the weights are random.
+    **{"lora.rank": 4, "init": "any.safetensors", "train_mmdit.cache": "clips"},
+    **{"model.hidden_size": 96, "model.num_heads": 6, "model.depth": 2, "model.depth_single_blocks": 4},
+}
+STREAMED = {**LORA, **CHECKPOINTED, "memory.offload": "blocks"}
 OPPOSED = {"train_vae.discriminator": {"weight": 0.1, "width": 8, "layers": 2, "start_step": 9}}
 RELEASED_WIDTHS = {"model.context_in_dim": 4096, "model.vec_in_dim": 768}
 
@@ -29,6 +36,11 @@ def slow(target: str, changes: dict[str, object], name: str) -> object:
     [
         pytest.param("mmdit", OFFLOADED, id="mmdit offloaded"),
         pytest.param("text", {**ADAMW, "text.batch_size": 5}, id="text"),
+        pytest.param("mmdit", STREAMED, id="mmdit streamed"),
+        slow("mmdit", {**STREAMED, "memory.fp8_storage": True}, "streamed in 8 bits"),
+        slow("mmdit", {**STREAMED, "memory.resident_blocks": 5, "precision.compute": "fp32"}, "streamed in float32"),
+        slow("mmdit", {**LORA, "memory.fp8_storage": True}, "in 8 bits"),
+        slow("mmdit", {**LORA, "train_mmdit.cache": None}, "an adapter"),
         slow("mmdit", {}, "as it is"),
         slow("mmdit", {"data.scenes.batch_size": 6}, "a larger batch"),
         slow("mmdit", {"data.scenes.batch_size": 6, **CHECKPOINTED}, "checkpointed"),
@@ -57,6 +69,7 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     assert expected.held_for_backward == pytest.approx(found.held_for_backward, rel=0.1)
     for name in ("weights", "average", "optimizer", "frozen parts"):
         assert expected.at_peak[name] == pytest.approx(found.at_peak[name], rel=0.1), name
+    assert (found.at_peak["frozen parts"] > 0) == (target == "mmdit" and settings.train_mmdit.cache is None)
     assert sum(found.at_peak.values()) == found.peak_bytes
     # The buffer of offloaded activations is filled, and no larger than needed.
     assert found.buffer_used_bytes == found.buffer_bytes

@@ -13,7 +13,10 @@ from opensora_cli.data.scenes import SceneClip
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate
+from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
+from opensora_cli.engine.train.estimate import estimate_training
+from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.strategy.distribution import Distribution
@@ -107,6 +110,29 @@ def test_stages_differ_as_in_the_reference() -> None:
     assert settings["stage1"].data.lengths() == tuple(range(1, 130, 4))
     assert settings["high_compression"].vae.kind == "dc_ae"
     assert settings["stage2_i2v"].memory.activation_offload == "all"
+
+
+def test_an_adapter_beside_the_released_model_streams_every_block() -> None:
+    settings = settings_of("stage1_lora_16gib")
+    assert (settings.lora.rank, settings.strategy, settings.memory.offload) == (16, "ddp", "blocks")
+    assert (settings.init, settings.model.cond_embed) == ("ckpts/Open_Sora_v2.safetensors", True)
+    assert plan_activations(settings).checkpointed_blocks == {"double_blocks": 19, "single_blocks": 38}
+    weights = plan_frozen_weights(settings)
+    assert (weights.blocks, weights.resident_blocks) == (57, 2)
+    # Two double-stream blocks of 340 million numbers in bf16; and all that the file has of blocks.
+    assert weights.device_bytes == pytest.approx(2 * 2 * 340e6, rel=0.01)
+    assert weights.host_bytes == pytest.approx(2 * 11.82e9, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [33, 129])
+def test_an_adapter_beside_the_released_model_takes_less_than_16_gib(frames: int) -> None:
+    settings = settings_of("stage1_lora_16gib")
+    bucket = settings.data.buckets["256px"][frames]
+    memory = estimate_training(settings.replace({"data.buckets": {"256px": {frames: bucket}}}))
+    assert memory.most["frozen parts"] == 0
+    assert 4 * 2**30 < memory.device_peak_bytes < 12 * 2**30
+    assert memory.most["weights"] < 2 * 2**30
 
 
 @pytest.fixture(scope="module")

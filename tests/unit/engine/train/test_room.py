@@ -25,8 +25,6 @@ CPU = Distribution(torch.device("cpu"))
 ESTIMATE = SimpleNamespace(
     at_peak={"weights": 1, "average": 2, "frozen parts": 4, "optimizer": 8, "gradients": 16, "buffers": 32}
     | {"activations": 64},
-    most={"optimizer": 1000, "gradients": 200},
-    held_for_backward=300,
 )
 
 
@@ -69,17 +67,11 @@ class TestFirstStep:
         monkeypatch.delattr(room, "estimate_training")
         assert taken(settings_of(tmp_path)) == 0
 
-    @pytest.mark.parametrize(
-        ("has_moments", "cache", "expected"),
-        [(False, None, 120), (True, None, 112), (False, "cache", 1300), (True, "cache", 300)],
-    )
-    def test_what_is_loaded_before_it_does_not_count(
-        self, machine, tmp_path, monkeypatch, has_moments, cache, expected
-    ):
+    @pytest.mark.parametrize(("has_moments", "expected"), [(False, 120), (True, 112)])
+    def test_what_is_loaded_before_it_does_not_count(self, machine, tmp_path, monkeypatch, has_moments, expected):
         machine.free = repeat(0)
         monkeypatch.setattr(room, "estimate_training", lambda settings, *, rank: ESTIMATE)
-        settings = tiny_training.mmdit_settings(tmp_path).replace({"train_mmdit.cache": cache})
-        assert taken(settings, has_moments=has_moments) == expected
+        assert taken(tiny_training.mmdit_settings(tmp_path), has_moments=has_moments) == expected
 
     def test_it_does_not_begin_where_it_does_not_fit(self, machine, tmp_path, monkeypatch):
         machine.free = repeat(119)

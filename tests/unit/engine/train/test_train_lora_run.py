@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from tiny_transformer import inputs
 from tiny_weights import converted
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.load import load_transformer
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.frozen_weights import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
@@ -124,6 +127,50 @@ def test_a_resumed_adapter_equals_an_uninterrupted_one(trained, tmp_path):
     ours, theirs = (load_file(folder / "lora" / "adapter_model.safetensors") for folder in (tmp_path / "run", trained))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(trained, tmp_path):
+    streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
+    train(settings_of(tmp_path / "run", loop__steps="1", **streamed))
+    train(settings_of(tmp_path / "run", **streamed), resume=Resume())
+    assert log_of(tmp_path / "run") == log_of(trained)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "run" / "lora" / file).read_bytes() == (trained / "lora" / file).read_bytes()
+
+
+@needs_maps
+def test_frozen_blocks_wait_in_their_file_in_its_dtype(tmp_path):
+    streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
+    settings = settings_of(tmp_path, **streamed)
+    plan = plan_training(settings)
+    transformer = new_transformer(settings, device=torch.device("cpu"))
+    waiting = waiting_weights(transformer, plan.frozen_weights, settings)
+    path = DEMO / "transformer.safetensors"
+    stored = {str(tensor.dtype) for tensor in load_file(path).values()}
+    assert {str(weight.dtype) for weight in waiting} == stored
+    assert are_mapped(waiting, path)
+    assert plan.frozen_weights.line().startswith("10 frozen blocks, 2 on the device at a time (")
+    assert plan.frozen_weights.line() in "\n".join(plan.lines())
+    # In float32, with an adapter in float32 beside them.
+    assert plan.frozen_weights.host_bytes == pytest.approx(2 * sum(weight.nbytes for weight in waiting), rel=0.01)
+    with streamed_weights(
+        transformer, plan.frozen_weights, settings, device=torch.device("cpu"), reporter=SilentReporter()
+    ) as runs:
+        assert sum(run.nbytes for run in runs) == plan.frozen_weights.device_bytes
+    assert are_mapped(waiting_weights(transformer, plan.frozen_weights, settings), path)
+
+
+def test_frozen_weights_in_8_bits_are_those_that_sampling_has(tmp_path):
+    settings = settings_of(tmp_path, memory__fp8_storage="true")
+    transformer = new_transformer(settings, device=torch.device("cpu"))
+    expected = load_preset("demo", prompt="sea").replace(
+        {"runtime.device": "cpu", "runtime.dtype": "float32", "memory.fp8_storage": True}
+    )
+    theirs = load_transformer(make_plan(expected)).state_dict()
+    ours = {name.replace(".base_layer.", "."): weight for name, weight in transformer.state_dict().items()}
+    assert ours.keys() - theirs.keys() == {name for name in ours if ".lora_" in name}
+    assert all(torch.equal(ours[name].float(), weight.float()) for name, weight in theirs.items())
+    assert sum(weight.dtype is torch.float8_e4m3fn for weight in ours.values()) == 2 * 14 + 8 * 5
 
 
 def log_of(output: Path) -> list[float]:
